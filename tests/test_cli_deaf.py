@@ -116,6 +116,22 @@ def database(tmp_path: Path) -> Path:
     return samples.write(tmp_path / "in.sqlite", (samples.result(samples.outcome("aaaa000000000001", config=config)),))
 
 
+def test_the_server_of_children_keeps_no_pipe_of_a_command_open(tmp_path: Path) -> None:
+    """It imports torch for seconds after a command that was ended without notice."""
+    code = f"""
+from multiprocessing import forkserver
+from flashtune.tuner.children.forkserver import serving
+if __name__ == "__main__":
+    with serving():
+        place = Path(f"/proc/{{forkserver._forkserver._forkserver_pid}}/fd/")
+        while {{os.readlink(place / number) for number in "12"}} != {{os.devnull}}:
+            time.sleep(0.01)
+    forever()
+"""
+    with started(tmp_path, code):
+        pass
+
+
 COMMANDS = {
     "generate, while a kernel is compiled": (
         "from flashtune.tuner.publish import machine_code; machine_code._attempt = forever",

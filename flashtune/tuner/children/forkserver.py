@@ -13,6 +13,9 @@ from multiprocessing import forkserver, resource_tracker
 from flashtune.core import folders
 from flashtune.core.errors import EnvironmentProblem
 
+QUIET = "flashtune.tuner.children.quiet"
+"""What it imports first of all: a command that a signal ends leaves it in the midst of its imports."""
+
 PRELOADED = ["torch"]
 """Modules that the server has imported."""
 
@@ -44,7 +47,7 @@ def serving(first: Sequence[str] = ()) -> Iterator[None]:
     with held_back():
         # Children inherit this environment.
         _let_triton_write()
-        multiprocessing.set_forkserver_preload([*first, *PRELOADED])
+        multiprocessing.set_forkserver_preload([QUIET, *first, *PRELOADED])
         forkserver.ensure_running()
         yield
 
