@@ -19,7 +19,7 @@ from test_db_hostile import plain, read_everything, refused, sql
 
 from flashtune.cli.main import main
 from flashtune.core.errors import DatabaseError, InputError
-from flashtune.db import connecting, library, records, sqlite_file
+from flashtune.db import card, connecting, library, records, sqlite_file
 from flashtune.db.connecting import Allowance, bounded
 from flashtune.db.library import Layer, Library
 from flashtune.db.merging import merge
@@ -232,6 +232,16 @@ def test_columns_without_content_are_refused(tmp_path: Path, table: str) -> None
     else:
         sql(path, *(f"ALTER TABLE {table} ADD COLUMN x{place} INTEGER" for place in range(120)))
     refused(path, "is damaged")
+
+
+def test_a_file_with_holes_is_not_hashed_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = plain(tmp_path / "a.sqlite")
+    with path.open("r+b") as file:
+        file.truncate(1 << 42)
+    (tmp_path / "a.sqlite.json").write_text('{"format": 1, "sha256": ""}')
+    monkeypatch.setattr(card, "digest", lambda database: pytest.fail("it is hashed"))
+    with pytest.raises(DatabaseError, match=r"a\.sqlite has 4194304 MiB, too many for a file with a card"):
+        Library([Layer(location=path, precedence=1)])
 
 
 # --- forged gains -----------------------------------------------------------------------------------------------------------------

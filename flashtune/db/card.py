@@ -19,6 +19,9 @@ LICENCE_LENGTH = 255
 MOST_BYTES = 1 << 20
 """No larger card is read: ours have some hundred bytes."""
 
+LARGEST_DATABASE = 1 << 30
+"""No larger file is one with a card: those that are shipped have some megabytes, and its hash takes every new process time."""
+
 
 def card_path(database: Path) -> Path:
     """Where the card of a database lies: its name with `.json` behind it."""
@@ -88,6 +91,8 @@ def check_card(database: Path) -> None:
     path = card_path(database)
     if not os.path.lexists(path):
         return
+    if (size := database.stat().st_size) > LARGEST_DATABASE:
+        raise DatabaseError(f"{database} has {size >> 20} MiB, too many for a file with a card: remove {path.name} if you trust it")
     try:
         fields = read_json(path, MOST_BYTES)
         wanted = fields["sha256"] if fields["format"] == FORMAT else None
