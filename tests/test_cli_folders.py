@@ -18,6 +18,7 @@ from flashtune.core.target import find_target
 from flashtune.db.card import card_path
 from flashtune.db.library import Library
 from flashtune.templates import family
+from flashtune.tuner.publish import machine_code
 from flashtune.tuner.publish.generated import differing, require_writable, write
 
 FILES = generated(DECODES[:2])
@@ -191,3 +192,11 @@ def test_a_card_is_checked_however_its_database_is_named(
     for read in (lambda: dispatch.use(url), Library.default):
         with pytest.raises(DatabaseError, match=r"isn't the file that .* beside it names"):
             read()
+
+
+def test_a_folder_that_is_none_is_said_before_kernels_are_compiled(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / INDEX).write_text("{}")
+    monkeypatch.setattr(machine_code, "_attempt", lambda *words, **more: pytest.fail("it is compiled"))
+    found = flashtune("generate", "--check", "--db", str(database), "--out", str(tmp_path), "--jobs", "1")
+    assert found.exit_code == 4 and "is no index of generated kernels" in found.stderr, found.output
+    assert "compiled" not in found.stderr

@@ -51,7 +51,7 @@ def generate(
 
     Machine code is compiled where the folder has none of the same source and Triton; --check recompiles all of it, or a --sample.
     """
-    from flashtune.core.kernel_index import INDEX
+    from flashtune.core.kernel_index import INDEX, read_index
     from flashtune.core.shipped_kernels import archive_name, checkout_folder
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import BITS, unservable
@@ -75,6 +75,8 @@ def generate(
     folder = out or package
     if not check:
         require_writable(folder)
+    # Whatever is wrong with the folder is said before kernels are compiled.
+    read_index(folder)
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name))
     arranged = arrange(servable(records))
