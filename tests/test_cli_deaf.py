@@ -118,13 +118,13 @@ def database(tmp_path: Path) -> Path:
 
 def test_the_server_of_children_keeps_no_pipe_of_a_command_open(tmp_path: Path) -> None:
     """It imports torch for seconds after a command that was ended without notice."""
-    code = f"""
+    code = """
 from multiprocessing import forkserver
 from flashtune.tuner.children.forkserver import serving
 if __name__ == "__main__":
     with serving():
-        place = Path(f"/proc/{{forkserver._forkserver._forkserver_pid}}/fd/")
-        while {{os.readlink(place / number) for number in "12"}} != {{os.devnull}}:
+        place = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/fd/")
+        while {os.readlink(place / number) for number in "12"} != {os.devnull}:
             time.sleep(0.01)
     forever()
 """
