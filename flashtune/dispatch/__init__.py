@@ -1,4 +1,4 @@
-"""Run time: `attention` by the best kernel that is known for this GPU and these sizes, and `explain` for why it is that one."""
+"""Run time: `attention` by the best kernel known for this GPU and these sizes, and `explain` for the reason of the choice."""
 
 from flashtune.core.collector import held_off
 

@@ -1,4 +1,4 @@
-"""What this process has called so far, for `flashtune search --calls`: the attention problems of first calls."""
+"""Recorded attention problems of this process, for `flashtune search --calls`."""
 
 import atexit
 import os
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
 
 MOST_CALLS = 1024
-"""So many problems are held; then they are thinned (flashtune.core.calls), and what is new where that doesn't help is left out."""
+"""Problems kept; beyond it they are thinned (flashtune.core.calls), and new ones are left out where that doesn't help."""
 
 
 class Calls:
-    """Problems in the order in which they were met. What is called again is known to the memo of plans and never gets here; changes of the
-    databases in force, which empty that memo, change nothing here."""
+    """Problems in the order of their first calls.
+
+    Later calls of a problem are served from the plan cache and never get here; changes of the databases in force, which empty that cache,
+    change nothing here.
+    """
 
     def __init__(self) -> None:
         self._met: dict[Problem, None] = {}
@@ -27,7 +30,7 @@ class Calls:
         self._full = self._looked = False
 
     def meet(self, problem: "Problem") -> None:
-        """Hold it, if it is new."""
+        """Record a problem, if it is new."""
         if problem in self._met:
             return
         with self._lock:
@@ -43,7 +46,7 @@ class Calls:
             _save_at_exit()
 
     def met(self) -> list["Problem"]:
-        """All of them; a RuntimeWarning says where there were more."""
+        """All recorded problems; a RuntimeWarning says where some were left out."""
         with self._lock:
             found, full = list(self._met), self._full
         if full:
@@ -53,12 +56,12 @@ class Calls:
         return found
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Remove all recorded problems."""
         with self._lock:
             self._met, self._full = {}, False
 
     def unlock(self) -> None:
-        """In a process that was forked while another thread held the lock: nobody there would ever release it."""
+        """Replace the lock in a forked child, where nobody would release one that another thread of the parent held."""
         self._lock = threading.Lock()
 
 
@@ -69,19 +72,20 @@ os.register_at_fork(after_in_child=CALLS.unlock)
 def save_calls(path: "str | Path") -> None:
     """Add the attention problems that this process has called so far to the file at `path`, which `flashtune search --calls` reads.
 
-    The file is JSON, a line for each problem, and is made where it is missing. What it holds already stays, so that several processes, or
-    runs, may add to one file, at the same time, too; remove it to begin anew. FLASHTUNE_CALLS=PATH in the environment of a process does
-    the same when it exits (not where a signal, or os._exit, ends it).
+    The file is JSON, a line for each problem, and is made where it is missing. Its present contents stay, so that several processes, or
+    runs, may add to one file, at the same time, too; remove it to begin anew. FLASHTUNE_CALLS=PATH in the environment of a process does the
+    same when it exits (not where a signal, or os._exit, ends it).
 
-    Problems are forwards, and backwards of calls whose gradient was asked for, as they were called: sizes, dtype and features, whoever
-    served them, on whatever device. On the CPU only a first call of its sizes says whether gradients are asked for. Of compiled models
-    those calls are there that aren't traced into torch's own operations: what kernels may serve. Left out is what no search could help:
-    head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, and what sdpa_kernel keeps from flash attention.
-    Decoding steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.calls.thinned).
+    Problems are forwards, and backwards of calls whose gradient was requested, as they were called: sizes, dtype and features, whichever
+    kernel served them, on any device. On the CPU only a first call of its sizes records whether gradients are requested. Of compiled models
+    those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is everything that no
+    search could help: head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, and calls that sdpa_kernel keeps
+    from flash attention. Decode steps are thinned to the longest of each octave of keys, other calls to the four longest
+    (flashtune.core.calls.thinned).
 
     Raises InputError where `path` is another kind of file, or would grow beyond 4 MB, EnvironmentProblem where it can't be written.
     """
-    # What a first call doesn't need isn't imported before it.
+    # Imported here to keep first calls fast.
     from pathlib import Path
 
     from flashtune.core.calls import add
@@ -92,7 +96,7 @@ def save_calls(path: "str | Path") -> None:
 
 
 def _save_at_exit() -> None:
-    """Save when this process exits, where `FLASHTUNE_CALLS` names a file: from here on, whichever folder it then is in."""
+    """Save at exit where `FLASHTUNE_CALLS` names a file, resolved against the present working directory."""
     named = os.environ.get("FLASHTUNE_CALLS", "")
     if not named:
         return
@@ -100,7 +104,7 @@ def _save_at_exit() -> None:
 
 
 def _saved(path: str) -> None:
-    """At exit: a failure is said in a line, for nobody is left to catch it."""
+    """Save; a failure is a warning, since nobody is left to catch an exception at exit."""
     try:
         save_calls(path)
     except FlashtuneError as error:

@@ -1,5 +1,7 @@
-"""The framework's path: torch's own attention where it has the features, a differentiable composite where it lacks them; gradients by the
-formula, for calls that no backward kernel takes."""
+"""PyTorch's path: its own attention where it has the features, a differentiable composite where it lacks them.
+
+Also gradients by the formula, for calls that no backward kernel takes.
+"""
 
 import contextlib
 import threading
@@ -27,19 +29,19 @@ from flashtune.dispatch.call import Call, PerHead
 Outputs = tuple[Tensor, Tensor | None]
 
 ROWS = 256
-"""Query rows whose scores are held at a time where gradients are computed by the formula."""
+"""Query rows per step of the gradient formula, whose scores are kept in memory at a time."""
 
 SINK_ELEMENTS = 2**23
-"""Elements of the output that are widened to float32 at a time for the gradient of sinks."""
+"""Elements of the output widened to float32 at a time for the gradient of sinks."""
 
 
 FEW_SCORES = 2**20
-"""So many scores torch holds at most where it computes gradients by its math, as it would by its own choice."""
+"""Most scores for which PyTorch's math backend computes gradients, as PyTorch itself would choose."""
 
 
 def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch's function serves a call with the very arguments of `attention`."""
-    # Torch's fused CPU kernel looks for rows and columns in a mask that broadcasts.
+    """True where PyTorch's function serves a call with the unchanged arguments of `attention`."""
+    # PyTorch's fused CPU kernel indexes rows and columns of a mask, so that it needs two dimensions.
     fits = mask is None or (call.dtype != torch.float64 and mask.dim() > 1)
     fits = fits and call.fused_by_torch and not call.deterministic and call.identity and call.scale > 0.0
     if not fits or call.empty or not call.d_v or call.dropout_p == 1.0 or transformed():
@@ -53,26 +55,28 @@ def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def _readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The same in memory that torch's CUDA backends read right."""
+    """The inputs in memory layouts that PyTorch's CUDA backends read correctly; copies where they have to be."""
     if mask is not None and mask.device.type == "cuda":
-        # Torch pads a mask's rows, of one column, too, before it expands them.
+        # PyTorch pads a mask's rows, of one column, too, before it expands them.
         wide = mask if mask.shape[-1] == k.shape[2] else mask.expand(*mask.shape[:-1], k.shape[2])
         mask = readable(wide, repeats=True)
     return readable(q), readable(k), readable(v), mask
 
 
 def as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask on a GPU as the bias that torch makes of it, but for -inf in the place of the smallest number, with which cuDNN gives
-    the mean of the values in rows that see no key (torch 2.11)."""
+    """A boolean CUDA mask as the bias that PyTorch makes of it, but with -inf for hidden pairs.
+
+    With the smallest number in their place cuDNN gives the mean of the values in rows that see no key (PyTorch 2.11).
+    """
     return mask.to(dtype).log() if mask is not None and mask.dtype == torch.bool and mask.is_cuda else mask
 
 
 def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, per_head: PerHead | None) -> Outputs:
-    """Serve `call` in torch operations, differentiable: output and, when asked for, the float32 LSE.
+    """Serve `call` in PyTorch operations, differentiable: output and, where `return_lse` is set, the float32 LSE.
 
-    Plain, causal and masked attention and dropout from torch's own generator are one call of F.scaled_dot_product_attention. Other
-    bands become a boolean mask (or go into the bias) first, ALiBi becomes a bias, and fp8 inputs become bf16. Sinks become one more key
-    (see `_with_sinks`), so that memory stays that of q, k and v. Softcap, LSE and seeded dropout run the reference in float32 (float64 for
+    Plain, causal and masked attention and dropout from PyTorch's own generator are one call of F.scaled_dot_product_attention. Other bands
+    become a boolean mask (or go into the bias) first, ALiBi becomes a bias, and fp8 inputs become bf16. Sinks become one more key (see
+    `_with_sinks`), so that memory stays that of q, k and v. Softcap, LSE and seeded dropout run the reference in float32 (float64 for
     float64 inputs), whose scores take B Hq N_q N_kv elements of memory; `keep` (B, Hq, N_q, N_kv) is dropout's mask there.
     """
     mask = call.small_mask(mask)
@@ -83,8 +87,8 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
         return call.restored(_beside(zeros, q, k, v, mask, given.slopes, given.sinks)), None
     operations = call.composite or keep is not None
     if not operations and vmapped():
-        # Of what vmap has batched cuDNN gives wrong gradients and memory-efficient attention refuses its own LSE, or a mask that isn't
-        # batched; torch's math adds a mask that is in place to scores that aren't (torch 2.11).
+        # Under vmap cuDNN gives wrong gradients, memory-efficient attention refuses its own LSE or an unbatched mask, and PyTorch's math
+        # adds a batched mask in place to unbatched scores (PyTorch 2.11).
         operations = True
         if call.dropout_p:
             keep = torch.rand((call.batch, call.heads, call.n_q, call.n_kv), device=call.device) >= call.dropout_p
@@ -95,25 +99,25 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     if descale is not None:
         q, k, v = ((x.float() * factor[..., None, None]).to(call.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
-        # Wide, since the 16-bit types hold no large distances.
+        # In float32 or float64, since the 16-bit types can't represent large distances.
         bias = reference.alibi(slopes.to(_wide(call)), call.n_q, call.n_kv, call.band.diagonal)
         mask = reference.joined(bias, mask)
     if mask is not None and mask.dtype not in (torch.bool, q.dtype) and (q.is_cuda or q.dtype == torch.float64):
-        # Torch's kernels on GPUs take no wider mask, and its fused one on CPUs reads the memory of a narrower one as if it were float64.
+        # PyTorch's GPU kernels take no wider mask, and its fused CPU kernel reads a narrower one's memory as if it were float64.
         wide = torch.promote_types(q.dtype, mask.dtype)
         q, k, v, mask = q.to(wide), k.to(wide), v.to(wide), mask.to(wide)
-    # A tracer may hold symbolic truth values, which torch refuses; a branch on one settles it.
+    # A tracer may hold symbolic truth values, which PyTorch refuses; a branch on one makes it a constant.
     causal = True if call.torch_causal and mask is None else False  # noqa: SIM210
     scale = call.scale
     if scale <= 0.0:
-        # Torch's fused backends assume a positive one; its CPU's gives NaN in causal rows otherwise.
+        # PyTorch's fused backends assume a positive scale; the CPU one gives NaN in causal rows otherwise.
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     if call.band.bounded and not causal:
         seen = reference.visible(call.band, call.n_q, call.n_kv, call.device)
         mask = reference.hidden_outside(seen[None, None], mask)
     if given.sinks is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, given.sinks.to(_wide(call)) / scale, causal)
-    # Whatever autocast takes is in its type already, but for fp8 inputs and ALiBi's bias, which aren't to be rounded.
+    # Inputs that autocast applies to are in its dtype already; fp8 inputs and ALiBi's bias aren't to be rounded to it.
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, mask):
         out = _sdpa(call, q, k, v, mask, is_causal=causal, scale=scale).to(call.out_dtype)
     if given.sinks is not None:
@@ -122,7 +126,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
 
 
 def _beside(x: Tensor, *others: Tensor | None) -> Tensor:
-    """The same, which gives all of the others gradients of zeros."""
+    """`x`, with a path in the graph that gives each of the others a gradient of zeros."""
     for other in others:
         if other is not None and other.requires_grad:
             x = x + other[..., :0].to(x.dtype).sum()
@@ -130,16 +134,16 @@ def _beside(x: Tensor, *others: Tensor | None) -> Tensor:
 
 
 def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **words: Any) -> Tensor:
-    """Torch's own attention of tensors (B, H, ...) in any memory and number: handed on as its backends take them."""
-    # A tracer may hold a symbolic truth value here, too.
+    """PyTorch's own attention of tensors (B, H, ...) in any memory and number: passed on as its backends take them."""
+    # A branch makes a tracer's symbolic truth value a constant.
     words |= {"dropout_p": call.dropout_p, "enable_gqa": True if call.shared else False}  # noqa: SIM210
     if not q.is_cuda:
         return sdpa(q, k, v, mask, **words)
     if mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v)):
-        # Torch keeps no LSE for the gradient of a bias alone.
+        # PyTorch keeps no LSE for the gradient of a bias alone.
         q = _beside(q, mask)
     if not call.d:
-        # Torch's kernels give nothing where there are no columns.
+        # PyTorch's kernels write no output where the head size is 0.
         q, k = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k))
     q, k, v, mask = _readable(q, k, v, as_bias(mask, q.dtype))
     if torch.compiler.is_compiling() or max(q.shape[:2]) <= MOST_HEADS:
@@ -153,7 +157,7 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **wo
 
 
 _SINK_KEY = 256.0
-"""What a sink's key holds: with it fp16 reaches sinks of 1.6e7 times the scale."""
+"""Value in a sink's key: with it fp16 reaches sinks of 1.6e7 times the scale."""
 
 
 def _with_sinks(
@@ -161,27 +165,27 @@ def _with_sinks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The call with one more key in front, whose score is the head's own of `scores` (B, Hq) for every query, and whose value is 0.
 
-    More columns make that score, so that key heads stay shared, bands stay masks for all heads and causal calls need none: queries hold
-    the score there, in parts which together have float32's digits, the key in front holds `_SINK_KEY` and all others 0. A `causal` call
-    has a query more, too, for its diagonal begins at the first key. What is in front and beside is to be cut off the output.
+    More columns make that score, so that key heads stay shared, bands stay masks for all heads and causal calls need none: queries have the
+    score there, split into parts which together have float32's digits, the key in front has `_SINK_KEY` and all others 0. A `causal` call
+    gets one more query, too, since its diagonal begins at the first key. The caller cuts the additional row and columns off the output.
     """
     parts = 3 if q.dtype.itemsize == 2 else 1
     more = -(-(q.shape[3] + parts) // 8) * 8 - q.shape[3]
     rest = scores / _SINK_KEY
-    # -inf times the other keys' 0 would be NaN. Nothing is below this but what no score reaches.
+    # -inf times the other keys' 0 would be NaN; no score is as low as this limit.
     limit = min(torch.finfo(q.dtype).max, 1e30)
     rest = rest.clamp(-limit, limit)
     columns = []
     for _ in range(parts):
         columns.append(rest.to(q.dtype).to(rest.dtype))
         rest = rest - columns[-1]
-    # Rounded behind the expansion: the gradient of a sink is summed over its queries before it is rounded.
+    # Rounded after the expansion, so that the gradient of a sink is summed over its queries before it is rounded.
     beside = torch.stack(columns, -1)[:, :, None].expand(*q.shape[:3], parts).to(q.dtype)
     q = torch.nn.functional.pad(torch.cat([q, beside], -1), (0, more - parts))
     ahead = k.new_zeros(k.shape[3] + more)
     ahead[k.shape[3] : k.shape[3] + parts] = _SINK_KEY
     k = torch.cat([ahead.expand(*k.shape[:2], 1, -1), torch.nn.functional.pad(k, (0, more))], 2)
-    # As many columns as keys have, where they had, for torch's fastest kernels.
+    # PyTorch's fastest kernels need equal head sizes of keys and values.
     v = torch.nn.functional.pad(v, (0, more if v.shape[3] + more == q.shape[3] else 0, 1, 0))
     if causal:
         q = torch.nn.functional.pad(q, (0, 0, 1, 0))
@@ -196,8 +200,8 @@ def _wide(call: Call) -> torch.dtype:
 
 
 def _composite(call: Call, q: Tensor, k: Tensor, v: Tensor, given: CallParameters, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The reference in float32 or float64, rounded to the output's dtype at the end."""
-    # Autocast would turn the float32 products into half ones again.
+    """Output and LSE of the reference in float32 or float64, rounded to the output's dtype at the end."""
+    # Autocast would turn the float32 products into 16-bit ones again.
     with no_autocast(call.device.type):
         out, lse = reference.attention(
             q,
@@ -224,19 +228,22 @@ _ON: dict[SDPBackend, Callable[[], bool]] = {
 
 
 def sound_backends_of(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> contextlib.AbstractContextManager[object]:
-    """Keeps calls whose gradient is needed to the backends whose gradients are right, and the same every time where that was asked for; and
-    those that draw, which may be computed again with gradients: each backend drops other pairs."""
+    """Context in which PyTorch uses only backends that are right for this call.
+
+    Calls whose gradient is needed use backends with correct gradients, repeatable ones where `deterministic` is set. So do calls whose
+    dropout mask PyTorch samples, since they may be recomputed with gradients and each backend drops other pairs.
+    """
     if call.device.type != "cuda" or (mask is None and call.identity and not call.deterministic):
         return contextlib.nullcontext()
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *([] if mask is None else [mask])))
     if not (differentiable or call.torch_draws):
         return contextlib.nullcontext()
-    # Of what isn't of four dimensions, or broadcasts, torch computes gradients without rounding the output ahead of them.
+    # Where inputs aren't 4-D, or broadcast, PyTorch computes gradients without rounding the output first.
     few = not call.identity and call.batch * call.heads * call.n_q * call.n_kv <= FEW_SCORES
     backends = [SDPBackend.MATH] if call.deterministic or few else sound_backends(mask)
     if backends is None:
         return contextlib.nullcontext()
-    # A caller's sdpa_kernel holds on, save for compilers, which can't ask; where it leaves none of these, it was meant to.
+    # A caller's sdpa_kernel stays in force, except under compilers, which can't read its flags; if it leaves none, nothing is changed.
     if torch.compiler.is_compiling():
         return sdpa_kernel(backends)
     left = [backend for backend in backends if _ON[backend]()]
@@ -245,13 +252,13 @@ def sound_backends_of(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
 
 @contextlib.contextmanager
 def _only(backends: list[SDPBackend]) -> Iterator[None]:
-    """sdpa_kernel, whose flags are the process's: two threads inside it at once would leave them as the first one set them."""
+    """sdpa_kernel under a lock: its flags are global, and overlapping contexts of two threads would leave the first one's set."""
     with _FLAGS, sdpa_kernel(backends):
         yield
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Switches autocast off, where it is on."""
+    """Context with autocast off; a null context where it isn't on."""
     if autocasting(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -270,10 +277,11 @@ def gradients(
     bias: Tensor | None = None,
     of_slopes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dQ, dK and dV in their inputs' types, of the output and LSE (None: of the output alone) that a forward left; then the gradient of
-    `bias`, of its own sizes and type, if it is given, and that of slopes (B, Hq), if asked for.
+    """Gradients of the output and LSE of a forward (`dlse` None: of the output alone), by the formula: dQ, dK and dV in their inputs'
+    dtypes.
 
-    Shapes as in flashtune.templates.family; `given` with its mask expanded. FlashAttention-2 (arXiv 2307.08691), section 2.3.2, in float32.
+    Also the gradient of `bias`, of its own sizes and dtype, where one is passed, and that of slopes (B, Hq) with `of_slopes`. Shapes as in
+    flashtune.templates.family; `given` with its mask expanded. FlashAttention-2 (arXiv 2307.08691), section 2.3.2, in float32.
     """
     ratio = q.shape[1] // k.shape[1]
     dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -319,10 +327,10 @@ def gradients(
 
 
 def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """The gradient of `sinks` (B, Hq), float32, of the output and LSE (None: of the output alone) that a forward left.
+    """Gradient of `sinks` (B, Hq), float32, of the output and LSE of a forward (`dlse` None: of the output alone).
 
-    A sink's probability in a row is exp(sink - LSE), and its value is 0, so that -exp(sink - LSE) (rowsum(dO * O) - dLSE) is what the row
-    gives.
+    A sink's probability in a row is exp(sink - LSE), and its value is 0, so that each row contributes -exp(sink - LSE) (rowsum(dO * O) -
+    dLSE).
     """
     found = torch.zeros(sinks.shape, dtype=torch.float32, device=sinks.device)
     step = max(1, SINK_ELEMENTS // max(1, out.numel() // max(1, out.shape[2])))
@@ -331,13 +339,13 @@ def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: 
         delta = (out[:, :, rows].float() * dout[:, :, rows].float()).sum(-1)
         if dlse is not None:
             delta -= dlse[:, :, rows]
-        # A row that has nothing, not even a sink, gives nothing.
+        # A row without keys and with a sink of -inf contributes nothing.
         probs = torch.exp(sinks.float()[..., None] - lse[:, :, rows]).masked_fill(lse[:, :, rows] == float("-inf"), 0.0)
         found -= (probs * delta).masked_fill(probs == 0.0, 0.0).sum(-1)
     return found
 
 
 def _kept(given: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> Tensor:
-    """Dropout's factor of each pair of these rows: 0, or what makes up for those that are dropped."""
+    """Dropout's factor of each pair of these rows: 0 if it is dropped, else 1 / (1 - p)."""
     keep = reference.dropout_keep(given.seed, given.offset, shape[0], shape[1], count, n_kv, given.dropout_p, device, first=first)
     return keep / (1.0 - given.dropout_p) if given.dropout_p < 1.0 else keep * 0.0

@@ -1,7 +1,7 @@
-"""Ways to reach `flashtune.dispatch.attention` from code that calls torch's attention.
+"""Entry points to `flashtune.dispatch.attention` for code that calls PyTorch's attention.
 
-`torchs_place` swaps torch's function for a while, in one thread; `transformers`, `diffusers` and `torch_registry` are for those libraries.
-None of them is imported before it is used, and nothing is swapped or registered by an import.
+`torchs_place` swaps PyTorch's function for a while, in one thread; `transformers`, `diffusers` and `torch_registry` are for those
+libraries. None of them is imported before it is used, and nothing is swapped or registered by an import.
 """
 
 from flashtune.integrations.swap import torchs_place

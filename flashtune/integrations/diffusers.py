@@ -1,10 +1,10 @@
-"""diffusers: `TunedProcessor` lets dispatch.attention serve an attention processor of diffusers, `apply` all those of a model.
+"""diffusers: `TunedProcessor` serves one attention processor of diffusers by dispatch.attention, `apply` all those of a model.
 
     from flashtune.integrations import diffusers as tuned
 
     tuned.apply(pipeline.unet)  # or pipeline.transformer
 
-Importing this module doesn't import diffusers, unless a processor is made of nothing.
+Importing this module doesn't import diffusers; making a processor without `inner` does.
 """
 
 import functools
@@ -17,7 +17,7 @@ from flashtune.integrations.swap import torchs_place
 
 
 class TunedProcessor:
-    """An attention processor that calls another, whose calls of torch's attention dispatch.attention serves.
+    """Attention processor around another one, whose calls of PyTorch's attention go to dispatch.attention.
 
     `inner` is any processor that calls F.scaled_dot_product_attention, itself or by diffusers' backend "native"; None is diffusers' own,
     AttnProcessor2_0. Arguments and results are those of `inner`. Raises InputError for a processor with weights of its own.
@@ -37,17 +37,17 @@ class TunedProcessor:
             with torchs_place():
                 return inner(*arguments, **words)
 
-        # A model looks here for the arguments that its processor takes.
+        # diffusers inspects the signature of the instance's __call__ to see which arguments the processor takes.
         self.__call__ = call  # type: ignore[method-assign]
 
     def __call__(self, *arguments: Any, **words: Any) -> Any:
-        """What `inner` returns."""
+        """Result of `inner`."""
         with torchs_place():
             return self.inner(*arguments, **words)
 
 
 def apply(model: Any) -> None:
-    """Put a `TunedProcessor` around every attention processor of a diffusers model (`unet`, `transformer`, `vae`), each once.
+    """Wrap every attention processor of a diffusers model (`unet`, `transformer`, `vae`) in a `TunedProcessor`, each once.
 
     Raises InputError, and changes nothing, where a processor has weights of its own.
     """
@@ -57,5 +57,5 @@ def apply(model: Any) -> None:
 
 
 def restore(model: Any) -> None:
-    """Take what `apply` put around a model's processors away again."""
+    """Unwrap the processors of a model that `apply` wrapped."""
     model.set_attn_processor({name: getattr(old, "inner", old) for name, old in model.attn_processors.items()})

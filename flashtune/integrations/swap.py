@@ -1,4 +1,4 @@
-"""`torchs_place`: dispatch.attention in the place of F.scaled_dot_product_attention, for a while and for one thread."""
+"""`torchs_place`: dispatch.attention in place of F.scaled_dot_product_attention, for a while and for one thread."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,21 +17,21 @@ _serving: ContextVar[bool] = ContextVar("flashtune_serving", default=False)
 _lock = threading.Lock()
 _users = 0
 _ours: Callable[..., Any] | None = None
-"""What was put into torch.nn.functional for the present users."""
+"""Function that is in torch.nn.functional for the present users."""
 _before: Callable[..., Any] = sdpa
-"""What stood there before the first of them came."""
+"""Function that was there before the first of them entered."""
 _scripted: Callable[[], dict[int, str]] = _builtins._get_builtin_table
-"""Torch's operations by the ids of the functions for which torch.jit.script takes them."""
+"""PyTorch's operations by the ids of the functions for which torch.jit.script substitutes them."""
 
 
 @contextmanager
 def torchs_place() -> Iterator[None]:
-    """Let `flashtune.dispatch.attention` serve what calls torch.nn.functional.scaled_dot_product_attention by that name meanwhile.
+    """Serve calls of torch.nn.functional.scaled_dot_product_attention by that name with `flashtune.dispatch.attention` meanwhile.
 
-    A context manager, and as `@torchs_place()` a decorator of functions. It holds for this thread (or task) alone, may be nested, and ends
-    with an exception as with anything else. Code that took torch's function by another name before (`from torch.nn.functional import
-    scaled_dot_product_attention`) keeps what it took, and so do threads that autograd starts for recomputation on a GPU.
-    For all threads and for good: `torch.nn.functional.scaled_dot_product_attention = flashtune.dispatch.attention`.
+    A context manager, and as `@torchs_place()` a decorator of functions. It affects this thread (or task) alone, may be nested, and ends
+    when the block is left, by an exception, too. Code that imported PyTorch's function under another name before (`from torch.nn.functional
+    import scaled_dot_product_attention`) keeps that one, and so do threads that autograd starts for recomputation on a GPU. For all threads
+    and for good: `torch.nn.functional.scaled_dot_product_attention = flashtune.dispatch.attention`.
     """
     _enter()
     token = _serving.set(True)
@@ -48,7 +48,7 @@ def _enter() -> None:
         if _users == 0:
             _before = F.scaled_dot_product_attention
             _ours = F.scaled_dot_product_attention = _stand_in(_before)
-            # torch.jit.script finds torch's operation under it, by its id.
+            # torch.jit.script looks up PyTorch's operation by the function's id.
             _scripted()[id(_ours)] = "aten::scaled_dot_product_attention"
         _users += 1
 
@@ -60,35 +60,35 @@ def _leave() -> None:
         if _users:
             return
         del _scripted()[id(_ours)]
-        # Whoever put something over ours meanwhile keeps it; ours passes calls on from now on.
+        # A function that somebody else put over ours stays; ours passes calls on from now on.
         if F.scaled_dot_product_attention is _ours:
             F.scaled_dot_product_attention = _before
 
 
 def _inside() -> bool:
-    """Whether this thread is inside."""
+    """True inside `torchs_place` in this thread."""
     return _serving.get()
 
 
-# As torch.compiler.assume_constant_result sets it, whose import brings the compiler: a compiled call stays with what its tracing met.
+# As torch.compiler.assume_constant_result sets it, whose import brings the compiler: a compiled call keeps the value seen while tracing.
 _inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _stand_in(before: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in torch.nn.functional while anybody is inside: ours for those, `before` for the rest."""
+    """Function for torch.nn.functional while anybody is inside: ours for those who are, `before` for the rest."""
 
     def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *others: Any, **words: Any) -> Any:
         if _inside():
             try:
                 return dispatch.attention(query, key, value, attn_mask, *others, **words)
             except (InputError, InputTypeError):
-                # Torch takes some of what ours refuses, as a mask beside is_causal on the CPU, and else says so in its own words.
+                # PyTorch accepts some calls that ours refuses, as a mask beside is_causal on the CPU; else its own error is raised.
                 return before(query, key, value, attn_mask, *others, **words)
         if type(attn_mask).__name__ == "CausalBias" and before is sdpa:
-            # It knows torch's function by its place only.
+            # CausalBias looks PyTorch's function up in torch.nn.functional, where it would find ours again.
             return type(attn_mask)._dispatch(query, key, value, attn_mask, *others, **words)
         return before(query, key, value, attn_mask, *others, **words)
 
-    # Pickled by its place, as torch's own is.
+    # Pickle stores it by name, like PyTorch's own.
     scaled_dot_product_attention.__module__, scaled_dot_product_attention.__qualname__ = F.__name__, "scaled_dot_product_attention"
     return scaled_dot_product_attention

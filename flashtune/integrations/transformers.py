@@ -1,4 +1,4 @@
-"""transformers: `register()` makes dispatch.attention an attention implementation that models take by its name.
+"""transformers: `register()` makes dispatch.attention an attention implementation that models select by name.
 
     from flashtune.integrations import transformers as tuned
 
@@ -25,10 +25,10 @@ from flashtune.core import reference
 from flashtune.core.errors import EnvironmentProblem, InputError
 
 NAME = "tuned_attention"
-"""What `attn_implementation` is called, unless another name is registered."""
+"""Default name for `attn_implementation`."""
 
 _MEANT_OTHERWISE = ("flash", "flex", "sdpa", "eager", "|", "/")
-"""What transformers reads a meaning of its own into, wherever it stands in a name: "flash" is fetched from the hub, for one."""
+"""Parts of a name that transformers interprets itself, wherever they occur: "flash", for one, is fetched from the hub."""
 
 logger = logging.get_logger(__name__)
 
@@ -36,9 +36,9 @@ logger = logging.get_logger(__name__)
 def register(name: str = NAME) -> str:
     """Register dispatch.attention and its masks with transformers under `name`, for all models of this process; returns the name.
 
-    Give it to `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`. Calling it again changes nothing.
+    Pass it to `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`. Calling it again changes nothing.
 
-    Raises InputError for a name that transformers takes for something else, EnvironmentProblem where transformers is too old.
+    Raises InputError for a name that transformers interprets otherwise, EnvironmentProblem where transformers is too old.
     """
     meant = [word for word in _MEANT_OTHERWISE if word in name.lower()]
     if meant or not name:
@@ -66,12 +66,12 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> torch.Tensor | None:
-    """The mask of a kind of its own that `attention_forward` takes; the arguments are transformers' (AttentionMaskInterface).
+    """Mask for `attention_forward`, in a reduced form; the arguments are transformers' (AttentionMaskInterface).
 
-    Causal attention and sliding windows are left to the kernel. What is returned says the rest:
+    Causal attention and sliding windows are left to the kernel. Returns the rest:
         None: nothing is padded.
-        (B, n) boolean: True for each of the first n keys that counts. Keys from n on aren't there: a static cache is longer than the text.
-        (B, 1, N_q, N_kv) boolean: all there is to say, for any other rule; also where a position is known on the GPU alone.
+        (B, n) boolean: True for each of the first n keys that counts. Keys from n on don't exist yet, as in a static cache.
+        (B, 1, N_q, N_kv) boolean: the whole mask, for any other rule; also where a position is known on the GPU alone.
     """
     everything: Callable[[], torch.Tensor | None] = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, False, False,
@@ -94,7 +94,7 @@ def attention_mask(
         if kv_offset or padding.shape[1] != seen:
             padding = padding[:, kv_offset : kv_offset + seen]
         if is_tracing(padding) or not padding.all():
-            # A model may hand the mask back to be made again, and wouldn't say where the keys begin.
+            # A model may pass the mask back in to be made again, without the offset of the keys.
             return everything() if kv_offset else padding
     return None if seen == kv_length else torch.ones((1, 1), dtype=torch.bool, device=device).expand(batch_size, seen)
 
@@ -115,10 +115,11 @@ def attention_forward(
     cache: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers' modules call it: query (B, Hq, N_q, D), key (B, Hkv, N_kv, D), value (B, Hkv, N_kv, D_v); key heads
-    aren't repeated. Returns (B, N_q, Hq, D_v), and no weights.
+    """Attention with the signature of transformers' modules: query (B, Hq, N_q, D), key (B, Hkv, N_kv, D), value (B, Hkv, N_kv, D_v).
 
-    `attention_mask` is what this module's `attention_mask` made, or a caller's own of four dimensions, boolean or added to the scores.
+    Key heads aren't repeated. Returns (B, N_q, Hq, D_v), and no weights.
+
+    `attention_mask` is a result of this module's `attention_mask`, or a caller's own of four dimensions, boolean or added to the scores.
     `sliding_window` counts the query's own key. `s_aux` (Hq,) are attention sinks: one more logit for each head, with no value behind it.
     `position_bias` is added to the scores. Raises InputError for a paged cache.
     """
@@ -130,14 +131,14 @@ def attention_forward(
         logger.warning_once("tuned attention computes no attention weights: output_attentions=True needs attn_implementation='eager'")
     mask, window = attention_mask, None
     if mask is None or mask.dim() == 2:
-        # Masks of four dimensions have the diagonal in them.
+        # Masks of four dimensions include the diagonal.
         if is_causal if is_causal is not None else getattr(module, "is_causal", True):
             window = (None if sliding_window is None else sliding_window - 1, 0)
         if mask is not None:
             n = mask.shape[1]
             key, value = key[:, :, :n], value[:, :, :n]
             position_bias = None if position_bias is None else position_bias[..., :n]
-            # Columns without a stride are all alike: nothing is padded.
+            # Stride 0 over columns means that all are True: nothing is padded.
             mask = mask[:, None, None] if mask.stride(1) else None
     else:
         mask = mask[..., : key.shape[2]]
@@ -146,7 +147,7 @@ def attention_forward(
         mask = reference.joined(position_bias.to(query.dtype), mask)
     shared = query.shape[1] != key.shape[1]
     sinks = None if s_aux is None else s_aux.float()
-    # What has a place goes by it: a call with words costs the host more.
+    # Positional where possible: keyword arguments cost the host more.
     out = dispatch.attention(
         query, key, value, mask, dropout, False, scaling, shared, window=window, softcap=softcap or 0.0,
         causal_alignment="bottom_right", sinks=sinks,
@@ -155,7 +156,7 @@ def attention_forward(
 
 
 def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: int, config: Any) -> bool:
-    """Whether a rule is causal attention, or a sliding window of which `attention_forward` will be told as well."""
+    """True for causal attention, or a sliding window that `attention_forward` gets as an argument, too."""
     if mask_function is causal_mask_function:
         return True
     if local_size is None:
@@ -170,7 +171,7 @@ def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: i
 
 @functools.cache
 def _says_its_window(configuration: str) -> bool:
-    """Whether the model of a configuration's module hands its window to its attention: a few leave that to the mask alone."""
+    """True where the model of a configuration's module passes its window to its attention: a few leave that to the mask alone."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     try:
         text = inspect.getsource(module) if module is not None else ""

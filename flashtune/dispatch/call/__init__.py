@@ -1,4 +1,4 @@
-"""From the arguments of `attention` to a checked `Call`."""
+"""Arguments of `attention`, parsed into a checked `Call`."""
 
 from flashtune.dispatch.call.arguments import Arguments, Options, parse, seed_bits, signed, unwrapped
 from flashtune.dispatch.call.checked import Call, PerHead

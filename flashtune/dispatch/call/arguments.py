@@ -1,4 +1,4 @@
-"""From the arguments of `attention` to a checked `Call`; every bad value is refused here, in one sentence."""
+"""Parser from the arguments of `attention` to a checked `Call`; every bad value is refused here, in one sentence."""
 
 import math
 import numbers
@@ -19,7 +19,7 @@ from flashtune.dispatch.call.checked import Call, PerHead, surely
 
 
 class Arguments(NamedTuple):
-    """The tensors of a call, its seed and what it gives per head, in the order in which plans take them."""
+    """Tensors of a call, its seed and its per-head arguments, in the order in which plans take them."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What `attention` takes beside these, as it was given."""
+    """Remaining arguments of `attention`, as the caller passed them."""
 
     dropout_p: float = 0.0
     is_causal: bool = False
@@ -44,12 +44,12 @@ class Options(NamedTuple):
     deterministic: bool = False
 
     def sides(self) -> Sides:
-        """The band that is asked for, whatever the sizes."""
+        """Band that the options describe, whatever the sizes."""
         return Sides.of(self.window, self.is_causal, self.causal_alignment)
 
 
 def parse(given: Arguments, options: Options) -> Call:
-    """Check what `attention` was given; raises InputError or InputTypeError with the offending value and the remedy."""
+    """Checked `Call` of these arguments; raises InputError or InputTypeError with the offending value and the remedy."""
     query, key, value, attn_mask, seed, per_head = given
     _check_tensors(query, key, value)
     is_causal, return_lse, enable_gqa, allow_tf32, deterministic = (
@@ -60,7 +60,7 @@ def parse(given: Arguments, options: Options) -> Call:
     rank = max(len(q), len(k), len(v))
     batch_dims = _batch_dims(q, k, v)
     heads, kv_heads = _heads(q, k, v, enable_gqa)
-    # Head sizes are compiled in, so a tracer's symbolic ones become numbers.
+    # Head sizes are compiled into kernels, so a tracer's symbolic ones become numbers.
     n_q, n_kv, d, d_v = q[-2], k[-2], index(q[-1]), index(v[-1])
     if is_causal and attn_mask is not None:
         raise InputError("Explicit attn_mask should not be set when is_causal=True: give one of them, or put the causal band into the mask")
@@ -69,7 +69,7 @@ def parse(given: Arguments, options: Options) -> Call:
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
-    # A side that hides no pair at these sizes would only cost a slower kernel: decoding one token isn't causal.
+    # A side that hides no pair at these sizes would only select a slower kernel: decoding one token isn't causal.
     band = Sides.of(options.window, is_causal, options.causal_alignment).band(n_q, n_kv, surely)
     dropout_p = _number("dropout_p", options.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
@@ -93,7 +93,7 @@ def parse(given: Arguments, options: Options) -> Call:
             direction="fwd",
             dtype=KERNEL_DTYPES[query.dtype],
             features=Features.within(
-                # Features say no more of the diagonal than whether it begins at the first key.
+                # Features record only whether the diagonal begins at the first key.
                 replace(band, diagonal=0 if surely(band.diagonal == 0) else 1),
                 mask=mask_kind,
                 dropout=dropout_p > 0.0,
@@ -125,14 +125,14 @@ def parse(given: Arguments, options: Options) -> Call:
 
 
 def unwrapped(number: Any) -> Any:
-    """The number in a tensor of no dimensions that asks for no gradient, which torch takes for one; anything else as it is."""
+    """Number in a 0-D tensor without requires_grad, which PyTorch accepts as a number; any other argument unchanged."""
     plain = isinstance(number, torch.Tensor) and number.dim() == 0 and not number.requires_grad
     return number.item() if plain else number
 
 
 def seed_bits(seed: int) -> int:
     """`seed` as an unsigned 64-bit number (negative ones wrap, as in torch.manual_seed); raises InputError or InputTypeError."""
-    # The question whether it is an Integral takes its time.
+    # isinstance of an abstract class is slow, so that int is checked first.
     if type(seed) is not int and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
         raise InputTypeError(f"seed must be an integer, not {type(seed).__name__}: give 64 bits, or None to draw one")
     if not -(2**63) <= seed < 2**64:
@@ -141,12 +141,12 @@ def seed_bits(seed: int) -> int:
 
 
 def signed(bits: int) -> int:
-    """64 bits as the signed integer that torch's operators take."""
+    """64 bits as the signed integer that PyTorch's operators take."""
     return (bits + 2**63) % 2**64 - 2**63
 
 
 def _check_tensors(query: object, key: object, value: object) -> None:
-    """Tensors of one floating dtype, on one device, dense and strided."""
+    """Refuse inputs that aren't dense tensors of one floating dtype on one device."""
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -176,7 +176,7 @@ def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
 
 
 def _batch_dims(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The broadcast of all dimensions before the heads."""
+    """Broadcast of all dimensions before the heads."""
     found: list[int] = []
     for sizes in zip_longest(*(reversed(shape[:-3]) for shape in shapes), fillvalue=1):
         size = 1
@@ -210,7 +210,7 @@ def _heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gq
 
 
 def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> MaskKind:
-    """`bool` or `bias` for a mask that broadcasts to the scores' shape."""
+    """`bool` or `bias` for a mask that broadcasts to the scores' shape; raises for any other."""
     if not isinstance(mask, torch.Tensor):
         raise InputTypeError(f"attn_mask must be a tensor or None, not {type(mask).__name__}: pass a torch tensor")
     _check_dense("attn_mask", mask)
@@ -231,7 +231,7 @@ def _check_dense(name: str, x: torch.Tensor) -> None:
 
 
 def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[int, ...], counts: dict[str, int]) -> None:
-    """Tensors that broadcast to (..., heads) in a dtype that is taken, or a number in place of one for all of fp8 inputs."""
+    """Refuse per-head arguments of a wrong dtype or device, or that don't broadcast to (..., heads); fp8 factors may be numbers."""
     for (name, heads), given in zip(PER_HEAD.items(), per_head, strict=True):
         if given is None:
             continue
@@ -258,7 +258,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
 
 
 def _factors(per_head: PerHead) -> tuple[float, float, float]:
-    """The factors that are numbers; 1 in the place of others."""
+    """fp8 factors that are numbers; 1 in the place of others."""
     q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in (getattr(per_head, name) for name in FACTORS))
     return q, k, v
 
@@ -268,18 +268,18 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 
 def _flag(name: str, value: object) -> bool:
-    """True or False, and nothing that merely looks like it: a mask given in the place of `is_causal` would."""
+    """A bool, unchanged; other truth values are refused, as a mask in the place of `is_causal` would be one."""
     if not isinstance(value, bool):
         raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
     return value
 
 
 def _number(name: str, value: object, *, wide: bool = False) -> float:
-    """A finite real number that float32 holds; float64 where it is `wide`."""
+    """A finite real number in the range of float32; of float64 where it is `wide`."""
     if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Real):
         raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")
     given: Any = value
-    # Not math.isfinite, which compilers that trace a symbolic number don't know; and before `float`, which large integers overflow.
+    # Compared, since compilers that trace can't evaluate math.isfinite of a symbolic number; before `float`, which large integers overflow.
     if not -_LARGEST <= given <= _LARGEST and not (wide and -_LARGEST64 <= given <= _LARGEST64):
         shown = f"{name}={value}" if isinstance(value, float) else name
         if isinstance(value, float) and not -math.inf < value < math.inf:
@@ -290,4 +290,4 @@ def _number(name: str, value: object, *, wide: bool = False) -> float:
 
 
 _LARGEST, _SMALLEST, _LARGEST64 = 2.0**128 - 2.0**104, 2.0**-126, sys.float_info.max
-"""The largest and the smallest normal number of float32, and the largest of float64."""
+"""Largest and smallest normal number of float32, and largest of float64."""

@@ -1,4 +1,4 @@
-"""One checked call of `attention` without its tensors: what a plan is made for, and what a call may give per head."""
+"""Checked call of `attention` without its tensors, for which a plan is made, and its per-head arguments."""
 
 import math
 from collections.abc import Hashable
@@ -14,7 +14,10 @@ from flashtune.core.problem import MaskKind, Problem
 
 
 def surely(condition: bool) -> bool:
-    """Whether a comparison of sizes holds; where a compiler traces, of all that symbolic ones stand for: to take its value binds them."""
+    """Value of a comparison of sizes; under a compiler, True only where it is true of all values of symbolic sizes.
+
+    Taking the value of a symbolic comparison would specialise the graph.
+    """
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -23,7 +26,7 @@ def surely(condition: bool) -> bool:
 
 
 class PerHead(NamedTuple):
-    """As the caller gave them, in the order of `PER_HEAD`; tensors broadcast to (*batch_dims, H) of the call."""
+    """Per-head arguments of the caller, in the order of `PER_HEAD`; tensors broadcast to (*batch_dims, H) of the call."""
 
     alibi_slopes: Tensor | None = None
     q_descale: Tensor | float | None = None
@@ -32,19 +35,19 @@ class PerHead(NamedTuple):
     sinks: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Those that are tensors."""
+        """Arguments that are tensors."""
         return [x for x in self if isinstance(x, Tensor)]
 
     def resolved(self) -> "PerHead":
-        """The same, with what is only marked as negative negated in memory."""
+        """Copy in which tensors with a lazy negation (is_neg) are negated in memory."""
         return self._replace(**{name: x.resolve_neg() for name, x in zip(PER_HEAD, self, strict=True) if isinstance(x, Tensor)})
 
     def signature(self) -> Hashable:
-        """What a plan depends on: sizes, strides and places of tensors, values of numbers."""
+        """Key for a plan: sizes, strides, dtypes and devices of tensors, values of numbers."""
         return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in self)
 
     def views(self, call: "Call") -> list[Tensor | None]:
-        """Those that are tensors as views (B, Hq) or (B, Hkv); None for the others."""
+        """Tensors as views (B, Hq) or (B, Hkv); None for the others."""
         counts = PER_HEAD.values()
         return [call.spread(x, getattr(call, count)) if isinstance(x, Tensor) else None for x, count in zip(self, counts, strict=True)]
 
@@ -54,10 +57,10 @@ class Call:
     """One call, checked and normalised.
 
     Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, for heads that are
-    larger than kernels take, and where there is nothing to compute.
-    `rank` is the output's number of dimensions, `batch_dims` those before the heads and `batch` their product. `identity` says that
-    q, k and v are taken as they are: 4-D, with equal batches and heads that need no broadcasting. `per_head` says that something is given
-    per head. `factors` are numbers that fp8 q, k and v are multiplied by, 1 where none or a tensor is given; None for other types.
+    larger than kernels take, and where there is nothing to compute. `rank` is the output's number of dimensions, `batch_dims` those before
+    the heads and `batch` their product. `identity` is True where q, k and v are used unchanged: 4-D, with equal batches and heads that need
+    no broadcasting. `per_head` is True with any per-head argument. `factors` are numbers by which fp8 q, k and v are multiplied, 1 for an
+    absent one or a tensor; None for other dtypes.
     """
 
     dtype: torch.dtype
@@ -87,34 +90,34 @@ class Call:
 
     @property
     def shared(self) -> bool:
-        """Whether several query heads share a key head."""
+        """True where several query heads share a key head."""
         # A tracer may hold a size as a tensor, whose comparison is one.
         return bool(self.heads != self.kv_heads)
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute: no query, or no key to attend to."""
+        """True where there is nothing to compute: no query, or no key to attend to."""
         return 0 in (self.batch, self.heads, self.n_q, self.n_kv)
 
     @property
     def fused_by_torch(self) -> bool:
-        """Whether one call of torch's own attention serves this, with no mask built for it."""
+        """True where one call of PyTorch's own attention serves this, with no mask built for it."""
         band = self.torch_causal and self.mask_kind == "none" if self.band.bounded else True
         return band and not (self.composite or self.per_head or self.factors is not None)
 
     @property
     def torch_causal(self) -> bool:
-        """Whether the band is exactly torch's `is_causal`."""
+        """True where the band is exactly PyTorch's `is_causal`."""
         return self.band.left is None and self.band.right == 0 and surely(self.band.diagonal == 0)
 
     @property
     def composite(self) -> bool:
-        """Whether torch computes this by operations on all scores, not by one of its kernels."""
+        """True where PyTorch computes this by operations on all scores, not by one of its kernels."""
         return bool(self.softcap or self.return_lse or (self.dropout_p and self.seeded))
 
     @property
     def torch_draws(self) -> bool:
-        """Whether torch's own attention, where it serves this, draws dropout's mask itself: other bits than kernels draw."""
+        """True where PyTorch's own attention, if it serves this, samples dropout's mask itself: other bits than kernels sample."""
         return bool(self.dropout_p) and not self.composite
 
     def views(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +140,7 @@ class Call:
         return x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads // x.shape[1], 1)
 
     def small_mask(self, mask: Tensor | None) -> Tensor | None:
-        """The mask as 4-D that broadcasts to (B, Hq, N_q, N_kv), not expanded; of several batch dimensions only these are filled out."""
+        """Mask as 4-D that broadcasts to (B, Hq, N_q, N_kv); only where several batch dimensions are merged these are expanded."""
         if mask is None:
             return None
         while mask.dim() < max(4, len(self.batch_dims) + 3):
@@ -150,17 +153,17 @@ class Call:
         return mask.expand(*self.batch_dims, heads, rows, columns).reshape(self.batch, heads, rows, columns)
 
     def full_mask(self, mask: Tensor | None) -> Tensor | None:
-        """The mask as a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
+        """Mask as a view expanded to (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
         small = self.small_mask(mask)
         return None if small is None else small.expand(self.batch, self.heads, self.n_q, self.n_kv)
 
     def spread(self, x: Tensor, heads: int) -> Tensor:
-        """Numbers per head that broadcast to (..., heads) as (B, heads), not expanded in memory where one batch dimension is all."""
+        """Per-head numbers that broadcast to (..., heads) as (B, heads), not expanded in memory with a single batch dimension."""
         x = x.expand(*self.batch_dims, heads)
         return x if len(self.batch_dims) == 1 else x.reshape(self.batch, heads)
 
     def parameters(self, mask: Tensor | None, per_head: PerHead | None) -> CallParameters:
-        """What a launch and the reference take beside the operands, but for dropout's mask; `mask` is 4-D."""
+        """Parameters of a launch and of the reference beside the operands, but for dropout's seed; `mask` is 4-D."""
         given = dict(zip(PER_HEAD, (per_head or PerHead()).views(self), strict=True))
         for name, factor in zip(FACTORS, self.factors or (), strict=False):
             if given[name] is None:
@@ -176,7 +179,7 @@ class Call:
         )
 
     def restored(self, x: Tensor) -> Tensor:
-        """An output or LSE (B, Hq, ...) with the caller's own leading dimensions."""
+        """Output or LSE (B, Hq, ...) with the caller's own leading dimensions."""
         if self.rank == 4:
             return x
         if self.rank == 2:

@@ -1,1 +1,1 @@
-"""From a variant to a launch through the driver: host code recorded once, parameters written at each call."""
+"""Launches of variants through the driver: host code planned once, parameters written at each call."""

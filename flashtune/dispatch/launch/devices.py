@@ -1,5 +1,4 @@
-"""Where kernels run: the GPU behind a torch device as a `Target`, whether Triton or its interpreter is there, and whether a row is from
-such a machine."""
+"""Devices: the GPU behind a torch device as a `Target`, the presence of Triton or its interpreter, and the machine of a record."""
 
 import functools
 import importlib.metadata
@@ -19,22 +18,22 @@ from flashtune.core.results import Provenance
 from flashtune.core.target import Target, find_target, know, targets
 
 TRITON = importlib.util.find_spec("triton") is not None
-"""Whether Triton is installed."""
+"""Presence of Triton."""
 
 INTERPRETING = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter was on when this was imported: kernels then run on CPU tensors."""
+"""True if Triton's interpreter was on when this was imported: kernels then run on CPU tensors."""
 
 INTERPRETED_AS = "l4"
-"""The GPU whose default configs the interpreter runs, the plainest that takes every element type; it has no limits of its own."""
+"""GPU whose default configs the interpreter runs: the simplest with every element type, and the interpreter has no limits of its own."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def target_of(device: torch.device) -> Target:
-    """The GPU behind a CUDA or ROCm device; for the CPU the one that the interpreter stands for.
+    """Target of a CUDA or ROCm device; for the CPU the one whose configs the interpreter runs.
 
-    NVIDIA's that the table doesn't have (a new model, a partition) are described by their driver; AMD's take their sizes from it, and
-    their other figures from the table's of the same architecture with the nearest number of units.
+    NVIDIA GPUs missing from the table (a new model, a partition) are described by their driver; AMD's take their sizes from it, and their
+    other figures from the table's GPU of the same architecture with the nearest number of units.
     """
     return _interpreted() if device.type == "cpu" else _gpu(device.index)
 
@@ -54,7 +53,7 @@ def _gpu(index: int) -> Target:
 
 
 def described(name: str, properties: object, *, amd: bool) -> Target:
-    """The target that torch's properties of a device (torch.cuda.get_device_properties) describe, where the driver itself isn't at hand."""
+    """Target described by torch.cuda.get_device_properties, where the driver itself isn't available."""
 
     def number(field: str, default: int = 0) -> int:
         return int(getattr(properties, field, 0) or default)
@@ -88,7 +87,7 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
 
 
 class Here(NamedTuple):
-    """What this machine has; empty where it doesn't tell."""
+    """Versions on this machine; empty where unknown."""
 
     triton: str
     driver: str
@@ -97,7 +96,7 @@ class Here(NamedTuple):
 
 @functools.cache
 def here(index: int) -> Here:
-    """The machine around a GPU."""
+    """Versions on the machine of a GPU."""
     triton = driver = ""
     with suppress(importlib.metadata.PackageNotFoundError):
         triton = importlib.metadata.version("triton")
@@ -108,7 +107,7 @@ def here(index: int) -> Here:
 
 
 def differing(provenance: Provenance, machine: Here) -> tuple[str, ...]:
-    """What is another there than here, of what both tell: `Triton 3.5.1 (here 3.6.0)`."""
+    """Differences between a record's machine and this one, where both are known: `Triton 3.5.1 (here 3.6.0)`."""
     both = [
         ("Triton", provenance.triton, machine.triton),
         ("driver", provenance.driver, machine.driver),

@@ -1,4 +1,4 @@
-"""What a launch needs of NVIDIA's driver, through ctypes: neither Triton nor a compiler takes part."""
+"""Calls of NVIDIA's driver that a launch needs, through ctypes, without Triton or a compiler."""
 
 import ctypes
 import functools
@@ -10,10 +10,10 @@ from typing import Any
 from flashtune.core.errors import EnvironmentProblem
 
 NO_CONTEXT = (3, 201)
-"""CUDA_ERROR_NOT_INITIALIZED and CUDA_ERROR_INVALID_CONTEXT: what a thread meets that made no call of the CUDA runtime before."""
+"""CUDA_ERROR_NOT_INITIALIZED and CUDA_ERROR_INVALID_CONTEXT: errors in a thread that made no call of the CUDA runtime before."""
 
 NO_RESOURCES = (1, 98, 200, 209, 218, 701)
-"""Codes that speak of the kernel and not of the data or the process: wrong values, images and shared memory or registers that don't fit."""
+"""Errors caused by the kernel, not by the data or the process: wrong values, images and shared memory or registers that don't fit."""
 
 _SHARED_SIZE_ATTRIBUTE = 8
 _PREFER_SHARED = 1
@@ -50,7 +50,7 @@ class LaunchAttribute(ctypes.Structure):
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed; `code` is its CUresult."""
+    """Failure of a driver call; `code` is its CUresult."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"CUDA error {code} in {call}: {_error_text(code)}")
@@ -59,27 +59,27 @@ class DriverError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libcuda; raises EnvironmentProblem where there is none."""
+    """Handle of libcuda; raises EnvironmentProblem where there is none."""
     try:
         found = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise EnvironmentProblem(f"NVIDIA's driver could not be loaded ({error}): install it, or run on a machine with a GPU") from None
     pointer = ctypes.c_void_p
-    # A call with declared types costs a third of one whose arguments ctypes has to look at.
+    # A call with declared types takes a third of the time of one whose arguments ctypes has to inspect.
     found.cuLaunchKernelEx.argtypes = (pointer, pointer, pointer, pointer)
     found.cuTensorMapReplaceAddress.argtypes = (pointer, pointer)
     return found
 
 
 def checked(call: str, *arguments: Any) -> None:
-    """Make a call by its name; raises DriverError where it fails."""
+    """Make a driver call by its name; raises DriverError where it fails."""
     code = getattr(library(), call)(*arguments)
     if code:
         raise DriverError(call, code)
 
 
 def use_context(device: int) -> None:
-    """Make the primary context of a GPU, which torch's runtime uses too, the one of this thread."""
+    """Make a GPU's primary context, which PyTorch's runtime uses too, current in this thread."""
     checked("cuCtxSetCurrent", _context(device))
 
 
@@ -93,9 +93,9 @@ def _context(device: int) -> ctypes.c_void_p:
 
 
 def load_function(image: bytes, entry: str, shared_bytes: int, device: int) -> int:
-    """The handle of a kernel of a cubin, ready to be launched on this GPU with so much dynamic shared memory.
+    """Handle of a kernel of a cubin, ready to be launched on this GPU with `shared_bytes` of dynamic shared memory.
 
-    The module stays loaded as long as the process runs. Raises DriverError, for one where the GPU has less shared memory.
+    The module stays loaded as long as the process runs. Raises DriverError, also where the GPU has less shared memory.
     """
     use_context(device)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -111,7 +111,7 @@ def load_function(image: bytes, entry: str, shared_bytes: int, device: int) -> i
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Lets this thread load and allocate while one of its streams is being captured into a graph."""
+    """Allow this thread to load and allocate while one of its streams is being captured into a graph."""
     mode = ctypes.c_int(_RELAXED_CAPTURE)
     checked("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:
@@ -121,14 +121,14 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def capture_id(stream: int) -> int:
-    """The number of the graph capture that a stream takes part in, 0 where there is none."""
+    """Number of the graph capture on a stream, 0 where there is none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     checked("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
     return number.value if status.value == 1 else 0
 
 
 def attributes(*, pdl: bool, cooperative: bool, cluster: int) -> Any:
-    """The array of launch attributes, as Triton's own launcher sets them."""
+    """Array of launch attributes, as Triton's own launcher sets them."""
     found: list[LaunchAttribute] = []
     for wanted, number, values in (
         (pdl, _PROGRAMMATIC_SERIALIZATION, (1,)),
@@ -141,17 +141,18 @@ def attributes(*, pdl: bool, cooperative: bool, cluster: int) -> Any:
 
 
 class StreamMemory:
-    """Memory for the launches of one stream: counters, which are zero before and after each launch, and scratch, which nobody reads after
-    the call that wrote it. A captured graph, which may be replayed on any stream, has counters of its own. Threads may share a stream: a
-    call of several launches that hand something on in scratch makes them in its `turn`.
+    """Memory for the launches of one stream: counters, which are zero before and after each launch, and scratch, valid within one call.
 
-    It is the driver's own allocation: memory from torch's allocator could belong to a graph's pool, and be given to others. What a stream
-    or a graph was given stays its own for as long as the process runs.
+    A captured graph, which may be replayed on any stream, has counters of its own. Threads may share a stream: a call of several launches
+    that pass data on in scratch makes them in its `turn`.
+
+    It is the driver's own allocation: memory from PyTorch's allocator could belong to a graph's pool, and be reused by others. Memory of a
+    stream or a graph stays its own for as long as the process runs.
     """
 
     CHUNK = 4 << 20
     MOST_SCRATCH = 4 << 20
-    """Bytes of scratch for one stream, at most."""
+    """Most bytes of scratch for one stream."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,15 +161,15 @@ class StreamMemory:
         self._free: dict[int, tuple[int, int]] = {}
 
     def counters(self, device: int, stream: int, size: int, capturing: bool) -> int:
-        """The address of at least `size` int32 counters."""
+        """Address of at least `size` int32 counters."""
         return self._address("counters", device, stream, capture_id(stream) if capturing else 0, 4 * size)
 
     def scratch(self, device: int, stream: int, size: int) -> int:
-        """The address of at least `size` bytes, a multiple of 256."""
+        """Address of at least `size` bytes, a multiple of 256."""
         return self._address("scratch", device, stream, 0, size)
 
     def turn(self, device: int, stream: int) -> threading.Lock:
-        """What a thread holds while it makes launches on a stream that no other thread's may come between."""
+        """Lock around launches on a stream that no other thread's may interleave with."""
         return self._turns.get((device, stream)) or self._turns.setdefault((device, stream), threading.Lock())
 
     def _address(self, kind: str, device: int, stream: int, capture: int, size: int) -> int:
@@ -190,12 +191,12 @@ class StreamMemory:
 
 
 def resident(device: int, data: bytes) -> int:
-    """The address of a copy of `data` in a GPU's memory, which stays there for as long as the process runs."""
+    """Address of a copy of `data` in a GPU's memory, which stays there for as long as the process runs."""
     use_context(device)
     address, stream = ctypes.c_uint64(), ctypes.c_void_p()
     with relaxed_capture():
         checked("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(len(data)))
-        # A stream of its own: the default one could be waiting for a capture.
+        # On a new stream, since the default one could be waiting for a capture.
         checked("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING_STREAM)
         checked("cuMemcpyHtoDAsync_v2", address, data, ctypes.c_size_t(len(data)), stream)
         checked("cuStreamSynchronize", stream)
@@ -207,9 +208,9 @@ STREAM_MEMORY = StreamMemory()
 
 
 class ToldCount:
-    """A count that kernels keep in a GPU's memory and write to the host's as they go; what is read of it may be older than what is counted.
+    """Counter in a GPU's memory that kernels mirror to the host's; the host's value may lag behind.
 
-    `addresses` are both as the GPU knows them. It stays for as long as the process runs, for a captured graph may still write to it.
+    `addresses` are both as the GPU sees them. It stays for as long as the process runs, since a captured graph may still write to it.
     """
 
     __slots__ = ("addresses", "word")
@@ -220,7 +221,7 @@ class ToldCount:
 
 
 class ToldCounts:
-    """Counts by what they are of: decided again, a plan goes on with the one that it had."""
+    """Counters by key, so that a plan that is chosen again continues with its own."""
 
     _ROOM = 64
     _CHUNK = 4096
@@ -231,7 +232,7 @@ class ToldCounts:
         self._free: dict[int, list[tuple[int, int]]] = {}
 
     def of(self, device: int, what: Hashable) -> ToldCount:
-        """The count of `what` on a GPU, 0 where it is new. Raises DriverError."""
+        """Counter of `what` on a GPU, 0 where it is new; raises DriverError."""
         with self._lock:
             if (device, what) not in self._counts:
                 free = self._free.setdefault(device, [])
@@ -243,7 +244,7 @@ class ToldCounts:
 
 
 def host_memory(device: int, size: int) -> int:
-    """The address of zeros of the host's that every GPU reads and writes by the same address, for as long as the process runs."""
+    """Address of zeroed host memory that every GPU accesses at the same address, for as long as the process runs."""
     use_context(device)
     address = ctypes.c_void_p()
     with relaxed_capture():

@@ -1,4 +1,4 @@
-"""Variant in, kernel out: its machine code where that is shipped or cached, else its rendered text."""
+"""Kernel of a variant: its machine code where it is shipped or cached, else its rendered text."""
 
 from flashtune.core.binaries import Manifest, machine_arch, source_digest
 from flashtune.core.config import Config, KernelSpec, Variant
@@ -10,13 +10,13 @@ from flashtune.templates.loading import host_of, load_kernel
 
 
 def variant(family: Family, spec: KernelSpec, config: Config) -> Variant:
-    """The variant of these on this installation; raises InputError where the config is outside the declared space."""
+    """Variant of these on this installation; raises InputError where the config is outside the declared space."""
     family.validate(config)
     return Variant(template=family.name, spec=spec, config=config)
 
 
 def may_be_compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> bool:
-    """Whether there may be machine code of a variant for an architecture (Target.arch), without reading what the user's cache holds."""
+    """False only where no machine code of a variant exists for an architecture (Target.arch); the user's cache isn't searched."""
     if shipped_index(PACKAGE).manifest_of(variant(family, spec, config).id, arch) is not None:
         return True
     from flashtune.core import kernel_cache
@@ -25,7 +25,7 @@ def may_be_compiled(family: Family, spec: KernelSpec, config: Config, arch: str)
 
 
 def load(family: Family, chosen: Variant) -> LoadedKernel:
-    """The kernel of this variant, with the module that Triton compiles."""
+    """Kernel of this variant, with the module that Triton compiles."""
     let_triton_write()
     from flashtune.templates import rendering
 
@@ -33,9 +33,9 @@ def load(family: Family, chosen: Variant) -> LoadedKernel:
 
 
 def manifest(chosen: Variant, arch: str) -> Manifest | None:
-    """The machine code of this variant for an architecture (Target.arch): shipped, or of the user's own searches; None where there is none.
+    """Machine code of this variant for an architecture (Target.arch): shipped, or of the user's own searches; None where there is none.
 
-    Raises EnvironmentProblem where the package's files aren't those that its index names.
+    Raises EnvironmentProblem where the package's files don't match its index.
     """
     shipped = shipped_manifest(PACKAGE, chosen.id, arch)
     if shipped is not None or not arch.isdigit():
@@ -46,11 +46,11 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
 
 
 def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> LoadedKernel | None:
-    """The host side of a variant whose machine code is at hand; None where that is of another text than the installed template renders."""
+    """Host side of a variant with machine code; None where the machine code is of another text than the installed template renders."""
     if machine_code.archive is None:
         from flashtune.templates import rendering
 
-        # A cache names machine code by its variant's id, which could be of any text.
+        # The cache's key, the variant's id, doesn't depend on the rendered text.
         if source_digest(rendering.render(family, chosen)) != machine_code.source_sha256:
             return None
     return LoadedKernel(host_of(family, chosen.spec, chosen.config))

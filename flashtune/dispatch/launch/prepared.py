@@ -1,4 +1,4 @@
-"""From a kernel to a `Program`: its launches planned, its machine code taken from the package or compiled, all loaded."""
+"""Preparation of a `Program`: a kernel's launches planned, its machine code taken from the package or compiled, and loaded."""
 
 import functools
 import struct
@@ -18,23 +18,23 @@ from flashtune.dispatch.launch import driver
 from flashtune.dispatch.launch.program import Program
 
 Q, K, V, OUT, LSE, COUNTS, MASK, HEADS = range(8)
-"""The order of a forward's addresses: from HEADS on those of `PER_HEAD`, then a copied bias, then its scratch memory. A backward has its
-operands in the place of the first five."""
+"""Indices of a forward's addresses: from HEADS on those of `PER_HEAD`, then a copied bias, then its scratch memory. A backward has its
+operands in place of the first five."""
 
 SEED, OFFSET = range(2)
-"""The order of the numbers that change from call to call."""
+"""Indices of the numbers that change from call to call."""
 
 _functions: dict[tuple[str, int], int] = {}
 """Handles of loaded kernels by the hash of their code and the GPU."""
 
 Operands = Sequence[Any]
-"""The tensors that a pass of flashtune.core.passes names, in its order; None for those that a launch does without."""
+"""Tensors of a pass in the order of flashtune.core.passes; None for those that a launch doesn't have."""
 
 
 def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Plan | None:
-    """The launches of a call with tensors like these; None for kernels whose text has their host side.
+    """Launches of a call with tensors like these; None for kernels whose text contains their host side.
 
-    `misses` are the addresses where launches count mispredicting programs, where somebody reads them.
+    `misses` are the addresses where launches count mispredicting programs, where these are read.
     """
     if kernel.host is None:
         return None
@@ -55,11 +55,11 @@ def program(
     compiles: bool,
     misses: tuple[int, int] | None = None,
 ) -> Program | None:
-    """The prepared launches of a kernel for calls like this one; None for kernels whose text has their host side.
+    """Prepared launches of a kernel for calls like this one; None for kernels whose text contains their host side.
 
-    Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise anything; None where one would be, and the
-    kernel is its host side alone (not `compiles`). `misses` is as in `planned`. Raises DriverError where the GPU or its driver refuses a
-    kernel or a tensor map.
+    Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise anything; with `compiles` False, where the
+    kernel is its host side alone, None is returned instead. `misses` is as in `planned`. Raises DriverError where the GPU or its driver
+    refuses a kernel or a tensor map.
     """
     plan = planned(kernel, operands, parameters, misses)
     if plan is None:
@@ -82,13 +82,13 @@ def program(
         binaries.append(binary)
         functions.append(function)
     addresses = [0 if x is None else x.data_ptr() for x in plan.tensors]
-    # What is made during a call has no address yet; any that is aligned will do.
+    # Temporaries have no address yet; any aligned one will do for encoding.
     addresses += [operands[OUT].data_ptr() // 256 * 256] * len(plan.scratch)
     return Program(plan, binaries, functions, index, addresses)
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Binary, bytes]:
-    """The machine code that Triton's JIT makes for these arguments."""
+    """Machine code that Triton's JIT makes for these arguments."""
     from flashtune.core.compiled import from_compiled
 
     let_triton_write()
@@ -96,13 +96,13 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opt
 
 
 def resident_factors(device: torch.device, factors: tuple[float, float, float]) -> tuple[int, int, int]:
-    """The addresses of fp8's factors that are numbers, on the device."""
+    """Device addresses of fp8's factors that are numbers."""
     start = driver.resident(device.index, struct.pack("<3f", *factors))
     return start, start + 4, start + 8
 
 
 def _function(binary: Binary, code: Callable[[], bytes], device: int) -> int:
-    """The handle of a kernel; its code is read only where it isn't loaded yet."""
+    """Handle of a kernel; its code is read only where it isn't loaded yet."""
     found = _functions.get((binary.sha256, device))
     if found is None:
         found = driver.load_function(code(), binary.entry, binary.shared_bytes, device)

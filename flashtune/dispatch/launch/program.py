@@ -1,7 +1,7 @@
 """Prepared launches: a call writes addresses and launches, nothing else.
 
-A plan's launches are laid out as the driver wants them (CUDA driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled),
-in blocks of parameters that are taken from a pool, one for each call under way: threads share nothing else.
+A plan's launches are laid out as the driver needs them (CUDA driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled), in parameter blocks
+from a pool, one for each call in progress: threads share nothing else.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _MAP_ALIGNMENT = 64
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Layout:
-    """The parameters of all launches in one piece of memory, as they are found when a block is made."""
+    """Layout of the parameters of all launches in one allocation, and their initial contents."""
 
     image: bytearray = field(default_factory=bytearray)
     places: list[list[int]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class _Layout:
     numbers: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, launch: Launch, binary: Binary) -> None:
-        """Lay out the parameters of one launch, each where its alignment allows."""
+        """Append the parameters of one launch, each at its alignment."""
         places: list[int] = []
         self.places.append(places)
         for parameter in binary.parameters:
@@ -51,7 +51,7 @@ class _Layout:
                 places.append(self._number(parameter.kind, value))
                 if isinstance(value, Varying):
                     self.numbers.append((places[-1], value.source, struct.calcsize(STRUCT_FORMATS[parameter.kind])))
-        # Two pointers to scratch memory, which no kernel of ours uses.
+        # Triton's two pointers to scratch memory, which our kernels don't use.
         places.extend((self._number("u64", 0), self._number("u64", 0)))
 
     def _take(self, size: int, alignment: int) -> int:
@@ -60,14 +60,14 @@ class _Layout:
         return start
 
     def _number(self, kind: str, value: float) -> int:
-        # Eight bytes apart, so that a number that changes can be written as a word.
+        # Eight bytes each, so that a varying number can be written as a 64-bit word.
         start = self._take(8, 8)
         struct.pack_into("<" + STRUCT_FORMATS[kind], self.image, start, value)
         return start
 
 
 class _Block:
-    """The parameters of one call under way."""
+    """Parameter block of one call in progress."""
 
     __slots__ = ("_held", "bound", "configs", "launches", "stream", "words")
 
@@ -92,14 +92,14 @@ class _Block:
             self.configs.append(config)
             if x * y * z > 0:
                 self.launches.append((ctypes.addressof(config), function, ctypes.addressof(parameters)))
-        # Where the address is a word of the map, as on every driver so far, it is written like any other parameter.
+        # Where the address is the map's first word, as on every driver so far, it is written like any other parameter.
         plain = [_address_is_first_word(start + place, what, parameter, addresses) for place, what, parameter in layout.maps]
         self.bound = [] if all(plain) else [(start + place, what.base.source) for place, what, _ in layout.maps]
         self._held = held
 
 
 def _address_is_first_word(place: int, descriptor: Descriptor, parameter: Parameter, addresses: Sequence[int]) -> bool:
-    """Encodes a tensor map, and says whether its first word is the address, and another address changes nothing else."""
+    """Encode a tensor map; True where its first word is the address, and another address changes nothing else."""
     words = (ctypes.c_uint64 * (_MAP_BYTES // 8)).from_address(place)
     address = addresses[descriptor.base.source]
     encode(place, descriptor, parameter, address + 4096)
@@ -109,10 +109,10 @@ def _address_is_first_word(place: int, descriptor: Descriptor, parameter: Parame
 
 
 class Program:
-    """The launches of a plan, ready for any number of calls at once."""
+    """Prepared launches of a plan, for any number of concurrent calls."""
 
     def __init__(self, plan: Plan, binaries: Sequence[Binary], functions: Sequence[int], device: int, addresses: Sequence[int]) -> None:
-        """`functions` are the binaries' handles on GPU `device`; `addresses` those of a first call.
+        """`functions` are the binaries' handles on GPU `device`; `addresses` are those of a first call.
 
         Raises DriverError where the driver refuses a tensor map.
         """
@@ -134,11 +134,11 @@ class Program:
 
     @property
     def programs(self) -> int:
-        """Programs of the largest launch."""
+        """Number of programs of the largest launch."""
         return max(math.prod(planned.grid) for planned in self.planned)
 
     def run(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
-        """Launch on a stream. `addresses` are those of the call's tensors, temporaries last; `numbers` those that change.
+        """Launch on a stream. `addresses` are those of the call's tensors, temporaries last; `numbers` are the varying ones.
 
         Raises DriverError where a launch fails.
         """
@@ -162,7 +162,7 @@ class Program:
         for config_at, function, parameters in block.launches:
             code = launch(config_at, function, parameters, None)
             if code in driver.NO_CONTEXT:
-                # A thread's first act on a GPU.
+                # The thread has no current context before its first call.
                 driver.use_context(self._device)
                 code = launch(config_at, function, parameters, None)
             if code:

@@ -1,1 +1,1 @@
-"""What serves calls that are alike, everything decided: plans, and how a call finds its own."""
+"""Plans: prepared execution of calls with equal signatures, and the cache in which a call finds its own."""

@@ -1,4 +1,4 @@
-"""The bits that fix dropout's mask of a call: the caller's seed, or what follows from torch's generator."""
+"""Seed of a call's dropout mask: the caller's, or derived from the state of PyTorch's generator."""
 
 import functools
 import threading
@@ -17,20 +17,23 @@ Outputs = tuple[Tensor, Tensor | None]
 _MASK64 = 2**64 - 1
 
 _DRAWING = threading.Lock()
-"""Held while a generator's position is read and moved on, which Python can't do in one step: it keeps out our other threads, and not what
-torch itself draws there, so the two steps lie side by side."""
+"""Lock for reading a generator's position and advancing it, which isn't atomic in Python.
+
+It excludes our other threads, but not PyTorch's own use of the generator, so that the two steps are adjacent.
+"""
 
 
 def draws_in_a_capture(call: Call, seed: int | None) -> bool:
-    """Whether dropout without a seed is to be captured in a CUDA graph, where the generator's position can't be read."""
+    """True for unseeded dropout under CUDA graph capture, where the generator's position can't be read."""
     return seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
-    """(seed, offset) of one call's dropout: the caller's seed with offset 0, else drawn from torch's default generator of the device.
+    """(seed, offset) of one call's dropout: the caller's seed with offset 0, else sampled from PyTorch's default generator of the device.
 
-    On a GPU it follows from the generator's own seed and position, which then moves on: nothing waits for the GPU, and torch.manual_seed,
-    checkpointing and torch.random.fork_rng work as for torch's own dropout. All fits into the seed, which is what a backward is told.
+    On a GPU it is derived from the generator's own seed and position, which is then advanced: nothing waits for the GPU, and
+    torch.manual_seed, checkpointing and torch.random.fork_rng work as for PyTorch's own dropout. The offset is 0 always, since a backward
+    gets the seed alone.
     """
     if seed is not None:
         return seed_bits(seed), 0
@@ -44,8 +47,11 @@ def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
 
 
 def relaxed(run: Callable[..., Outputs], *given: Any) -> Outputs:
-    """The outputs of a plan's `run` in a capture, forward and backward. What cuDNN and cuBLAS allocate at their first call in a thread,
-    autograd's own threads among them, is no part of a graph; what ran before it may have been kernels of ours."""
+    """Outputs of a plan's `run` under capture in relaxed mode, forward and backward.
+
+    cuDNN and cuBLAS allocate at their first call in a thread, autograd's own threads among them, which stricter modes refuse; calls before
+    the capture may have run our kernels alone.
+    """
     if torch.version.cuda is None:
         return run(*given)
     *tensors, seed, per_head = given
@@ -56,7 +62,7 @@ def relaxed(run: Callable[..., Outputs], *given: Any) -> Outputs:
 
 
 class _Relaxed(torch.autograd.Function):
-    """`run` of tensors, whose graph is kept for the backward."""
+    """Autograd function of `run`, whose graph is kept for the backward."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Outputs], *given: Any) -> Outputs:
@@ -79,20 +85,20 @@ class _Relaxed(torch.autograd.Function):
 
 
 def way_back(device: torch.device) -> Callable[[], object]:
-    """What puts torch's generator of the device back to where it stands now."""
+    """Callable that restores the present state of the device's default generator."""
     generator = _generator(device)
     return functools.partial(generator.set_state, generator.get_state())
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Torch's default one."""
+    """PyTorch's default generator of a device."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _bits_at(generator: torch.Generator, position: int) -> int:
-    """The bits that follow from where a GPU's generator stands."""
+    """Seed derived from a position of a GPU's generator."""
     return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32)
 
 

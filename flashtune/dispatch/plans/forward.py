@@ -1,4 +1,4 @@
-"""What a call's signature is bound to after its first call: everything decided, ready to run."""
+"""Plans of the forward pass: PyTorch's own attention, or a kernel's launches, prepared at a signature's first call."""
 
 import contextlib
 import functools
@@ -32,67 +32,69 @@ Outputs = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class FrameworkPlan:
-    """Runs torch's own attention, or the composite for what it lacks. `words` are what torch's function takes beside tensors and mask,
-    where it takes the call as it is."""
+    """Plan that runs PyTorch's own attention, or the composite for features that it lacks.
+
+    `words` are the keyword arguments of PyTorch's function beside tensors and mask, where it takes the call unchanged; else None.
+    """
 
     call: Call
     words: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> "FrameworkPlan":
-        """The plan for a call with these tensors, or others that lie in memory as they do."""
+        """Plan for a call with these tensors, or others with the same memory layout."""
         words: Mapping[str, Any] | None = None
         if framework.takes_as_it_is(call, query, key, value, mask):
             asked = {"dropout_p": call.dropout_p, "is_causal": call.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
             usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
-            # Torch's parser takes its time for each.
+            # PyTorch's argument parser takes time for each, so that defaults are left out.
             words = {name: value for name, value in asked.items() if value != usual[name]}
         return cls(call=call, words=words)
 
     def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
-        """There is nothing to be built."""
+        """Nothing to build."""
 
     def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What does the same for calls without a mask and anything per head; None where that is no call of torch's function alone."""
+        """PyTorch's function with the call's options, for calls without a mask or per-head arguments; None where more than it is needed."""
         return None if self.words is None else functools.partial(self._torchs, **self.words)
 
     @property
     def _torchs(self) -> Callable[..., Tensor]:
-        """Torch's function, or that with a backward which takes any gradient, where some don't."""
+        """PyTorch's function; on a GPU the one whose backward takes gradients of any layout, which PyTorch's doesn't."""
         return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
 
     def grown(self, *_: object) -> "FrameworkPlan":
-        """The plan for another number of keys: torch is told of none."""
+        """This plan, since nothing in it depends on the number of keys."""
         return self
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:
-        """Output and, when asked for, LSE."""
+        """Output and, where `return_lse` is set, LSE."""
         call = self.call
         if (words := self.words) is not None:
             if attn_mask is None:
                 return self._torchs(query, key, value, **words), None
-            # With gradients or without: torch.jit.trace compares even the lines.
+            # One line with gradients and without, since torch.jit.trace compares source lines.
             with framework.sound_backends_of(call, query, key, value, attn_mask):
                 return self._torchs(query, key, value, framework.as_bias(attn_mask, query.dtype), **words), None
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
             if draws_in_a_capture(call, seed):
-                # The generator's position can't be read while a graph is captured, but torch's own operations draw anew at each replay.
+                # The generator's position can't be read under capture, but PyTorch's own operations sample anew at each replay.
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
                 keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
         return framework.attention(call, query, key, value, attn_mask, keep, per_head)
 
     def captured(self, *given: Any) -> Outputs:
-        """The same for unseeded dropout in a CUDA graph, whose replays draw anew: torch registers its generator with the graph."""
+        """Outputs of unseeded dropout under capture, whose replays sample anew: PyTorch registers its generator with the graph."""
         return relaxed(self.run, *given)
 
 
 class ModulePlan:
-    """Launches a kernel: through the driver where its launches are planned (`program`), else by Triton's own launcher."""
+    """Base of plans that launch a kernel: through the driver where its launches are prepared (`program`), else by Triton's own launcher."""
 
     __slots__ = ("_warn", "_whole", "call", "manifest", "module", "program")
 
@@ -105,15 +107,15 @@ class ModulePlan:
         whole: Callable[[], LoadedKernel] | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        """`manifest` is of the machine code, where that is at hand. `whole` loads the kernel with its module where `module`
-        is its host side alone. `warn` hears of machine code that is damaged."""
+        """`manifest` describes the machine code, where there is any. `whole` loads the kernel with its module where `module` is its host
+        side alone. `warn` is called with a message about damaged machine code."""
         self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
         self.program: Program | None = None
 
     def _prepared(
         self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool, misses: tuple[int, int] | None = None
     ) -> Program | None:
-        """The program; what is damaged of the machine code is passed over for what Triton compiles."""
+        """Prepared launches; damaged machine code is replaced by what Triton compiles."""
         try:
             return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
         except EnvironmentProblem as error:
@@ -125,14 +127,15 @@ class ModulePlan:
 
 
 class Twin(NamedTuple):
-    """What serves where scores mislead a plan's kernel: one of the same family, and what makes its plan, which may fail or find none."""
+    """Fallback kernel of a plan, for mispredicted softmax: a config of the same family, and a factory of its plan, which may fail or return
+    None."""
 
     config: Config
     plan: Callable[[], "KernelPlan | None"]
 
 
 class KernelPlan(ModulePlan):
-    """Launches a forward's kernel, or for a while that of its twin, where scores mislead this one (`misled`)."""
+    """Plan that launches a forward's kernel, or for a while its fallback kernel, where the softmax is mispredicted (`misled`)."""
 
     __slots__ = (
         "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_moves_sign",
@@ -140,8 +143,8 @@ class KernelPlan(ModulePlan):
     )  # fmt: skip
 
     def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
-        """`q` (B, Hq, N_q, D) as the kernel takes it: the output's dimensions lie in memory as its do, as in torch. `others` are those of
-        ModulePlan."""
+        """`q` is (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch. `others` are the
+        arguments of ModulePlan."""
         super().__init__(call, module, **others)
         self.twin = twin
         self._other: KernelPlan | None = None
@@ -151,21 +154,21 @@ class KernelPlan(ModulePlan):
         self._framework = FrameworkPlan(call=call)
         self._counters = 0
         self._copies_mask = self._moves_sign = False
-        # Addresses of what isn't given per head as a tensor.
+        # Addresses of per-head arguments that aren't tensors.
         self._heads = [0] * len(PER_HEAD)
         self._plain = True
         self._like_query = False
         self._temporaries: tuple[int, ...] = ()
         self._scratch = self._lse_offset = 0
-        # Whether a launch of a call reads what an earlier one left in scratch memory.
+        # True where a launch of a call reads scratch that an earlier launch of it wrote.
         self._hands_on = False
-        # The addresses behind the counters of a call without a mask and anything per head, where there are no temporaries.
+        # Addresses after the counters for a call without a mask and per-head arguments, where there are no temporaries.
         self._rest: tuple[int, ...] = (0, *self._heads, 0)
-        # The stream of the last call, its counters and scratch, and `_rest` with its temporaries; one value, so that threads read it whole.
+        # Stream of the last call, its counters and scratch, and `_rest` with its temporaries; one tuple, to be read atomically.
         self._memory: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
 
     def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
-        """Take or compile machine code for calls like this one; what fails here is the kernel's own fault."""
+        """Load or compile machine code for calls like this one; an exception here is the kernel's own fault."""
         call = self.call
         if call.device.type != "cuda" or torch.version.cuda is None:
             return
@@ -194,18 +197,18 @@ class KernelPlan(ModulePlan):
                 self._take_memory_for(self.program)
 
     def _take_memory_for(self, program: Program) -> None:
-        """Decide on what lies where in the scratch memory of a call."""
+        """Lay out the scratch memory of a call."""
         self._plain = program.last_source <= prepared.COUNTS
         self._temporaries, self._scratch = placed(program.temporaries)
         self._hands_on = len(program.planned) > 1 and bool(program.temporaries)
         if not self.call.return_lse:
-            # Kernels write it anyway.
+            # Kernels always write the LSE.
             self._lse_offset = self._scratch
             self._scratch += padded(math.prod(self._layout[2]) * 4)
 
     def _count(self, device: int) -> driver.ToldCount | None:
-        """Where the kernel counts its misled programs; None where nothing would follow from it."""
-        # What is to be the same bits every time is served by one kernel.
+        """Counter of the kernel's mispredicting programs; None where it would have no effect."""
+        # Deterministic calls are always served by the same kernel.
         if self.twin is None or self.call.deterministic or not self.module.counts_misses:
             return None
         return driver.TOLD_COUNTS.of(device, (self.twin.config, self.call))
@@ -213,12 +216,12 @@ class KernelPlan(ModulePlan):
     def _instead(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
     ) -> "KernelPlan | None":
-        """The twin's plan, where that serves this call; None where this plan does, as ever."""
+        """Plan of the fallback kernel, where that serves this call; None where this plan does."""
         misled, twin = self.misled, self.twin
         if misled is None or twin is None or torch.are_deterministic_algorithms_enabled():
             return None
         if torch._C._cuda_isCurrentStreamCapturing():
-            # A graph keeps what serves while it is captured, and its calls decide nothing.
+            # A graph keeps the kernel of its capture, so that captured calls never switch.
             return self._other if misled.away else None
         if not misled.twin_serves():
             return None
@@ -231,14 +234,13 @@ class KernelPlan(ModulePlan):
                     raise EnvironmentProblem("its launches can't be prepared here")
                 self._other = other
             except Exception as error:
-                # A kernel that is slower than it might be is right all the same.
+                # The present kernel is slower on these scores, but correct.
                 self._warn(f"flashtune: scores mislead a kernel, and that with {twin.config.label()} can't take its place: {error}")
                 self.misled = None
         return self._other
 
     def grown(self, query: Tensor, key: Tensor, value: Tensor, per_head: PerHead | None, sides: Sides) -> "KernelPlan | None":
-        """The plan, built, for a decoding step of another number of keys (no mask) that this kernel is to serve, too; None where it takes
-        no such tensors."""
+        """Built plan of the same kernel for a decode step of another number of keys (no mask); None where it doesn't accept the tensors."""
         n_kv = key.shape[2]
         assert self.call.problem is not None, "kernels serve problems"
         band = sides.band(self.call.n_q, n_kv)
@@ -253,7 +255,7 @@ class KernelPlan(ModulePlan):
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:
-        """Output and, when asked for, LSE; on the tensors' device and its current stream."""
+        """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
         misled = self.misled
         if misled is not None and (misled.busy or misled.word.value != misled.seen):
             other = self._instead(query, key, value, attn_mask, per_head)
@@ -263,13 +265,13 @@ class KernelPlan(ModulePlan):
         device = call.device
         index = device.index
         if program is not None and torch._C._cuda_getDevice() != index:
-            # Ahead of a draw, which would move the generator on twice.
+            # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
                 return self.run(query, key, value, attn_mask, seed, per_head)
         bits: tuple[int, ...] = ()
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
-                # Numbers that are drawn here would be the same at every replay of the graph.
+                # A seed sampled here would be the same at every replay of the graph.
                 return self._framework.captured(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, device)
         if program is None:
@@ -312,24 +314,24 @@ class KernelPlan(ModulePlan):
             addresses += [0 if mask is None else mask.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()]
             addresses += [scratch + offset for offset in self._temporaries]
         if self._hands_on and held is None:
-            # Another thread's launches on this stream would come between these, and in the same memory.
+            # Launches of another thread on this stream could interleave with these, and use the same scratch.
             with driver.STREAM_MEMORY.turn(index, stream):
                 program.run(addresses, stream, bits)
         else:
             program.run(addresses, stream, bits)
-        # Until here nobody else may be given the scratch memory; later work of this stream may.
+        # All launches are enqueued: later work of this stream may reuse the scratch memory.
         del held
         if lse is None:
             return out if call.rank == 4 else call.restored(out), None
         return (out, lse) if call.rank == 4 else (call.restored(out), call.restored(lse))
 
     def _stream_memory(self, stream: int, capturing: bool) -> tuple[int, int, Tensor | None]:
-        """Addresses of counters and scratch for a launch on this stream, and the tensor that the scratch is in where it is one."""
+        """Addresses of counters and scratch for a launch on this stream, and the scratch tensor where PyTorch allocates it."""
         counts, device = 0, self.call.device
         if self._counters:
             counts = driver.STREAM_MEMORY.counters(device.index, stream, self._counters, capturing)
         if capturing or self._scratch > driver.StreamMemory.MOST_SCRATCH:
-            # A graph has a pool for what it alone uses, and large calls have work enough on the GPU to hide an allocation.
+            # A graph needs memory from its own pool, and large calls run long enough on the GPU to hide an allocation.
             held = torch.empty(self._scratch, dtype=torch.uint8, device=device)
             return counts, held.data_ptr(), held
         scratch = driver.STREAM_MEMORY.scratch(device.index, stream, self._scratch) if self._scratch else 0
@@ -337,13 +339,13 @@ class KernelPlan(ModulePlan):
         return counts, scratch, None
 
     def _behind(self, scratch: int) -> tuple[int, ...]:
-        """`_rest` with the temporaries that lie in this scratch memory."""
+        """`_rest` with the addresses of temporaries in this scratch memory."""
         return (*self._rest, *(scratch + offset for offset in self._temporaries))
 
     def _through_triton(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, bits: tuple[int, ...], per_head: PerHead | None
     ) -> Outputs:
-        """The launch as the module itself makes it."""
+        """Outputs by the module's own launcher."""
         call = self.call
         operands, parameters = self._given(query, key, value, attn_mask, per_head)
         if bits:
@@ -356,7 +358,7 @@ class KernelPlan(ModulePlan):
     def _given(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
     ) -> tuple[prepared.Operands, CallParameters]:
-        """What a launch takes, but for dropout's seed; the outputs newly allocated."""
+        """Operands and parameters of a launch, but for dropout's seed; the outputs newly allocated."""
         call = self.call
         q, k, v = call.views(query, key, value)
         shape, stride, lse_shape, lse_stride = self._layout

@@ -1,4 +1,4 @@
-"""What computes the gradients of calls that are alike, everything decided: a backward's kernels, as prepared launches, or the formula."""
+"""Plans of the backward pass: prepared launches of a kernel, or the formula in PyTorch operations."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
@@ -19,19 +19,19 @@ from flashtune.dispatch.plans.memory import out_strides, placed
 _Maybe = torch.Tensor | None
 
 Gradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe]
-"""Those of query, key, value, each laid out as its input, of the bias, of its own sizes, and of slopes; None for those that nobody asked
-for."""
+"""Gradients of query, key, value, each laid out as its input, of the bias, of its own sizes, and of slopes; None for those not requested.
+"""
 
 MOST_LAYOUTS = 256
-"""Tensors of one call that lie in memory in more ways than these are decided on anew."""
+"""Memory layouts of one call's tensors with a plan; beyond it all plans of the call are dropped and chosen anew."""
 
 
 class Given(NamedTuple):
-    """The tensors of a backward and what it takes beside them.
+    """Inputs of a backward.
 
     `query`, `key`, `value` and `out` are 4-D, as the forward had them, `lse` (B, Hq, N_q) float32, `dout` is like `out`, `dlse` (None: 0)
-    like `lse`. The mask broadcasts to the scores; `slopes` and `sinks` are (B, Hq). `seed` is that of dropout's mask. The rest says which
-    gradients are asked for.
+    like `lse`. The mask broadcasts to the scores; `slopes` and `sinks` are (B, Hq). `seed` is that of dropout's mask. The booleans are the
+    requested gradients.
     """
 
     query: torch.Tensor
@@ -53,11 +53,11 @@ class Given(NamedTuple):
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What is asked of a backward beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+        """Requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
         return ("dbias",) * self.of_mask + ("dslopes",) * self.of_slopes
 
     def parameters(self, call: Call) -> CallParameters:
-        """What a launch takes beside its operands."""
+        """Parameters of a launch beside its operands."""
         return CallParameters(
             scale=call.scale,
             band=call.band,
@@ -71,7 +71,7 @@ class Given(NamedTuple):
 
 
 class Layout:
-    """How gradients lie in memory, made once for tensors that lie as these do."""
+    """Memory layout of gradients, computed once for inputs with the same layout."""
 
     __slots__ = ("_like", "_places")
 
@@ -80,7 +80,7 @@ class Layout:
         self._like = [place[1] == x.stride() for place, x in zip(self._places, inputs, strict=True)]
 
     def made(self, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for the gradient of an input."""
+        """Uninitialised gradient of an input."""
         if self._like[which]:
             return torch.empty_like(like)
         shape, strides, dtype, device = self._places[which]
@@ -88,19 +88,19 @@ class Layout:
 
 
 class GradientPlan(ModulePlan):
-    """Launches a backward's kernels."""
+    """Plan that launches a backward's kernels."""
 
     __slots__ = ("_all", "_copies_mask", "_layout", "_scratch", "_temporaries")
 
     def __init__(self, call: Call, module: LoadedKernel, **others: Any) -> None:
         super().__init__(call, module, **others)
-        # Whether all gradients are computed, whoever asks: machine code is shipped of that alone.
+        # True where all gradients are computed, requested or not: machine code is shipped for that alone.
         self._all = self._copies_mask = False
         self._temporaries: tuple[int, ...] = ()
         self._scratch = 0
 
     def build(self, given: Given) -> None:
-        """Take or compile machine code for calls like this one; what fails here is the kernels' own fault."""
+        """Load or compile machine code for calls like this one; an exception here is the kernels' own fault."""
         call = self.call
         self._layout = Layout((given.query, given.key, given.value))
         if call.device.type != "cuda" or torch.version.cuda is None or self.module.counts_needed(given.query, given.key):
@@ -120,7 +120,7 @@ class GradientPlan(ModulePlan):
             self._temporaries, self._scratch = placed(self.program.temporaries)
 
     def run(self, given: Given) -> Gradients:
-        """The gradients that are asked for; on the tensors' device and its current stream."""
+        """Requested gradients; on the tensors' device and its current stream."""
         program, call = self.program, self.call
         if program is None:
             return self._through_triton(given)
@@ -130,7 +130,7 @@ class GradientPlan(ModulePlan):
                 return self.run(given)
         operands = self._operands(given)
         mask, slopes, sinks = given.mask, given.slopes, given.sinks
-        # Its own in each call, and a graph's pool has it for a graph: nothing is shared, and nothing outlives the call.
+        # Allocated per call, from a graph's pool under capture: nothing is shared, and nothing outlives the call.
         scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
         start = scratch.data_ptr()
         bias = None
@@ -138,10 +138,10 @@ class GradientPlan(ModulePlan):
             bias = launching.bias_copy(self.module.host, call.full_mask(mask))
         addresses = [0 if x is None else x.data_ptr() for x in operands]
         addresses += [
-            # Counts, which backwards have none of.
+            # Counters, which backwards don't have.
             0,
             0 if mask is None else mask.data_ptr(),
-            # Of what is given per head inputs of 8 bits have more.
+            # Factors of fp8, which has no backward.
             0 if slopes is None else slopes.data_ptr(),
             0,
             0,
@@ -155,7 +155,7 @@ class GradientPlan(ModulePlan):
         return self._asked(given, operands)
 
     def _operands(self, given: Given) -> tuple[Any, ...]:
-        """The operands of a launch, the gradients newly allocated."""
+        """Operands of a launch, the gradients newly allocated."""
         of_query, of_keys = given.of_query or self._all, given.of_keys or self._all
         query, key, value, made, dlse = given.query, given.key, given.value, self._layout.made, given.dlse
         if dlse is None and self._all:
@@ -183,7 +183,7 @@ class GradientPlan(ModulePlan):
         return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None, dbias, dslopes
 
     def _through_triton(self, given: Given) -> Gradients:
-        """The launches as the module itself makes them."""
+        """Requested gradients by the module's own launcher."""
         operands = self._operands(given)
         with torch.cuda.device(self.call.device) if self.call.device.type == "cuda" else contextlib.nullcontext():
             launching.launcher(self.module)(*operands, **given.parameters(self.call).keywords())
@@ -191,7 +191,7 @@ class GradientPlan(ModulePlan):
 
 
 class FormulaPlan:
-    """Computes gradients in torch operations, where no kernel takes the call."""
+    """Plan that computes gradients in PyTorch operations, where no kernel takes the call."""
 
     __slots__ = ("_layout", "call")
 
@@ -199,9 +199,9 @@ class FormulaPlan:
         self.call, self._layout = call, Layout((given.query, given.key, given.value))
 
     def run(self, given: Given) -> Gradients:
-        """The gradients that are asked for."""
+        """Requested gradients."""
         inputs, asked = (given.query, given.key, given.value), (given.of_query, given.of_keys, given.of_keys)
-        # Autocast, where a backward runs inside of it, would round the formula's float32 products.
+        # Autocast around a backward would round the formula's float32 products.
         with framework.no_autocast(self.call.device.type):
             found = framework.gradients(
                 *inputs,
@@ -224,17 +224,17 @@ Choose = Callable[[Call, Given], tuple[GradientPlan | FormulaPlan, Gradients]]
 
 
 class Backward:
-    """The gradients of one call's output and LSE: a plan for each way in which tensors lie in memory."""
+    """Gradients of one call's output and LSE: a plan for each memory layout of its tensors."""
 
     __slots__ = ("_choose", "_plans", "call")
 
     def __init__(self, call: Call, choose: Choose) -> None:
-        """`choose` decides and computes where nothing is remembered; several threads may ask it at once."""
+        """`choose` picks a plan and computes with it where none is cached; several threads may call it at once."""
         self.call, self._choose = call, choose
         self._plans: dict[Hashable, tuple[GradientPlan | FormulaPlan, bool]] = {}
 
     def gradients(self, given: Given) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
-        """Those that are asked for, and that of sinks. Any strides will do: hooks on saved tensors may have changed them."""
+        """Requested gradients, and that of sinks. Any strides will do: hooks on saved tensors may have changed them."""
         if not given.of_sinks or given.sinks is None:
             return *self._of_kernels(given), None
         dsinks = framework.sink_gradients(given.sinks, given.out, given.lse, given.dout, given.dlse)
@@ -268,7 +268,7 @@ class Backward:
         return plan.run(given if readable else _readable(given))
 
     def _first(self, layout: Hashable, given: Given) -> Gradients:
-        """Decide, run and remember."""
+        """Choose a plan, run it and cache it."""
         readable = _readable(given)
         plan, found = self._choose(self.call, readable)
         if len(self._plans) >= MOST_LAYOUTS:
@@ -282,8 +282,11 @@ def _places(*tensors: torch.Tensor | None) -> Hashable:
 
 
 def _readable(given: Given) -> Given:
-    """The same with gradients as kernels read them fast (rows without gaps, on 16-byte boundaries, nothing broadcast), the LSE and its
-    gradient dense, since kernels are told of no strides of these, and the mask on a 16-byte boundary, where the copy engine takes it."""
+    """Inputs in the layouts that kernels need; copies where they have to be.
+
+    Gradients of the output have dense rows on 16-byte boundaries without broadcasting, the LSE and its gradient are contiguous, since
+    kernels get no strides of these, and the mask starts on a 16-byte boundary, which TMA requires.
+    """
     lse, dout, dlse, mask = given.lse, given.dout, given.dlse, given.mask
     unit = 16 // dout.element_size()
     outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]

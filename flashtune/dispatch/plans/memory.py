@@ -1,16 +1,16 @@
-"""How outputs and scratch of a plan lie in memory."""
+"""Memory layout of a plan's outputs and scratch."""
 
 import itertools
 from collections.abc import Sequence
 
 
 def padded(size: int) -> int:
-    """Up to a multiple of 256 bytes, as torch's allocator aligns."""
+    """Size rounded up to a multiple of 256 bytes, the alignment of PyTorch's allocator."""
     return -(-size // 256) * 256
 
 
 def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Where in one piece of memory tensors of these bytes begin, and how large it is."""
+    """Offsets of tensors of these bytes in one allocation, and its size."""
     ends = tuple(itertools.accumulate(map(padded, sizes), initial=0))
     return ends[:-1], ends[-1]
 

@@ -1,69 +1,72 @@
-"""What a plan remembers of being misled: which of two kernels serves its calls, told by a count that the first one keeps.
+"""Switch between a plan's kernel and its fallback kernel, driven by a count of mispredicted softmax that the kernel keeps.
 
-A kernel that settles row maxima is the fastest there is on most scores, and one of the slower ones where scores mislead it (decision
-0008). It counts its misled programs where the host can read them without waiting. Where many were, the kernel's twin, whose time doesn't
-depend on scores, serves for a while; then one call asks whether scores still mislead.
+A kernel with a frozen row max is the fastest on most scores, and one of the slower ones where scores defeat the prediction (decision 0008).
+It counts its mispredicting programs where the host can read them without waiting. Where many were, the fallback kernel, whose time doesn't
+depend on scores, serves for a period; then one probe call finds out if scores still defeat the prediction.
 """
 
 from typing import Protocol
 
 FIRST_PERIOD = 64
-"""Calls that the twin serves before the first question; until its answer is looked at, twice as many: the host runs ahead of the GPU."""
+"""Calls that the fallback kernel serves before the first probe; until its count is read, twice as many: the host runs ahead of the GPU."""
 
 LONGEST_PERIOD = 1024
-"""Calls before a question and before its answer, at most: they double each time that scores mislead again. A GPU's queue holds about so
-many launches."""
+"""Most calls before a probe, and before its count is read: periods double with each probe that mispredicts. About the length of a GPU's
+launch queue."""
 
 SHARE = 4
-"""A launch is misled where one of so many of its programs is: a program that is misled loses up to half of its speed, and the twin's are
-some 10 % slower than those that aren't."""
+"""A launch counts as mispredicted from 1 / SHARE of its programs on: such a program loses up to half of its speed, and the fallback kernel
+is some 10 % slower than the others."""
 
 
 FEW = 32
-"""So many launches at least the share is of. The host runs ahead of the GPU, so that counts of launches that nobody watched come with those
-of the first that are: of 128 in which the same 16th of the programs is misled, as near the top of a causal mask, they say nothing yet.
-What misleads all programs is told by the eighth launch."""
+"""Minimum number of launches before the rate of mispredictions is evaluated.
+
+The host runs ahead of the GPU, so that counts of unobserved launches arrive with those of the first observed ones: 128 launches with the
+same 16th of their programs mispredicting, as near the top of a causal mask, must not trigger. Full misprediction triggers by the eighth.
+"""
 
 WATCHED = 256
-"""After so many launches each counts half as much."""
+"""Observed launches after which the weight of all so far is halved."""
 
 
 class Word(Protocol):
-    """A number that changes by itself: how many programs were misled so far, modulo 2^32."""
+    """Counter that the GPU advances: mispredicting programs so far, modulo 2^32."""
 
     value: int
 
 
 class Misled:
-    """Which of a plan's two kernels serves. Threads share one without a lock: they may choose differently, and any choice is right."""
+    """State of the choice between a plan's two kernels. Threads share it without a lock: they may choose differently, and any choice is
+    right."""
 
     __slots__ = ("_asked", "_few", "_launches", "_left", "_limit", "_period", "_programs", "_sum", "away", "busy", "seen", "times", "word")
 
     def __init__(self, word: Word, programs: int) -> None:
-        """`programs` are those of a launch."""
+        """`programs` is the number of programs of a launch."""
         self.word, self.seen = word, word.value
         self.away = False
-        """Whether the twin serves but for questions."""
+        """True while the fallback kernel serves all calls but probes."""
         self.busy = False
-        """Whether each call asks. A call is served as ever, and asks nothing, while this is False and `word.value` is `seen`."""
+        """True where each call has to ask `twin_serves`; else only calls that find `word.value` unequal to `seen` do."""
         self.times = 0
-        """How often calls went over to the twin."""
+        """Number of switches to the fallback kernel."""
         self._programs, self._limit = programs, -(-programs // SHARE)
         self._few = FEW
-        # Launches that were watched, and how many programs of theirs were misled.
+        # Observed launches, and the number of their programs that mispredicted.
         self._launches = self._sum = 0
         self._period = FIRST_PERIOD
         self._left = 0
         self._asked = False
 
     def twin_serves(self) -> bool:
-        """Whether the twin serves this call; each call that isn't served as ever asks once."""
+        """True where the fallback kernel serves this call; to be called once for each call that isn't on the fast path."""
         if not self.away:
             self._watch()
         elif self._left > 0:
             self._left -= 1
         elif not self._asked:
-            # This call is the question.
+            # This call is the probe.
             self.seen = self.word.value
             self._asked, self._left = True, self._period
             return False
@@ -71,13 +74,13 @@ class Misled:
             self._few = FEW
             self._go()
         else:
-            # What is counted from now on says more than whether the answer was in time: if it wasn't, the next period is longer.
+            # The probe's count may arrive late; then it is counted from now on, and the next period is longer.
             self.away = self.busy = False
             self._few = min(4 * self._few, 2 * WATCHED)
         return self.away
 
     def _watch(self) -> None:
-        """Adds up what was counted since the last look, and goes over where a share of the launches' programs was misled."""
+        """Add up the counts since the last call, and switch where too large a share of the launches' programs mispredicted."""
         self._launches += 1
         self._sum += self._grown()
         self.busy = True
@@ -89,14 +92,14 @@ class Misled:
             self.busy = self._sum > 0
 
     def _go(self) -> None:
-        """To the twin, each time for longer."""
+        """Switch to the fallback kernel, for a period that doubles each time."""
         self._left = self._period - 1
         self._period = min(2 * self._period, LONGEST_PERIOD)
         self._launches = self._sum = 0
         self._asked, self.away, self.busy = False, True, True
 
     def _grown(self) -> int:
-        """How many programs were misled since this was last asked."""
+        """Number of programs that mispredicted since the last call of this."""
         now = self.word.value
         grown, self.seen = (now - self.seen) % 2**32, now
         return grown
