@@ -1,4 +1,4 @@
-"""`attention`: torch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
+"""`attention`: PyTorch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
 
 import inspect
 from collections.abc import Callable
@@ -79,41 +79,42 @@ def attention(
     broadcast. Returns the output (..., Hq, N_q, D_v). A boolean `attn_mask` attends where it is True, a floating one is added to
     the scores; either broadcasts to (..., Hq, N_q, N_kv), and kernels never expand it in memory. torch.nn.attention.bias.CausalBias is
     causal without a mask. Rows with nothing to attend to give 0; to kernels a bias below -2.3e38 (finfo.min of float32 and bfloat16) is
-    -inf, so that a row with no other gives 0, too, where torch's own operations give the mean of the values.
+    -inf, so that a row with no other gives 0, too, where PyTorch's own operations give the mean of the values.
 
-    Beyond torch:
+    Beyond PyTorch:
         window: W, or (left, right) with None or -1 for unbounded: query i sees keys i - left .. i + right. `is_causal` sets right to 0.
         softcap: c > 0 turns each score s into c tanh(s / c), before masks and bias; kernels come within 3e-6 c of it.
-        causal_alignment: where the diagonal of `is_causal` and `window` starts if N_q != N_kv: "top_left" as in torch, or
-            "bottom_right" as in flash-attn, which puts the last query over the last key.
+        causal_alignment: where the diagonal of `is_causal` and `window` starts if N_q != N_kv: "top_left" as in PyTorch, or
+            "bottom_right" as in flash-attn, which aligns the last query with the last key.
         return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
-            rows with nothing to attend to; dropout doesn't enter it.
+            rows with nothing to attend to; it is that before dropout.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
-            offset 0); None draws from torch's generator, and then the call is served by whoever would serve it in training: from one state
-            of the generator the same pairs are dropped without gradients and with them. Kernels and torch drop different pairs.
-        allow_tf32: let float32 inputs be multiplied as TF32 by kernels.
+            offset 0). None samples from PyTorch's generator, and the call is served as it would be in training: recomputing it from the
+            same generator state, with gradients or without, reproduces its mask. Masks of kernels differ from PyTorch's.
+        allow_tf32: allow kernels to multiply float32 inputs as TF32.
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
-        q_descale, k_descale, v_descale: inputs of torch.float8_e4m3fn stand for their values times these: a number or a float32 tensor
+        q_descale, k_descale, v_descale: factors of torch.float8_e4m3fn inputs: a number or a float32 tensor
             for all, or one for each head, (H,) or (B, H), with the key's heads for k and v; those of q and k must be above 0, which
-            isn't looked at in tensors. Their output is bfloat16. A number is written to the device at its first call: factors that
+            isn't checked in tensors. The output is bfloat16. A number is written to the device at its first call: factors that
             change from call to call, or under CUDA graphs, should be tensors.
         sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit per query head (finite or -inf) that joins each
             softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where it
             is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
-        deterministic: gradients are to be the same bits every time, as torch.use_deterministic_algorithms asks of all operations. Kernels
-            that add up in no fixed order don't serve them then; where torch does, it takes its math backend, with memory for all scores.
+        deterministic: gradients are bitwise repeatable, as torch.use_deterministic_algorithms requires of all operations. Kernels that
+            accumulate in no fixed order don't serve them then; where PyTorch does, it uses its math backend, with memory for all scores.
 
-    flashtune.dispatch.policy.rank states which kernel serves a call. Torch's own operations serve it, with every feature and gradients,
-    on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel leaves flash
-    attention out, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
-    backward row (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
-    what wasn't; else torch serves it, without cuDNN where there is a mask, since its gradients can be NaN there. `explain` says which.
-    A bias, slopes and sinks get gradients where they ask, of their own sizes, summed in float32 over what repeats; those of a bias or
-    of slopes by rows of backwards that make them, too. Kernels have first derivatives alone. Features that torch lacks (softcap,
-    return_lse, seed) then take memory for all scores; ALiBi and sinks have paths of their own (flashtune.dispatch.framework).
+    flashtune.dispatch.policy.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and gradients,
+    on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes flash
+    attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
+    backward record (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
+    unmeasured ones; else PyTorch serves it, without cuDNN where there is a mask, since its gradients can be NaN there. `explain` says
+    which. A bias, slopes and sinks get gradients where they require them, of their own sizes, summed in float32 over broadcast dimensions;
+    those of a bias or of slopes come from records of backwards that compute them. Kernels have first derivatives alone. Features that
+    PyTorch lacks (softcap, return_lse, seed) take memory for all scores in its operations; ALiBi and sinks have paths of their own
+    (flashtune.dispatch.framework).
 
-    Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors as torch's are, where the arguments make no sense.
+    Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense.
     """
     if has_torch_function_variadic(query, key, value):
         return overriding.overridden(attention, **locals())
@@ -130,7 +131,7 @@ def attention(
     per_head = None
     if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
-    # Plain: a named one takes several times as long to make.
+    # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
         return _traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
@@ -156,7 +157,7 @@ def attention(
             plan: Plan | None = recent.plan
             direct = recent.direct
         else:
-            # Without an argument it asks for CUDA, at a quarter of the time.
+            # Without an argument it queries CUDA, in a quarter of the time.
             cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
             if cast or query.is_neg() or key.is_neg() or value.is_neg() or (attn_mask is not None and attn_mask.is_neg()):
                 query, key, value, attn_mask = prepared(query, key, value, attn_mask)
@@ -192,7 +193,7 @@ def attention(
                 cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
                 plans.served(signature, plan, options, seeded=seed is not None, cast_to=cast_to, tensors=(query, key, value))
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # Something isn't a tensor, is one without sizes or memory, or can't be hashed or compared; parsing says what.
+        # An argument isn't a tensor, has no sizes or memory, or can't be hashed or compared; parsing raises the error.
         signature, plan = None, None
     if direct is not None:
         return direct(query, key, value)
@@ -204,7 +205,7 @@ def attention(
 
 
 def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Gives a function that takes anything the parameters of another one, for readers and type checkers."""
+    """Decorator that gives a function of any arguments the parameters of another one, for readers and type checkers."""
 
     def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
         signature = inspect.signature(attention)
@@ -216,7 +217,7 @@ def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Ca
 
 @_with_signature_of(attention)
 def explain(*arguments: Any, **keywords: Any) -> Explanation:
-    """What would serve the same call of `attention`, and why; kernels are built, and none is launched. Raises as `attention` does."""
+    """Explanation of the choice for the same call of `attention`; kernels are built, and none is launched. Raises as `attention` does."""
     given = inspect.signature(attention).bind(*arguments, **keywords)
     given.apply_defaults()
     words = given.arguments
@@ -240,24 +241,24 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
             build = partial(_plan_of(memo, call, one).build, query, key, value, mask, per_head)
             return bool(tried(memo, one.variant, call.device, build, lambda: True))
 
-        # A kernel that can't be built here serves no call.
+        # A kernel that can't be built here serves no call, so that the next candidate is explained.
         chosen = next(filter(builds, choosing.candidates(memo, call, query, key, value, mask, why_torch)))
         plan = _in_force(memo, _forward_of(chosen.plan))
         return chosen.explanation if plan is None else chosen.explanation.remembering(plan)
 
 
 def _plan_of(memo: Memo, call: Call, candidate: choosing.Candidate) -> Plan:
-    """What serves a call by this candidate, with its gradients where kernels compute them."""
+    """Plan of a candidate, with its gradients where kernels compute them."""
     return training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
 
 
 def _forward_of(plan: Plan) -> Plan:
-    """The plan of the forward that this one is around; itself where it is around none."""
+    """Forward's plan of a training plan; any other plan itself."""
     return plan.forward if isinstance(plan, training.TrainingPlan) else plan
 
 
 def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
-    """The plan that serves calls as the chosen one would: what it remembers began with the first of them."""
+    """Cached plan that serves calls as the chosen one would: its misprediction state belongs to calls made so far."""
     if not isinstance(chosen, KernelPlan) or chosen.twin is None:
         return None
     for plan in list(memo.plans.values()):
@@ -268,10 +269,10 @@ def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
-    """What would serve `problem` on the GPU of this name, by the records alone; needs neither tensors nor a GPU.
+    """Explanation of the choice for `problem` on the GPU of this name, by the records alone; needs neither tensors nor a GPU.
 
-    Of a backward under torch's deterministic mode it is what writes the same bits every time. A problem has no seed: of dropout it is what
-    serves calls without one.
+    A backward under PyTorch's deterministic mode is explained by its repeatable kernel. A problem has no seed: with dropout the choice for
+    calls without one is explained.
 
     Raises InputError for an unknown GPU.
     """
@@ -281,11 +282,11 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
 
 
 def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Options) -> Outputs:
-    """Check, choose, run and remember; a kernel that can't be built here gives way to the next choice."""
+    """Check, choose, run and cache; a kernel that can't be built here gives way to the next choice."""
     if signature is None and overriding.nested(given, options):
         return overriding.torchs(*given[:4], options), None
     memo = current()
-    # Who serves unseeded dropout of one length says nothing of another's.
+    # Unseeded dropout is chosen per length, since it depends on the backward's choice.
     rate = options.dropout_p
     span = None if isinstance(rate, torch.Tensor) or (rate and given.seed is None) else growing.span_of(signature)
     if span is not None and (around := memo.spans.get(span)) is not None:
@@ -293,7 +294,7 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
             try:
                 grown = around.grown(*given[:3], given.per_head, options.sides())
             except Exception:
-                # Deciding anew says what fails, and whose fault that is.
+                # Choosing anew reports the failure, and attributes it to a kernel.
                 grown = None
         if grown is not None:
             memo.keep(signature, grown)
@@ -303,11 +304,11 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
     plan = FrameworkPlan.of(call, *given[:4])
     draws = call.dropout_p > 0.0 and given.seed is None
     if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):  # type: ignore[no-untyped-call]
-        # Nothing is decided: the next call outside of a graph may be a kernel's.
+        # Not cached: the next call outside of a capture may be a kernel's.
         return plan.captured(*given)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
-            # Another thread decided while this one waited.
+            # Another thread cached a plan while this one waited for the lock.
             return decided.run(*given)
         why_torch = why_torch_now(*given[:4], given.per_head)
         called.meet(memo, call, given, why_torch)
@@ -336,17 +337,17 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
 
 
 def _traced(given: Arguments, options: Options) -> Any:
-    """`attention` as torch.compile sees it."""
+    """`attention` under torch.compile."""
     if overriding.nested(given, options):
         return overriding.torchs(*given[:4], options)
     given = Arguments(*autocast(*given[:4]), given.seed, given.per_head)
     call = parse(given, options)
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*given[:4], given.per_head)
     problem, trains = call.problem, False
-    # What is computed without gradients may be computed again with them.
+    # A forward without gradients may be recomputed with them, and has to drop the same pairs.
     draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
     if problem is not None and (draws or why_torch in GRADIENTS):
-        # What is known of other sizes would do: only whether anything was measured counts.
+        # Sizes don't matter: only the existence of a measured record counts.
         features, place = problem.features, -1 if call.device.index is None else call.device.index
         left, right = (None if side is None else index(side) for side in features.window or (None, None))
         window = (features.window is not None, left, right)
@@ -357,7 +358,7 @@ def _traced(given: Arguments, options: Options) -> Any:
             *(getattr(features, name) for name in FLAGS),
             *(name in asked for name in ASKED),
         ]
-        # A tracer may hold truth values as symbols, which a branch settles, and sizes, which `index` does and `int` doesn't.
+        # A tracer may hold symbolic truth values, which a branch makes constants, and sizes, for which `index` does and `int` doesn't.
         causal, *flags = [True if flag else False for flag in (features.causal, *flags)]  # noqa: SIM210
         ratio = index(problem.heads) // index(problem.kv_heads)
         sizes = (problem.d, problem.d_v, ratio)
@@ -383,10 +384,10 @@ def _trainable(
     composite: bool,
     *flags: bool,
 ) -> bool:
-    """Whether backward kernels are trusted with problems like this one, of usual sizes; `composite` as `backwards.composite` says,
-    `flags` are those of FLAGS and ASKED.
+    """True where backward kernels may serve problems like this one, of usual sizes.
 
-    A compiler that traces takes the answer for a constant, and gives nothing but plain values.
+    `composite` is the result of `backwards.composite`; `flags` are those of FLAGS and ASKED. A compiler that traces treats the result as a
+    constant, and passes plain values alone.
     """
     target = devices.target_of(torch.device(device, index) if index >= 0 else torch.device(device))
     window = (left, right) if windowed else None
@@ -404,7 +405,7 @@ _trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[bool, str]:
-    """`is_causal` and `causal_alignment` that say what torch's own causal bias does: its tensor holds nothing."""
+    """`is_causal` and `causal_alignment` equivalent to PyTorch's CausalBias, whose tensor is empty."""
     if is_causal:
         raise InputError("CausalBias should not be used with causal=True: give one of them")
     if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
@@ -414,5 +415,5 @@ def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
 
 
 make_when_asked(partial(tracing.define, attention), partial(training.define, attention))
-# torch.jit.script finds torch's operation under it.
+# torch.jit.script substitutes PyTorch's operation for it.
 _register_builtin(attention, "aten::scaled_dot_product_attention")

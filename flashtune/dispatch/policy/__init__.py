@@ -1,4 +1,4 @@
-"""Which kernel serves a problem: pure functions of the problem, the GPU and the records; no tensors, no I/O, no clock."""
+"""Policy of kernel choice: pure functions of the problem, the GPU and the records; no tensors, no I/O, no clock."""
 
 from flashtune.dispatch.policy.choices import Choice, Kind, Refusal
 from flashtune.dispatch.policy.losses import torch_has

@@ -1,4 +1,4 @@
-"""What a record, or a family's default, is as a way to serve a problem. Pure functions."""
+"""Choices: records, and families' defaults, as ways to serve a problem. Pure functions."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default"
 
 
 class Choice(NamedTuple):
-    """One way to serve a problem: a family with a config, or the framework (no family). `note` says in a sentence why.
+    """One way to serve a problem: a family with a config, or PyTorch (no family). `note` is the reason in a sentence.
 
-    Where the record is of another key, `differences` are what differs, and `estimate` what that is thought to lose. `twin` is the config
-    that serves in the place of one that settles row maxima while scores mislead that, where the record's run measured such a one.
-    `behind` is how much longer than the best of those compared the cost model expects it to take, a logarithm; None where it wasn't asked.
+    Where the record is of another key, `differences` lists the differences, and `estimate` their estimated loss. `twin` is the config of
+    the fallback kernel for mispredicted softmax, where `config` has a frozen row max and the record's search measured one. `behind` is the
+    logarithm of the cost model's expected time over the best of those compared; None where it wasn't evaluated.
     """
 
     kind: Kind
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A record or family that can't serve. `invalid` marks a row that no flashtune would have written for this GPU."""
+    """Record or family that can't serve. `invalid` marks a record that no version of flashtune would have written for this GPU."""
 
     reason: str
     invalid: bool = False
@@ -46,12 +46,11 @@ class Refusal(NamedTuple):
 
 
 MOST_LOOKED = 300_000
-"""After so many ways to change configs of other kernels, about half a second, a decision passes over records whose configs it would have
-to change. Of 5280 calls over the shipped records the most was 126,809, of heads of 256 columns with ALiBi."""
+"""Changes of other kernels' configs evaluated per choice (about half a second), after which records that need such changes are skipped."""
 
 
 class Work:
-    """What one decision has spent on moving configs: the same in every process, whatever earlier decisions have left in the pool."""
+    """Changes of configs evaluated by one choice: the same in every process, whatever earlier choices have cached in the pool."""
 
     __slots__ = ("_moved", "looked")
 
@@ -60,11 +59,11 @@ class Work:
         self._moved: dict[tuple[str, Config], Config | str] = {}
 
     def moved(self, family: Family, config: Config, spec: KernelSpec, pool: Pool) -> Config | str:
-        """A config of another kernel where it keeps the constraints of this one, or why there is none."""
+        """Config of another kernel, moved to satisfy the constraints of this one, or the reason why there is none."""
         known = (family.name, config)
         if known not in self._moved:
             if self.looked > MOST_LOOKED:
-                return "so many configs of nearer records keep no constraints here that it isn't tried"
+                return "too many configs of nearer records can't satisfy the constraints here, so that it isn't tried"
             found = pool.refit(family, config, spec)
             self.looked += found.looked
             self._moved[known] = found.config or f"no config of {family.name} keeps the constraints here"
@@ -72,7 +71,7 @@ class Work:
 
 
 class Context(NamedTuple):
-    """What is asked for, and of what it is to be answered."""
+    """Problem to be served, with its target, key, records and families."""
 
     problem: Problem
     target: Target
@@ -84,8 +83,11 @@ class Context(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A record that may serve, with its config as it would here; `changed` says what of that keeps the constraints of another kernel, and
-    `resized` what follows from the sizes. `own` says that it is a record of this kernel."""
+    """Record that may serve, with its config adapted to the problem.
+
+    `own` is True for a record of this kernel. `changed` names axes that were moved to keep the constraints of another kernel, `resized`
+    those that follow from the sizes.
+    """
 
     record: TuningRecord
     family: Family
@@ -96,14 +98,14 @@ class Fit(NamedTuple):
 
 
 class Preferred(NamedTuple):
-    """Why a record goes before the nearest one (`nearest`): the logarithm of what the cost model expects to gain by that."""
+    """Reason for a record that precedes the nearest one (`nearest`): the logarithm of the gain that the cost model expects."""
 
     nearest: TuningRecord
     gain: float
 
 
 def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
-    """A record as it would serve, or why it can't."""
+    """Record as it would serve, or the reason why it can't."""
     problem, target, key = context.problem, context.target, context.key
     family = context.families.get(record.outcome.template)
     if family is None:
@@ -124,7 +126,7 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
 
 
 def _configured(record: TuningRecord, family: Family, context: Context) -> Fit | Refusal:
-    """The record with its own config, or why it can't serve whatever the sizes."""
+    """Record with its own config, or the reason why it can't serve at any sizes."""
     target, key = context.target, context.key
     spec, outcome = context.problem.spec(), record.outcome
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
@@ -147,17 +149,17 @@ def _configured(record: TuningRecord, family: Family, context: Context) -> Fit |
 
 
 def _is_own(record: TuningRecord, key: ProblemKey) -> bool:
-    """Whether it was raced at exactly a call's sizes, and serves as it was."""
+    """True for a record that was measured at exactly the call's key, which serves unchanged."""
     return record.key == key and record.outcome.source == "measured"
 
 
 def _changes(config: Config, moved: Config) -> str:
-    """What is said of a config that was moved."""
+    """Changed axes of a moved config, for notes."""
     return ", ".join(f"{name} {config[name]} to {moved[name]}" for name in config if config[name] != moved[name])
 
 
 def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = None, behind: float | None = None) -> Choice:
-    """The choice by a record of another key: its kernel, or the framework where that is expected to be faster."""
+    """Choice by a record of another key: its kernel, or PyTorch where that is expected to be faster."""
     problem, key, record = context.problem, context.key, fit.record
     note = _note(fit, context.key)
     differing, loss = losses.differences(record, key), losses.estimate(record.key, key)
@@ -168,7 +170,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
         kind = "predicted"
     ratio = _ratio(record, context, loss)
     if preferred is not None:
-        # What is expected to beat the nearest row loses no more than that, and is known by it to the framework.
+        # A config expected to beat the nearest record's loses no more than it, and its ratio to PyTorch follows from that record.
         nearest = losses.estimate(preferred.nearest.key, key)
         loss = min(loss, nearest, key=lambda one: one.median)
         note += f", preferred to {preferred.nearest.problem.label()}, which the cost model expects to take longer"
@@ -200,7 +202,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
 
 
 def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[float, str] | None:
-    """Our time over the framework's where a record of another key serves, as far as rows tell, and what is to be said of it."""
+    """Expected time of ours over PyTorch's by a record of another key, and a remark for the note; None where no record informs."""
     if not torch_runs_alike(record.problem, context.problem):
         return None
     ratio = losses.expected_ratio(record, context.key, loss)
@@ -220,8 +222,10 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
 
 
 def _torch_slower(record: TuningRecord, context: Context) -> float:
-    """By what our time over torch's falls from a decoding step's row to the call because torch reads at a lower rate there; 1 where the
-    GPU waits for the host, and for more rows than one, of which nothing was measured."""
+    """Correction of our time over PyTorch's for its lower read bandwidth at this number of key heads.
+
+    Single-query decode, GPU-bound only; else 1, as nothing was measured of more rows.
+    """
     if context.key.n_q > 1 or record.key.n_q > 1 or losses.waits(record, context.key):
         return 1.0
     here = losses.torch_fills(context.problem, context.target.sms)
@@ -229,12 +233,12 @@ def _torch_slower(record: TuningRecord, context: Context) -> float:
 
 
 def _torch_told(slower: float) -> str:
-    """What is to be said of that."""
+    """Remark on that correction."""
     return "" if slower == 1.0 else f"; torch is thought to read at {slower:.2f} times its rate there"
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:
-    """The config of a record's twin, where `config` settles row maxima, moved like that where it has to be; None where it can't serve."""
+    """Config of the record's fallback kernel, where `config` has a frozen row max, adapted where necessary; None where it can't serve."""
     if record.twin is None or record.twin.template != family.name or not settles(config):
         return None
     twin = family.completed(record.twin.config)
@@ -249,7 +253,7 @@ def _twin(record: TuningRecord, context: Context, family: Family, config: Config
 
 
 def exact_choice(fit: Fit, context: Context) -> Choice:
-    """The choice by a record of this very key."""
+    """Choice by a record of exactly this key."""
     record, note, family, config = fit.record, _note(fit, context.key), fit.family, fit.config
     spec, relative = context.problem.spec(), record.relative_time
     slower = _torch_slower(record, context)
@@ -269,7 +273,7 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
 
 
 def default_choice(family: Family, problem: Problem, target: Target) -> Choice | Refusal:
-    """The choice of a family's default config, or why it can't serve."""
+    """Choice of a family's default config, or the reason why it can't serve."""
     spec = problem.spec()
     if (why := family.refusal(problem, spec, target)) is not None:
         return Refusal(reason=f"{family.name}: {why}")

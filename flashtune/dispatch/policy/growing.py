@@ -1,6 +1,6 @@
-"""Sequences that grow by a token at a time: what serves a decoding step serves the steps around it undecided.
+"""Length buckets of growing sequences: one choice serves all decode steps of a bucket.
 
-Each number of keys is a signature of its own, and to decide takes longer than a call. So steps are taken together, `SPAN` of them.
+Each number of keys is a signature of its own, and a choice takes longer than a call, so that it is made for `SPAN` steps at once.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,12 +13,14 @@ from flashtune.dispatch.policy.choices import Choice
 from flashtune.dispatch.policy.pool import Pool
 
 SPAN = 64
-"""Numbers of keys that are decided on at once."""
+"""Numbers of keys in a length bucket."""
 
 
 def span_of(signature: tuple[Any, ...] | None) -> Hashable | None:
-    """What the calls of a span have in common, of a call's signature (flashtune.dispatch.api); None where it isn't a decoding step that
-    kernels may serve, without a mask and in memory that anything reads."""
+    """Key of a call's length bucket, from its signature (flashtune.dispatch.api).
+
+    None where it isn't a decode step that kernels may serve, without a mask and with aligned memory.
+    """
     if signature is None:
         return None
     q, k, v, _, _, _, *rest = signature
@@ -29,10 +31,10 @@ def span_of(signature: tuple[Any, ...] | None) -> Hashable | None:
 
 
 def choice_of_span(problem: Problem, sides: Sides, pool: Pool, choose: Callable[[Problem], Choice]) -> Choice | None:
-    """What is chosen for every step of the span of this one; None where that isn't one and the same.
+    """Choice for every step of the problem's length bucket; None where steps differ.
 
-    It is asked at both ends: between them nothing changes but where a row is of a length. A side that hides nothing at one length may
-    hide something at a larger one: then there is no such choice.
+    It is made for both ends: between them only records of a length in the bucket could change it. A side that hides nothing at one length
+    may hide something at a larger one: then there is no such choice.
     """
     last = -(-problem.n_kv // SPAN) * SPAN
     first = last - SPAN + 1

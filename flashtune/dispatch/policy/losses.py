@@ -1,5 +1,7 @@
-"""What differs between a problem and a record that stands in for it, what that is estimated to lose, and what it leaves of the gain over
-the framework. Pure functions of keys and records."""
+"""Distances between a problem and records of other keys, their estimated losses, and the remaining gain over PyTorch.
+
+Pure functions of keys and records.
+"""
 
 import json
 import math
@@ -17,7 +19,7 @@ from flashtune.templates.family import padded, wave_efficiency
 
 
 class Loss(NamedTuple):
-    """How much longer a stand-in's config took than the best of the left-out row's own trials: median and 90th percentile of `cases`."""
+    """Extra time of a substitute record's config over the best trial of the left-out record: median and 90th percentile of `cases`."""
 
     median: float
     worst: float
@@ -36,81 +38,75 @@ LOSSES: Mapping[str, Loss] = {
     "n, 4 octaves": Loss(median=0.039, worst=0.359, cases=61),
     "n, 5 octaves": Loss(median=0.086, worst=0.459, cases=32),
 }
-"""By what differs, from leaving out the rows of an H200 one at a time: benchmarks/results/2026-11-23-stand-in/losses.json."""
+"""Losses by difference, from leaving out records of an H200 one at a time (benchmarks/results/2026-11-23-stand-in/losses.json)."""
 
 DECODE_DRIFT = 0.092
-"""How much the GPU's time over the framework's changes with an octave of N, from the same file."""
+"""Change of the GPU's time over PyTorch's per octave of N, from the same file."""
 
 CALL_TIE = 0.02
-"""A kernel that gains more on the GPU serves although its whole calls took up to so much longer than the framework's: beside a host at work
-one kernel's whole training steps took 702 us and the next one's, 2 % slower on the GPU, 639 (trials of the H200's row of D = 128, N = 1024,
-causal)."""
+"""Share of time by which whole calls may be slower than PyTorch's where the kernel gains more on the GPU: host noise of whole steps exceeds
+it (trials of the H200's record of D = 128, N = 1024, causal)."""
 
 SHORT_STEP = 1024
-"""Up to so many keys torch's calls of a decoding step cost the host the least that they do, 15.0 to 16.4 us on an H200; from 2048 on some
-cost 21 to 22 (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
+"""Most keys for which PyTorch's decode step takes its shortest path on the host: 15.0 to 16.4 us on an H200, 21 to 22 for some from 2048 on
+(benchmarks/results/2026-11-22-h200-steps/steps.json)."""
 
 FAR = 2.0
-"""From so many octaves of keys on, a row tells little of what torch takes for a decoding step: with 12 heads of D = 64 its calls took 31.0
-us for a sequence of 8192 keys, and 15.9 for 16 of 1024, twice as much to read (an earlier run of `run.py calls --parts grid`)."""
+"""Octaves of keys from which on a record no longer informs about PyTorch's decode time (an earlier run of `run.py calls --parts grid`)."""
 
 FAR_IN_WORK = 3.0
-"""From so many octaves of scores on, a row tells little of whether torch or a kernel is the faster where the features are the same: with a
-bias and 16 heads of 2001 rows, which leave kernels waiting for it, torch takes 0.71 times as long as they do (a shipped row), and 1.86
-times as long with 648 heads of 1342 rows (benchmarks/results/2026-11-23-h200-unprepared/seed47.json)."""
+"""Octaves of scores from which on a record of the same features no longer informs about PyTorch's time over ours
+(benchmarks/results/2026-11-23-h200-unprepared/seed47.json)."""
 
 FAST_HEADS = 128
-"""Torch has faster kernels for heads up to this size than for larger ones."""
+"""Largest head size for which PyTorch has its faster kernels."""
 
 SMALL_HEADS = 64
-"""An SM has room for three programs of torch's decoding step of heads up to this size: with 300 key heads of D = 64 on 132 SMs it reads at
-4.11 and 4.35 TB/s, as fast as with 224, and of D = 72 by a third slower."""
+"""Largest head size of PyTorch's decode kernel with three programs per SM, by read bandwidth (2026-11-24-h200-splits)."""
 
 TWO_ON_AN_SM = 1.41
-"""How much longer torch's decoding step takes where SMs have two of its programs, not one: 203 us and 144 of D = 72 and 140 key heads, and
-72, in the same steps."""
+"""Time of PyTorch's decode step with two programs per SM over that with one (D = 72, the same steps)."""
 
 FULL = 2.0
-"""From so many tiles of 128 query rows to an SM on, a GPU counts as full: fewer leave SMs idle, for which other configs are good."""
+"""Tiles of 128 query rows per SM from which on a GPU counts as full: with fewer, SMs idle, and other configs are good."""
 
 OTHER_SIZE = 8.0
-"""What another real head size counts beside `nearness.distance`, also where kernels pad both to the same: two octaves of N, or a feature.
-Tiles that suit D = 64 took 1.1 to 1.5 times as long as the best in four of five calls of D = 40
+"""Distance of another real head size beside `nearness.distance`, also where kernels pad both to the same: two octaves of N, or a feature
 (benchmarks/results/2026-11-22-h200-unprepared/unprepared.json)."""
 
 OTHER_SCORES = 8.0
-"""What a mask, dropout or a soft cap counts besides that only one of the two has: it changes what a block's scores cost, so that a row of
-the feature with another head size tells more than one of the head size without it (benchmarks/results/2026-11-23-h200-covering)."""
+"""Additional distance of a mask, dropout or soft cap that only one of the two has, since it changes the cost of a tile's scores
+(benchmarks/results/2026-11-23-h200-covering)."""
 
 RAGGED_BIAS = 8.0
-"""What it counts that only one of two biases has rows of a multiple of 16 bytes, which the copy engine takes: one over N = 2713 keys was
-read at less than a third of the rate of N = 4096 (the same file)."""
+"""Distance if only one of two biases has rows of a multiple of 16 bytes, which TMA requires: unaligned ones are read at less than a third
+of the rate (the same file)."""
 
 OTHER_GPU = 8.0
-"""What another GPU of the architecture counts beside `nearness.distance`: two octaves of N."""
+"""Distance of another GPU of the architecture beside `nearness.distance`: two octaves of N."""
 
 PER_SIZE_OF_GRADIENTS, OTHER_COLUMNS = 2.0, 16.0
-"""What a factor of two in a head size counts of backwards, and that only one of two works through its columns in pieces, or has more of
-them than a warpgroup has room for: at D = 40 the winners of D = 72 to 96, which do, took 3 to 5 % longer than the best, those of D = 64
-and 128 11 to 12 %, at D = 72 and 80 0 % for 4 to 7 %, while those of four times the length took 0 % longer, all in the median
-(benchmarks/run.py stand_in_gradients)."""
+"""Distance per octave of head size (backward); added distance if only one of the two kernels splits its columns, or needs more of them than
+a warpgroup's registers have room for (benchmarks/run.py stand_in_gradients)."""
 
 OTHER_GPU_OF_GRADIENTS = 1.0
-"""The same of backwards, among which no cost model chooses: winners of an H200 took 0.3 % longer than the best there is on an H100 in the
-median and 4.6 % at most, those of another head size 7.5 % at the 90th percentile and 14 % at most (run.py stand_in_gradients)."""
+"""`OTHER_GPU` of backwards, among which no cost model chooses: an H200's winners lose 0.3 % on an H100 in the median (benchmarks/run.py
+stand_in_gradients)."""
 
 
 class Estimate(NamedTuple):
-    """Share of time that a stand-in may lose against a search of its own, median and 90th percentile: orders choices, and isn't shown,
-    since it isn't calibrated (benchmarks/run.py calibration)."""
+    """Share of time that a substitute record may lose against a search of its own, median and 90th percentile.
+
+    Orders choices, and isn't shown, since it isn't calibrated (benchmarks/run.py calibration).
+    """
 
     median: float
     worst: float
 
 
 def kind_of(key: ProblemKey) -> ProblemKey:
-    """All of a key but its sizes, save whether it is a decoding step, and its GPU."""
-    # Spelled out, which is faster than `replace`: a first call asks it of every row.
+    """Key without sizes and GPU, but for the distinction of decode steps."""
+    # Spelled out, which is faster than `replace`: a first call computes it for every record.
     return ProblemKey(
         gpu="",
         n=1,
@@ -126,16 +122,18 @@ def kind_of(key: ProblemKey) -> ProblemKey:
 
 
 def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
-    """Whether a record of one may stand in for the other: one pass, both decoding steps or neither, element types of one size."""
+    """True where a record of one may serve the other: one pass, both decode steps or neither, element types of one size."""
     types = theirs.dtype == ours.dtype or OTHER_16_BITS.get(theirs.dtype) == ours.dtype
     return theirs.direction == ours.direction and types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
 
 
 @lru_cache(maxsize=65536)
 def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
-    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them, OTHER_SIZE where the real ones differ, and
-    OTHER_SCORES where what becomes of scores does; among equals the nearer real size. Of backwards real sizes count by themselves, and
-    whether products are in pieces."""
+    """`nearness.distance` of two kinds (`kind_of`), with head sizes as kernels pad them; ties go to the nearer real size.
+
+    Adds OTHER_SIZE where the real sizes differ, and OTHER_SCORES where the treatment of scores does. Backwards compare real sizes, and
+    whether products have split columns.
+    """
     other = OTHER_SIZE if (theirs.d, theirs.d_v) != (ours.d, ours.d_v) else 0.0
     other += OTHER_SCORES * (_of_scores(theirs.features) != _of_scores(ours.features))
     sizes = octaves(theirs.d, ours.d) + octaves(theirs.d_v, ours.d_v)
@@ -148,8 +146,8 @@ def kinds_apart(theirs: ProblemKey, ours: ProblemKey) -> float:
 
 
 def _columns(key: ProblemKey) -> tuple[object, ...]:
-    """Whether a fourth or more of what tiles are padded to is past 16 columns of the head sizes, so that products leave it out; and
-    whether tiles are too wide for the sums of a warpgroup."""
+    """Properties of a backward's columns: for each head size, True if a fourth or more of the padded width is past its 16 columns'
+    multiple, so that products omit it; and True if tiles are too wide for the accumulators of a warpgroup."""
     sizes = key.d, key.d_v
     return [4 * -(-d // 16) * 16 <= 3 * padded(d) for d in sizes], max(map(padded, sizes)) > 128
 
@@ -161,18 +159,18 @@ def _of_scores(features: str) -> tuple[object, ...]:
 
 
 def ragged(key: ProblemKey) -> bool:
-    """Whether a bias has rows that the copy engine doesn't take."""
+    """True where a bias has unaligned rows, which TMA doesn't accept."""
     return '"mask":"bias"' in key.features and key.n * ITEMSIZE[key.dtype] % 16 != 0
 
 
 def places(key: ProblemKey) -> tuple[float, float, float, float]:
-    """Where a key lies by N, rows, heads and rows of all heads: the differences of two add to the distance of their kinds."""
+    """Coordinates of a key by N, rows, heads and rows of all heads: differences of two add to the distance of their kinds."""
     n, n_q, heads = (PER_OCTAVE[name] * math.log2(getattr(key, name)) for name in ("n", "n_q", "bh_bucket"))
     return n, n_q, heads, PER_WORK_OCTAVE * math.log2(work_of(key))
 
 
 def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
-    """What differs, theirs for ours: `d=128 for 80`."""
+    """Differences, theirs for ours: `d=128 for 80`."""
     theirs = record.key
     words = [("n", theirs.n, ours.n), ("n_q", theirs.n_q, ours.n_q), ("batch*heads bucket", theirs.bh_bucket, ours.bh_bucket)]
     words = [("d", theirs.d, ours.d), ("d_v", theirs.d_v, ours.d_v), ("heads to a key head", theirs.gqa_ratio, ours.gqa_ratio), *words]
@@ -186,7 +184,7 @@ def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
 
 
 def same_features(theirs: ProblemKey, ours: ProblemKey) -> bool:
-    """Whether they are the same but for the corner of the diagonal, which moves the band but compiles to the same code."""
+    """True where features are equal but for the diagonal's alignment, which moves the band but compiles to the same code."""
     return theirs.features == ours.features or _but_for_alignment(theirs.features) == _but_for_alignment(ours.features)
 
 
@@ -196,20 +194,20 @@ def _but_for_alignment(features: str) -> dict[str, object]:
 
 
 def strayed(theirs: ProblemKey, nearest: ProblemKey, ours: ProblemKey) -> int:
-    """In how many of features and head sizes the nearest record is as asked and another isn't."""
+    """Number of features and head sizes (0 to 2) that the nearest record matches and another one doesn't."""
     features = same_features(nearest, ours) and not same_features(theirs, ours)
     sizes = (nearest.d, nearest.d_v) == (ours.d, ours.d_v) != (theirs.d, theirs.d_v)
     return features + sizes
 
 
 def full(key: ProblemKey) -> bool:
-    """Whether the key's problems have tiles enough for its GPU; decoding steps split their keys until they have."""
+    """True where the key's problems have enough tiles for its GPU; decode steps split their keys until they have."""
     known = targets().get(key.gpu)
     return known is None or key.n_q <= DECODE_ROWS or key.bh_bucket * math.ceil(key.n_q / 128) >= FULL * known.sms
 
 
 def estimate(theirs: ProblemKey, ours: ProblemKey) -> Estimate:
-    """What a record of one is estimated to lose in the other's place: the losses by each difference, one on top of the other."""
+    """Estimated loss of a record of one key that serves the other: the losses by each difference, compounded."""
     kinds: list[str] = []
     if (theirs.d, theirs.d_v) != (ours.d, ours.d_v):
         kinds.append("head size")
@@ -230,10 +228,11 @@ def estimate(theirs: ProblemKey, ours: ProblemKey) -> Estimate:
 
 
 def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> float | None:
-    """Our time over the framework's, as far as a stand-in's own tells: the worse of its ratios on the GPU alone and as whole calls, since
-    what was gained on one side only may be lost at other sizes, times the estimated `loss`. None without the framework's time.
+    """Expected time of ours over PyTorch's by a substitute record: the worse of its ratios on the GPU alone and as whole calls.
 
-    A decoding step may take a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift. Where
+    What was gained on one side only may be lost at other sizes. The estimated `loss` is included. None without PyTorch's time.
+
+    A decode step may take a second launch, which shorter sequences don't hide, so towards fewer keys the ratio is assumed to drift. Where
     the GPU waits for the host (`waits`), whole calls alone count, in which a second launch is never hidden.
     """
     if record.framework_us is None:
@@ -249,8 +248,10 @@ def expected_ratio(record: TuningRecord, ours: ProblemKey, loss: Estimate) -> fl
 
 
 def calls_tie(record: TuningRecord) -> bool:
-    """Whether a kernel that gains more than CALL_TIE on the GPU loses no more as whole calls, which a host at work may have cost it. Not so
-    a decoding step, whose calls are the host's."""
+    """True where a kernel that gains more than CALL_TIE on the GPU loses no more than that as whole calls, as host noise may explain.
+
+    False for a decode step, whose time is the host's.
+    """
     ours, theirs, framework_us = record.outcome.call_us, record.framework_call_us, record.framework_us
     if ours is None or theirs is None or framework_us is None or record.key.n_q <= DECODE_ROWS:
         return False
@@ -258,10 +259,10 @@ def calls_tie(record: TuningRecord) -> bool:
 
 
 def torch_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
-    """How far what torch gains or loses against kernels is apart in two problems; infinite where it tells nothing of the other.
+    """Distance of two problems in PyTorch's time over ours; infinite where one doesn't inform about the other.
 
-    Of a decoding step that is octaves of keys and of bytes, short of FAR; of more rows octaves of scores, short of FAR_IN_WORK, and of head
-    sizes, where the features are the same.
+    For decode steps: octaves of keys and of bytes, below FAR; for more rows: octaves of scores, below FAR_IN_WORK, and of head sizes, where
+    the features are the same.
     """
     if theirs.direction != ours.direction or (theirs.n_q <= DECODE_ROWS) != (ours.n_q <= DECODE_ROWS):
         return math.inf
@@ -275,12 +276,12 @@ def torch_distance(theirs: ProblemKey, ours: ProblemKey) -> float:
 
 
 def torch_fills(problem: Problem, sms: int) -> float:
-    """The share of a GPU's rate of reading, of so many SMs, that torch's decoding step of one row reaches.
+    """Share of the read bandwidth of a GPU with `sms` SMs that PyTorch's single-query decode reaches.
 
-    It starts a program to each key head in all batches, or as many parts of its keys as fill the GPU once. An SM reads with one program of
-    most head sizes at a share of its rate, and with two at TWO_ON_AN_SM times that, or more; it has room for two, of heads up to
-    SMALL_HEADS for three, of heads above FAST_HEADS for one, and of D = 128 one is enough. By 98 steps of 40 to 300 key heads on an H200
-    (benchmarks/results/2026-11-24-h200-splits).
+    It starts a program for each key head in all batches, or as many splits of its keys as fill the GPU once. An SM with one program of most
+    head sizes reads at a share of its rate, and with two at TWO_ON_AN_SM times that, or more; it has room for two, of heads up to
+    SMALL_HEADS for three, of heads above FAST_HEADS for one, and with D = 128 one is enough. From 98 steps of 40 to 300 key heads on an
+    H200 (benchmarks/results/2026-11-24-h200-splits).
     """
     heads = problem.batch * problem.kv_heads
     programs = heads * max(1, sms // heads)
@@ -295,7 +296,7 @@ def torch_fills(problem: Problem, sms: int) -> float:
 
 
 def odd_rows(key: ProblemKey) -> bool:
-    """Whether a row of K is an odd number of 16 bytes (D = 40 and 72): every other one begins amid the 32 that are read at once."""
+    """True where a row of K is an odd multiple of 16 bytes (D = 40 and 72): every other one begins amid a 32-byte sector."""
     return key.d * ITEMSIZE[key.dtype] % 32 != 0
 
 
@@ -309,9 +310,11 @@ def _read(key: ProblemKey) -> float:
 
 
 def waits(record: TuningRecord, ours: ProblemKey) -> bool:
-    """Whether in calls of a decoding step like `ours` the GPU waits for the host, with our kernel and with the framework's: it did in the
-    record's own, and there is no more for it to do than leaves it so. Far fewer keys may take another path through the framework, but for
-    those that take its shortest (SHORT_STEP)."""
+    """True where in calls of a decode step like `ours` the GPU waits for the host, with our kernel and with PyTorch's.
+
+    It did in the record's own, and the call has no more work than leaves it so. Far fewer keys may take another path through PyTorch, but
+    for those on its shortest (SHORT_STEP).
+    """
     key, call_us, framework_call_us = record.key, record.outcome.call_us, record.framework_call_us
     if ours.n_q > DECODE_ROWS or ours.n_q != key.n_q or (2 * ours.n < key.n and key.n > SHORT_STEP):
         return False
@@ -322,7 +325,7 @@ def waits(record: TuningRecord, ours: ProblemKey) -> bool:
 
 
 def torch_has(problem: Problem) -> bool:
-    """Whether one call of torch's attention serves the features of a problem."""
+    """True where one call of PyTorch's attention has the features of a problem."""
     f = problem.features
     if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
         return False
@@ -330,9 +333,9 @@ def torch_has(problem: Problem) -> bool:
 
 
 def torch_runs_alike(theirs: Problem, ours: Problem) -> bool:
-    """Whether what torch took for one problem tells of the other: it was given no mask for what it lacks, and runs the same kind of kernel.
+    """True where PyTorch's time for one problem informs about the other: no mask in place of a feature, and the same kind of kernel.
 
-    With a mask or dropout that is another one, about half as fast. A decoding step is bound by launches and by reading K and V anyway.
+    With a mask or dropout its kernel is another one, about half as fast. A decode step is bound by launches and by reading K and V anyway.
     """
     if not torch_has(theirs):
         return False

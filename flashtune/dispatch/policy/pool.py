@@ -1,4 +1,4 @@
-"""The records that may serve problems of one kind, the nearest first."""
+"""Records that may serve problems of one kind, the nearest first."""
 
 import itertools
 import math
@@ -16,16 +16,16 @@ from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, t
 from flashtune.templates.family import Family, Held, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
-"""The records of each key, the best first; what is asked for a key may be read then."""
+"""Records of each key, the best first; an implementation may read those of a key on access."""
 
 TELLERS = 3
-"""So many rows are asked what torch takes: by leaving rows out (benchmarks/run.py stand_in)."""
+"""Number of records that inform about PyTorch's time, from leaving records out (benchmarks/run.py stand_in)."""
 
 _Answer = TypeVar("_Answer")
 
 
 class Pool:
-    """The records that may serve problems of one kind on a GPU, with all of their order that sizes have no say in.
+    """Records that may serve problems of one kind on a GPU, sorted as far as sizes don't matter.
 
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
@@ -49,17 +49,17 @@ class Pool:
         }
 
     def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
-        """The records of this very key, the preferred one first.
+        """Records of exactly this key, the preferred one first.
 
-        Where a `suited` family's bits vary, those that raced for calls that want the same bits every time come last: they met no framework
-        and, in a layer of their own, none of the faster kernels.
+        Where a `suited` family isn't repeatable, records of searches for repeatable kernels come last: those weren't compared with PyTorch
+        and, in a layer of their own, with none of the faster kernels.
         """
         same = self._of(key)
         return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
     def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[tuple[float, TuningRecord]]:
-        """The records of other keys for which all `suited` families were tried with how far each is apart, the nearest first, and of one
-        key as in `exact`."""
+        """Records of other keys for which all `suited` families were tried, with their distances, the nearest first; of one key as in
+        `exact`."""
         n, n_q, heads, work = losses.places(key)
         may_vary = bool(suited & self._varying)
         found = [
@@ -81,7 +81,7 @@ class Pool:
                 yield apart, entry.record
 
     def tellers(self, problem: Problem, key: ProblemKey) -> list[TuningRecord]:
-        """The measured records that tell most of what torch takes for a problem, TELLERS at most, whatever configs they have."""
+        """Measured records that best inform about PyTorch's time for a problem, TELLERS at most, of any config."""
         found = [(apart, other) for other in self._places if (apart := losses.torch_distance(other, key)) < math.inf]
         telling: list[TuningRecord] = []
         for _, others in _nearest_first(found):
@@ -94,11 +94,11 @@ class Pool:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """The numbers of keys that its records are of."""
+        """Numbers of keys of its records."""
         return frozenset(key.n for key in self._places)
 
     def refit(self, family: Family, config: Config, spec: KernelSpec) -> Refit:
-        """`Family.refit` on the pool's GPU, which takes a while, once."""
+        """Cached `Family.refit` on the pool's GPU, which is slow."""
         known = (family.name, config, spec)
         if known not in self._refits:
             held = self._held.setdefault(spec, Held(spec, self._target))
@@ -106,16 +106,16 @@ class Pool:
         return self._refits[known]
 
     def asked(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:
-        """What is answered of a record in a kernel's place, which takes a while, once."""
+        """Cached result of `answer` for a record and a kernel."""
         known = self._asked.get((id(record), spec))
         if known is None:
-            # The record is kept, so that no other has its id.
+            # A reference to the record keeps its id unique.
             known = self._asked[id(record), spec] = (record, answer())
         found: _Answer = known[1]
         return found
 
     def _of(self, key: ProblemKey) -> list["_Entry"]:
-        """The records of a key, sorted as equals are."""
+        """Records of a key, sorted as ties are."""
         if key not in self._places:
             return []
         if key not in self._known:
@@ -141,7 +141,7 @@ class Pool:
 
 
 def _nearest_first(found: list[tuple[float, ProblemKey]]) -> Iterator[tuple[float, list[ProblemKey]]]:
-    """Keys by how far each is apart, those that are as far together."""
+    """Keys by distance, those of equal distance together."""
     found.sort(key=lambda one: one[0])
     for apart, same in itertools.groupby(found, key=lambda one: one[0]):
         yield apart, [key for _, key in same]
@@ -155,15 +155,14 @@ def _by_key(records: Iterable[TuningRecord]) -> Rows:
 
 
 def _tells(record: TuningRecord, problem: Problem) -> bool:
-    """Whether it was measured beside torch, which had to do what it has to do with `problem`."""
+    """True for a record that was measured beside PyTorch, which took the same path as for `problem`."""
     outcome = record.outcome
     timed = outcome.source == "measured" and outcome.measurement is not None and 0.0 < record.median_us < math.inf
     return timed and record.framework_us is not None and torch_runs_alike(record.problem, problem)
 
 
 class _Entry(NamedTuple):
-    """A record of a pool: what sorts equals, the families that were tried, whether it raced among kernels alone that write the same bits
-    every time."""
+    """Record of a pool: its sort key among ties, the families that were tried, and True if its search allowed repeatable kernels alone."""
 
     record: TuningRecord
     ties: tuple[object, ...]
@@ -172,7 +171,7 @@ class _Entry(NamedTuple):
 
 
 def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
-    """Sorts records that are equally near; `place` counts the records of its key that are preferred to it."""
+    """Sort key of records at equal distance; `place` counts the records of its key that are preferred to it."""
     other, outcome = record.key, record.outcome
     time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
     sizes = (-other.n, -other.n_q, -other.bh_bucket)
@@ -180,18 +179,18 @@ def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
 
 
 def group_of(key: ProblemKey) -> tuple[object, ...]:
-    """What problems share that have one `Pool`: all of the key but the sizes."""
+    """Key shared by problems with one `Pool`: all of the key but the sizes."""
     return key.gpu, kind_of(key)
 
 
 def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:
-    """The families that a search of this record's problem tries."""
+    """Families that a search of this record's problem tries."""
     problem, spec = record.problem, record.problem.spec()
     return frozenset(name for name, family in families.items() if family.refusal(problem, spec, target) is None)
 
 
 def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
-    """How many records of its key are preferred to each record that has a time, by its id()."""
+    """Number of records of its key that are preferred to each record that has a time, by its id()."""
     found: dict[int, int] = {}
     for known in by_key(record for record in records if record.outcome.measurement is not None).values():
         ranks = [preference(record) for record in known]
@@ -200,6 +199,6 @@ def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
 
 
 def _alike(gpu: str, target: Target) -> bool:
-    """Whether it is this GPU or another of its architecture."""
+    """True for this GPU or another of its architecture."""
     known = targets().get(gpu)
     return gpu == target.slug or (known is not None and known.arch == target.arch)

@@ -1,4 +1,4 @@
-"""Which kernel serves a problem: a pure function of the problem, the GPU and the records; no tensors, no I/O, no clock."""
+"""Ranking of kernels for a problem: a pure function of the problem, the GPU and the records; no tensors, no I/O, no clock."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,31 +24,30 @@ from flashtune.templates.family import Family
 from flashtune.templates.learned.residual import Tried
 
 COMPARED = 24
-"""So many configs of the nearest records the cost model compares."""
+"""Configs of the nearest records that the cost model compares."""
 
 PER_DISTANCE, PER_DISTANCE_STEP = 0.001, 0.005
-"""What a unit of distance counts against what the cost model expects to gain, a logarithm: of more rows, whose trials it was corrected by
-(flashtune.templates.learned), and of a decoding step, which fewer are of."""
+"""Expected gain (logarithm) required per unit of distance: for more rows, whose trials corrected the cost model
+(flashtune.templates.learned), and for a decode step, with fewer such trials."""
 
 CAUTION = 1.0
-"""So many standard deviations of what the most alike trial leaves open are added to what is expected (`Residual.of`). Problems
-left out one by one, the trial that is expected to be the fastest reaches 0.90 of the best one's rate in 93.9 % of 542 steps, without it in
-91.7 %, and of 1349 others in 98.3 and 98.0 % (benchmarks/run.py fit_residual)."""
+"""Standard deviations of the residual's uncertainty added to expected times (`Residual.of`, benchmarks/run.py fit_residual)."""
 
 LEAST_GAIN = 0.01
-"""So much it must be expected to gain."""
+"""Minimum expected gain (logarithm)."""
 
 OTHER_KIND = 0.02
-"""And so much more where the nearest record is of the call's own features, and the other isn't, and again of head sizes.
+"""Extra expected gain required before a record with other features (or another head size) overrides one that matches.
 
-These from leaving rows out (benchmarks/run.py stand_in) and from random shapes (run.py replay_random); half and twice of each come
-to nearly the same."""
+From leaving records out (benchmarks/run.py stand_in) and from random shapes (run.py replay_random); half and twice of each give nearly the
+same.
+"""
 
 
 def choose(
     problem: Problem, target: Target, records: Sequence[TuningRecord] | Pool, families: Mapping[str, Family], **words: bool
 ) -> Choice:
-    """The best choice that `rank` finds, which takes the same; the framework where nothing else serves."""
+    """Best choice of `rank`, which has the same arguments; PyTorch where nothing else serves."""
     return next(choice for choice in rank(problem, target, records, families, **words) if isinstance(choice, Choice))
 
 
@@ -71,29 +70,28 @@ def rank(
        the 16-bit type do;
     3. `predicted`: the same two steps over records that a cost model ranked;
     4. `default`: the default config of each family that supports the problem and suits its sizes, in the families' order;
-    5. `framework`: torch's own attention.
+    5. `framework`: PyTorch's own attention.
 
-    Steps 3 and 4 hold kernels behind which nothing was measured on this architecture. They serve where the framework can't
-    (`framework_serves` says whether torch has the features), and elsewhere only if `unmeasured` allows it.
+    Kernels of steps 3 and 4 have no measurement on this architecture. They serve where PyTorch can't
+    (`framework_serves` is True where it has the features), and elsewhere only if `unmeasured` allows it.
 
-    Near is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N (of
+    Distance is `flashtune.core.nearness.distance`, with head sizes as kernels pad them and another GPU as far as two octaves of N (for
     backwards see `losses.kinds_apart`, `losses.OTHER_GPU_OF_GRADIENTS`); ties go to the same alignment, then among records of one key to
     the preferred one (flashtune.db.preference), then to records of the user over shipped ones, the larger sizes, the shorter time and the
-    lower variant id, so that equal libraries choose equally everywhere. Between a decoding step and more rows, between passes, and
-    between element types of other sizes nothing is near.
+    lower variant id, so that equal libraries choose equally everywhere. Decode steps aren't near more rows, nor are other passes, nor
+    element types of other sizes.
 
-    A record that says that the framework was faster makes it the choice, provided that `framework_serves`. For its own key a record says
-    so by its whole calls where they were measured, host included; for another by `losses.expected_ratio`, and only if the mean of those
-    says so, too, that tell most of what the framework takes (`Pool.tellers`). Of decoding steps both are corrected by what torch reaches
-    with as many key heads (`losses.torch_fills`). A record is never served when
-    its config, completed by axes that came later, is outside the family's declared space or breaks a constraint on this target; the next
-    one may serve. In another kernel's place a config is first moved to the nearest one that keeps the constraints (`Family.refit`),
-    which may take a decision no more than MOST_LOOKED (flashtune.dispatch.policy.choices).
-    What was best at its own sizes may not be here: of the first COMPARED configs those come first that the cost model expects to be faster
-    than the nearest record's (`_gain`).
-    Which sizes suit a family is a rule of thumb, which gives way to measurements: step 1 doesn't ask for it. A record of any other step
-    is served only where the problem's sizes suit its family, and stands in for other sizes only where every family that suits these was
-    tried at its own: one that never was may be far better here.
+    A record with a faster PyTorch makes that the choice, provided that `framework_serves`. For its own key this is decided by its whole
+    calls where they were measured, host included; for another by `losses.expected_ratio`, and only if the mean of the records that best
+    inform about PyTorch's time (`Pool.tellers`) agrees. For decode steps both are corrected by PyTorch's bandwidth with as many key heads
+    (`losses.torch_fills`). A record never serves when its config, completed by axes that came later, is outside the family's declared
+    space or breaks a constraint on this target; the next one may serve. For another kernel a config is first moved to the nearest one
+    that satisfies the constraints (`Family.refit`), within MOST_LOOKED changes per choice (flashtune.dispatch.policy.choices).
+    The best config at its own sizes may not be the best here: of the first COMPARED configs those come first that the cost model expects
+    to be faster than the nearest record's (`_gain`).
+    A family's suitable sizes are a rule of thumb, which measurements override: step 1 ignores it. A record of any other step
+    serves only where the problem's sizes suit its family, and serves other sizes only where every family that suits these was
+    tried at its own: an untried one may be far better here.
     """
     spec, key = problem.spec(), problem.key(target.slug)
     computing = [family for family in families.values() if family.direction == problem.direction]
@@ -114,7 +112,7 @@ def rank(
 
 
 def _steps(context: Context, suited: frozenset[str], source: Source) -> Iterator[Choice | Refusal]:
-    """Records of the key itself first, then the others."""
+    """Records of exactly the key first, then the others."""
     for record in context.pool.exact(context.key, suited):
         if record.outcome.source == source:
             fit = fit_of(record, context)
@@ -127,8 +125,8 @@ def _steps(context: Context, suited: frozenset[str], source: Source) -> Iterator
 
 
 def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> Iterator[Choice | Refusal]:
-    """The first of the records that are `near`, so many that COMPARED configs are among them: those that the cost model expects to gain
-    over the nearest come first, then the nearest, all others in their order."""
+    """Choices by the first records of `near`, up to COMPARED configs: those with an expected gain over the nearest first, then the others
+    in their order."""
     distinct: dict[Tried, Fit] = {}
     found: list[tuple[float, Fit | Refusal]] = []
     while len(distinct) < COMPARED and (record := next(near, None)) is not None:
@@ -141,7 +139,7 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
                 break
     step = context.problem.n_q <= DECODE_ROWS
     logs = logs_us([(fit.family, fit.config) for fit in distinct.values()], context.problem, context.target, caution=CAUTION)
-    # What is over before the host has made the next call gains nothing by being over sooner.
+    # A kernel that ends before the host has made the next call gains nothing by being faster.
     here = {config: None if log is None else max(log, LOG_HOST) for config, log in zip(distinct, logs, strict=True)}
     fits = [(apart, fit) for apart, fit in found if isinstance(fit, Fit)]
     ahead: dict[Tried, tuple[float, Fit, float]] = {}
@@ -167,13 +165,13 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
 
 
 def _tells(nearest: Fit, context: Context) -> bool:
-    """Whether the cost model is asked: no backward had a part in it, and of a call that waits for the host it tells little."""
+    """True where the cost model informs: not of backwards, for which it isn't fitted, nor of calls that wait for the host."""
     log = log_us(nearest.family, nearest.config, context.problem, context.target)
     return context.problem.direction == "fwd" and log is not None and log >= LOG_HOST
 
 
 def _reads_otherwise(fit: Fit, nearest: Fit, context: Context) -> bool:
-    """Whether its record is of a bias that is read unlike the call's, and the nearest one's isn't: the model knows nothing of that."""
+    """True where only its record has a bias of another alignment than the call's: the model doesn't know of that."""
     theirs, near, ours = (losses.ragged(key) for key in (fit.record.key, nearest.record.key, context.key))
     return near == ours != theirs
 
@@ -183,6 +181,6 @@ def _config(fit: Fit) -> Tried:
 
 
 def _gain(fit: Fit, nearest: Fit, here: Mapping[Tried, float | None]) -> float:
-    """The logarithm of what `fit` is expected to gain over the nearest record's config, 0 where nothing is said of one of them."""
+    """Expected gain (logarithm) of `fit` over the nearest record's config, 0 where one of them has no estimate."""
     nearest_us, us = here[_config(nearest)], here[_config(fit)]
     return 0.0 if nearest_us is None or us is None else nearest_us - us

@@ -1,4 +1,4 @@
-"""Between near-equal choices the one whose machine code is at hand goes first, so that no call waits for a compiler without need."""
+"""Preference of compiled kernels among nearly equal choices, so that no call waits for a compiler without need."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -9,22 +9,23 @@ from flashtune.dispatch.policy.choices import Choice, Refusal
 from flashtune.dispatch.policy.losses import ragged
 
 NEAR_EQUAL = 0.05
-"""So much more may a choice be estimated to lose than one that has to be compiled: the estimates are medians, whose 90th percentiles lie
-further apart (flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
+"""Additional estimated loss that a compiled choice may have over one that has to be compiled: estimates are medians, with a wider spread
+(flashtune.dispatch.policy.losses.LOSSES), and compiling takes seconds."""
 
 LITTLE_BEHIND = 0.03
-"""So much more time, a logarithm, may the cost model expect it to take, about as much as what it expects is off by
-(benchmarks/run.py fit_residual): of 21 random shapes two were served at 0.64 and 0.79 of their own search by tiles of much longer sequences
-(benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
+"""Additional expected time (logarithm) that it may have, about the cost model's error (benchmarks/run.py fit_residual,
+benchmarks/results/2026-11-22-h200-unprepared/seed23.json)."""
 
 AHEAD = 24
-"""So many choices are looked at for one with machine code."""
+"""Choices that are searched for a compiled one."""
 
 
 def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool]) -> Iterator[Choice | Refusal]:
-    """A ranking (flashtune.dispatch.policy.rank), in which stand-ins without machine code wait behind the first of those that follow
-    that is `ready`, estimated to lose little more, and expected to take hardly longer. Nothing passes a row of the problem's own key, or
-    the framework."""
+    """A ranking (flashtune.dispatch.policy.rank) with substitute records whose kernel isn't compiled moved behind the first that is.
+
+    That is the first that is `ready`, with little more estimated loss and expected time. Nothing is moved ahead of a record of exactly the
+    problem's key, or of PyTorch.
+    """
     ranking = iter(choices)
     for one in ranking:
         if isinstance(one, Refusal) or not _waits(one) or ready(one):
@@ -42,14 +43,15 @@ def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], b
 
 
 def _waits(choice: Choice) -> bool:
-    """Whether it is a kernel by the row of another key."""
+    """True for a kernel by a record of another key."""
     return choice.family is not None and choice.estimate is not None
 
 
 def _near(choice: Choice, first: Choice) -> bool:
-    """Whether it is estimated to lose little more than the first, is expected to take hardly longer, reads a bias the same way, and is of a
-    row of the same spec but for the 16-bit type: what was moved from another one is hardly ever compiled, and has to be rendered to be
-    told."""
+    """True where a choice has little more estimated loss and expected time than the first, and reads a bias with the same alignment.
+
+    Its record has the same spec but for the 16-bit type: a moved config is hardly ever compiled, and finding out requires rendering it.
+    """
     assert choice.estimate is not None and first.estimate is not None, "they stand in"
     own = choice.record is None or choice.spec in _both_types(choice.record.problem.spec())
     slow = first.behind is not None and (choice.behind is None or choice.behind > first.behind + LITTLE_BEHIND)
@@ -58,6 +60,6 @@ def _near(choice: Choice, first: Choice) -> bool:
 
 
 def _both_types(spec: KernelSpec) -> tuple[KernelSpec, ...]:
-    """A spec, and the same with the other 16-bit type, whose machine code is shipped with its own."""
+    """A spec, and its dtype variant of the other 16-bit type, whose machine code is shipped with its own."""
     other = OTHER_16_BITS.get(spec.dtype)
     return (spec,) if other is None else (spec, replace(spec, dtype=other))

@@ -1,1 +1,1 @@
-"""What is in force, and which plans may serve a call under it, best first."""
+"""Resolution of a call: the databases in force, and the plans that may serve, best first."""

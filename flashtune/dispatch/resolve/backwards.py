@@ -1,4 +1,4 @@
-"""Which backward kernels are trusted with gradients, and the plans that compute them."""
+"""Choice of backward kernels, and the plans that compute gradients."""
 
 import functools
 import itertools
@@ -24,42 +24,44 @@ from flashtune.templates import families
 from flashtune.templates.family import Family, blocks_of_head
 
 SHORTEST_BACKWARD_US = 120.0
-"""Where torch's own is shorter, the host decides, and a step of ours costs it a little more than torch's: the shortest gradients in
-benchmarks/results/2026-11-22-h200-training whose whole steps ours were the faster at take torch about so long."""
+"""Shortest backward of PyTorch, in us, that ours replaces: below it the host's time decides, where our training step costs a little more
+(benchmarks/results/2026-11-22-h200-training)."""
 
 TORCH_TILE = 128
-"""Rows and columns of tiles of torch: gradients of 192 causal rows, in three tiles of which less than half of the pairs count, take 278 us
-where pairs alone foretell 80 (n192 of D = 72 in benchmarks/results/2026-11-24-h200-training)."""
+"""Queries and keys of a tile of PyTorch's backward; pairs alone underestimate small causal ones
+(benchmarks/results/2026-11-24-h200-training)."""
 
 TORCH_BESIDE_US = 50.0
-"""What torch's gradients take beside their tiles: 16 drawn ones of 192 to 1088 rows, foretold by tiles at 61 to 213 us, took 1.3 to 2.0
-times as long, about 50 us and 1.2 times that (the same files)."""
+"""Time in us of PyTorch's backward beside its tiles, from 16 random problems of 192 to 1088 rows (the same results)."""
 
 
 def forward_of(call: Call) -> Call:
-    """The forward of a call whose gradients are kernels': it hands on the LSE, and takes tensors as `Call.views` makes them."""
+    """Forward of a call whose gradients kernels compute: it returns the LSE, and takes tensors as `Call.views` makes them."""
     return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
 
 
 def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
-    """The backward of a forward, `asked` for more than dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+    """Backward of a forward problem; `asked` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
     return replace(problem, direction="bwd", features=problem.features.asking(asked))
 
 
 def composite(call: Call) -> bool:
-    """Whether torch would compute a call's gradients by operations on all scores (`Call.composite`), several times as large as these. On a
-    CPU kernels are interpreted, which takes longer than anything of torch's."""
+    """True where PyTorch would compute a call's gradients by operations on all scores (`Call.composite`), several times slower than
+    kernels.
+
+    False on the CPU, where kernels are interpreted, which is slower than anything of PyTorch's.
+    """
     return call.composite and call.device.type != "cpu"
 
 
 def gradient_choice(
     memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False, composite: bool = False
 ) -> tuple[Choice | None, str]:
-    """The kernel that is trusted with the backward of `problem` on `target`, or None and why torch is; `repeatable` asks for the same bits
-    every time, and `composite` is what the function of that name says.
+    """Kernel for the backward of `problem` on `target`, or None and the reason for PyTorch.
 
-    What was never raced on the GPU's architecture serves only those who allow what is unmeasured, in the interpreter, too; so does what
-    torch does in less than the host needs for the launches. Of what is `composite` any kernel that takes it computes the gradients.
+    `repeatable` requires bitwise repeatable gradients; `composite` is the result of the function of that name. Kernels without measurements
+    on the GPU's architecture serve only where unmeasured ones are allowed, in the interpreter, too; so do those that replace a backward of
+    PyTorch's that is shorter than the host's time for our launches. Where `composite` is True, any kernel that takes the call serves.
     """
     trained = replace(problem, direction="bwd")
     if "bwd" in memo.pinned:
@@ -70,7 +72,7 @@ def gradient_choice(
     chosen = next(choices)
     if chosen.family is not None:
         record = chosen.record
-        # Where whole training steps were measured of this very key, they have decided.
+        # Measured whole training steps of exactly this key include the host's time, so that no estimate is needed.
         exact = record is not None and record.key == trained.key(target.slug)
         stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
         if record is not None and not composite and not stepped and not memo.unmeasured:
@@ -89,8 +91,12 @@ def gradient_choice(
 
 
 def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) -> float:
-    """What torch is expected to take for a backward: by the record that serves it, or by the next one beside which torch was timed, as it
-    wasn't beside kernels that repeat their bits; endless where it reads a matrix and no record tells."""
+    """Expected time of PyTorch's backward in us, scaled by tiles from the record that serves it, or else from the next one with a time of
+    PyTorch.
+
+    Kernels with repeatable gradients aren't timed beside PyTorch. Infinite where PyTorch reads a matrix of scores and no such record
+    exists.
+    """
     tellers = (one for one in itertools.chain([record], (other.record for other in others)) if one is not None)
     timed = (one for one in tellers if one.framework_us is not None and _reads_matrix(one.problem) == _reads_matrix(trained))
     teller = next(timed, None)
@@ -103,25 +109,27 @@ def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) 
 
 
 def _tiled(problem: Problem) -> int:
-    """What tiles of TORCH_TILE queries and keys have to multiply, those that are partly seen as a whole."""
+    """Multiplications of a backward in tiles of TORCH_TILE queries and keys, partly visible tiles counted in full."""
     p = problem
     return max(1, p.batch * p.heads * blocks_of_head(p.band, p.n_q, p.n_kv, TORCH_TILE, TORCH_TILE) * (p.d + p.d_v))
 
 
 def usual(problem: Problem) -> Problem:
-    """The same of a training step's usual sizes, for what is to hang on no call's."""
+    """The problem at usual sizes of a training step, for choices that must not depend on a call's."""
     return replace(problem, batch=8, heads=16 * (problem.heads // problem.kv_heads), kv_heads=16, n_q=2048, n_kv=2048)
 
 
 def _gradient_choices(
     problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
 ) -> Iterator[Choice]:
-    """The policy's choices without rows that have other features than `problem` beside its diagonal: torch has a gradient of everything,
-    but takes up to nine times as long for one feature as for another, so that such rows say nothing of when it is the better choice. Only
-    gradients that nobody asks for here may have been among a row's: without them ours takes less time, too.
+    """The policy's choices without records of other features than those of `problem`, its diagonal aside.
 
-    Where no row has the very features and torch would read a matrix of all scores, which made it 3 to 100 times as slow as ours, measured
-    rows with some of the features stand for all of them (benchmarks/results/2026-11-26-h100-divided)."""
+    PyTorch takes up to nine times as long for one feature as for another, so that other records don't say which is faster. A record that
+    also computes further gradients (dbias, dslopes) applies to a call that doesn't request them: ours takes less time without them.
+
+    Where no record has exactly these features and PyTorch would read a matrix of all scores, 3 to 100 times slower than ours, measured
+    records with a subset of the features apply, too (benchmarks/results/2026-11-26-h100-divided).
+    """
     told = False
     for choice in rank(problem, target, records, known, **words):
         if not isinstance(choice, Choice):
@@ -137,7 +145,7 @@ def _gradient_choices(
 def _with_fewer_features(
     problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family]
 ) -> Iterator[Choice]:
-    """The choices by measured rows whose features are some of a problem's."""
+    """Choices by measured records whose features are a subset of a problem's."""
     for choice in rank(problem, target, records, known, framework_serves=False):
         if isinstance(choice, Choice) and choice.record is not None and choice.record.outcome.source == "measured":
             theirs, ours = choice.record.problem.features, problem.features
@@ -147,7 +155,7 @@ def _with_fewer_features(
 
 
 def _reads_matrix(problem: Problem) -> bool:
-    """Whether torch is given a mask or a bias of all scores for what a problem has."""
+    """True where PyTorch needs a mask or bias of all scores for a problem."""
     f = problem.features
     return f.mask != "none" or f.window is not None or f.alibi or f.sinks
 
@@ -162,7 +170,7 @@ def _kind(problem: Problem) -> tuple[object, ...]:
 
 
 def same_bits_asked(deterministic: bool) -> bool:
-    """Whether gradients are to be the same bits every time: by the call, or by torch's deterministic mode."""
+    """True where gradients have to be bitwise repeatable: by the call, or by PyTorch's deterministic mode."""
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
@@ -171,7 +179,7 @@ def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
 
 
 def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant | None, GradientPlan]]:
-    """Backward kernels that take these tensors, best first; a pinned one has no variant."""
+    """Backward kernels that accept these tensors, best first; a pinned one has no variant."""
     if call.problem is None:
         return
     problem = trained_as(call.problem, given.asked)
@@ -193,12 +201,12 @@ def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Var
 
 
 def backward(memo: Memo, call: Call) -> Backward:
-    """What computes the gradients of calls like this one, by kernels that are chosen when they are needed."""
+    """Gradients of calls like this one, by kernels that are chosen at first use."""
     return Backward(call, functools.partial(_first_gradients, memo))
 
 
 def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
-    """The same, remembered for a signature; `call` is asked where nothing is."""
+    """Cached result of `backward` for a signature; `call` makes the call where there is none."""
     if (known := memo.backwards.get(signature)) is not None:
         return known
     if len(memo.backwards) >= MOST_PLANS:
@@ -207,12 +215,12 @@ def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Ba
 
 
 def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:
-    """The plan of the best backward kernel that takes these tensors and runs, else of the formula, and what it computes."""
+    """Plan of the best backward kernel that accepts these tensors and runs, else of the formula, and its gradients."""
     if call.problem is not None and not memo.pinned:
-        # Graphs that were compiled ask here alone.
+        # Compiled graphs get here without `attention`, which records other calls.
         CALLS.meet(trained_as(call.problem, given.asked))
     with memo.lock:
-        # What failed before isn't offered again.
+        # Kernels that failed before are skipped.
         for variant, plan in gradient_kernels(memo, call, given):
             found = tried(memo, variant, call.device, functools.partial(plan.build, given), functools.partial(plan.run, given))
             if found is not None:

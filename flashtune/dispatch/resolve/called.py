@@ -1,4 +1,4 @@
-"""What of a call belongs among those that a search may be asked for."""
+"""Recorder of a call's problem for `flashtune search --calls`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ from flashtune.dispatch.resolve.memo import Memo
 
 
 def meet(memo: Memo, call: Call, given: Arguments, why_torch: str | None) -> None:
-    """Hold the problem of a call, and its backward's where that is asked for: of what kernels may serve, or might on a GPU.
+    """Record the problem of a call, and its backward's where gradients are requested, if kernels may serve it, or might on a GPU.
 
-    `why_torch` is what `why_torch_now` says of it.
+    `why_torch` is the result of `why_torch_now`.
     """
     problem = call.problem
     if problem is None or memo.pinned or not (why_torch is None or why_torch is ON_THE_CPU or why_torch in GRADIENTS):
@@ -34,13 +34,13 @@ def meet(memo: Memo, call: Call, given: Arguments, why_torch: str | None) -> Non
 
 
 def meet_step(call: Call, n_kv: int) -> None:
-    """The same of a decoding step of so many keys, which is served as `call` is (flashtune.dispatch.policy.growing)."""
+    """Record a decode step of `n_kv` keys that is served like `call` (flashtune.dispatch.policy.growing)."""
     if call.problem is not None:
         CALLS.meet(replace(call.problem, n_kv=n_kv))
 
 
 def _asked(every: Sequence[Tensor], wanted: set[str]) -> list[str] | None:
-    """What a backward is asked for beside dQ, dK and dV; None where there is none, or none of ours."""
+    """Requested gradients beside dQ, dK and dV; None where there is no backward, or none that kernels compute."""
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in every) or not wanted <= WITH_GRADIENTS.keys():
         return None
     return [asked for name in wanted if (asked := WITH_GRADIENTS[name])]

@@ -1,4 +1,4 @@
-"""From a call to plans: the policy's choices in their order, with their kernels, and what was passed over."""
+"""Plans of a call: the policy's choices in their order, with their kernels, and the reasons against others."""
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ from flashtune.templates import families
 from flashtune.templates.family import Family
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Query, key, value and mask, as they were given."""
+"""Query, key, value and mask of the caller."""
 
 
 class Candidate(NamedTuple):
-    """A plan that may serve, the step of the policy that chose it, and what says why; `variant` is None where it is the framework's.
+    """Plan that may serve, the step of the policy that chose it, and a factory of its explanation; `variant` is None for PyTorch.
 
-    Where it `trains`, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
+    Where `trains` is True, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
     """
 
     plan: FrameworkPlan | KernelPlan
@@ -45,15 +45,15 @@ class Candidate(NamedTuple):
 
     @property
     def explanation(self) -> Explanation:
-        """Why it may serve, put into words only when somebody asks: a sequence that grows is decided on anew at each token."""
+        """Explanation, formatted on demand: a growing sequence makes a choice per token."""
         return self.said()
 
 
 def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, torch_only: str | None) -> Iterator[Candidate]:
-    """Plans for a call, best first; the last is always the framework's.
+    """Plans for a call, best first; the last is always PyTorch's.
 
-    `torch_only` says why only the framework can serve, if that is so. A kernel that refuses these strides or pointers, or that failed
-    before, rules out the other tuned ones of its family; the family's default is still tried, since it may take what they don't.
+    `torch_only` is the reason why only PyTorch can serve, if there is one. A kernel that refuses these strides or pointers, or that failed
+    before, excludes the other tuned ones of its family; the family's default is still tried, since it may accept them.
     """
     problem = call.problem
     if torch_only is None:
@@ -65,7 +65,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
     fused = call.fused_by_torch
     if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
-        # What is computed without gradients may be computed again with them, and has to drop the same pairs then.
+        # A forward without gradients may be recomputed with them, and has to drop the same pairs.
         repeatable = backwards.same_bits_asked(call.deterministic)
         chosen, why = backwards.gradient_choice(memo, backwards.trained_as(problem), devices.target_of(call.device), repeatable=repeatable)
         fused = fused and chosen is None
@@ -84,7 +84,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 def _out_of_reach(call: Call) -> str | None:
-    """Why no kernel can serve a call like this, whatever was measured; None where one might."""
+    """Reason why no kernel can serve a call like this, whatever was measured; None where one might."""
     if call.empty:
         return "there is nothing to compute"
     if call.problem is None and call.dtype in KERNEL_DTYPES:
@@ -98,7 +98,7 @@ def _out_of_reach(call: Call) -> str | None:
 
 
 def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Sequence[str]) -> Generator[Candidate, None, str]:
-    """Plans of kernels for a call whose gradients are needed, also those that are `asked` for; returns why there are no more."""
+    """Plans of kernels for a call that needs gradients, `asked` beside dQ, dK and dV; returns the reason why there are no more."""
     target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
     repeatable = backwards.same_bits_asked(call.deterministic)
     chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, composite=backwards.composite(call))
@@ -111,7 +111,7 @@ def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Se
 
 
 def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, *, framework_serves: bool) -> Iterator[Candidate]:
-    """Plans in the policy's order, of kernels that can be built and take these tensors."""
+    """Plans in the policy's order, of kernels that can be built and accept these tensors."""
     target, known, records = memo.surroundings(call.device, problem)
     q, k, v = call.views(*given[:3])
     mask = call.full_mask(given[3])
@@ -142,7 +142,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, *, framew
             twin = _twin(memo, call, choice, target, q)
             plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
-            # The caller comes back only when this one failed.
+            # The caller resumes the generator only after this candidate failed.
             kernel = (variant.id, str(call.device))
             why = memo.broken.get(kernel) or memo.faults.get(kernel) or "it failed"
         elif module is not None:
@@ -152,7 +152,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, *, framew
 
 
 def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> Twin | None:
-    """What serves in a choice's place while scores mislead it; its code is looked for when that happens."""
+    """Fallback kernel of a choice; its code is loaded at the first switch to it."""
     family, config, record = choice.family, choice.twin, choice.record
     if family is None or config is None or record is None or record.twin is None:
         return None
@@ -168,7 +168,7 @@ def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> 
 
 
 def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -> bool:
-    """Whether this kernel (None: torch) is what the policy chooses for all decoding steps of the span that this call lies in."""
+    """True where the policy chooses this kernel (None: PyTorch) for all decode steps of the call's length bucket."""
     if call.problem is None or memo.pinned:
         return False
     target, known, records = memo.surroundings(call.device, call.problem)
@@ -185,7 +185,7 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -
 
 
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
-    """What the policy says of `problem` on `target`, without tensors: strides and compilers have no say."""
+    """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
     if problem.direction == "bwd":
         repeatable = backwards.same_bits_asked(deterministic=False)
@@ -204,7 +204,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
 
 
 def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target: Target) -> Explanation:
-    """The explanation of a forward by kernels, and of the backward's kernel that was `chosen`."""
+    """Explanation of a forward by kernels, and of the kernel `chosen` for its backward."""
     variant = None if chosen.family is None else variant_of(chosen, chosen.family)
     return replace(forward.explanation, backward=explained(chosen, problem, target, (), variant))
 
@@ -212,12 +212,12 @@ def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target
 def _ranked(
     memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
 ) -> Iterator[Choice | Refusal]:
-    """The policy's order, save that what is compiled goes before near-equal stand-ins that aren't."""
+    """Choices in the policy's order, except that compiled ones precede nearly equal ones of other keys that aren't compiled."""
     return ready_first(rank(problem, target, records, known, **words), functools.partial(_compiled, memo, target))
 
 
 def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:
-    """Whether machine code of a choice's kernel is at hand."""
+    """True where there is machine code of a choice's kernel."""
     family, config = choice.family, choice.config
     if family is None or config is None or not kernels.may_be_compiled(family, choice.spec, config, target.arch):
         return False
@@ -225,7 +225,7 @@ def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:
-    """The refusal as a line; rows that should not exist are warned of once."""
+    """A refusal as a line; invalid records are warned of once."""
     text = described(refusal)
     if refusal.invalid and refusal.record is not None:
         memo.warn_once(f"flashtune: {text} (search it again or delete the row)")
@@ -233,5 +233,5 @@ def _refusal(memo: Memo, refusal: Refusal) -> str:
 
 
 def _slug(device: torch.device) -> str:
-    # Fake tensors may be on a GPU that isn't there.
+    # Fake tensors may be on a GPU that doesn't exist here.
     return devices.target_of(device).slug if device.type == "cuda" and torch.cuda.is_available() else device.type

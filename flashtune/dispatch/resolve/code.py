@@ -1,4 +1,4 @@
-"""From a choice to what runs: the kernel's module and machine code, and what is remembered of those that failed."""
+"""Loading of a choice's kernel, its module and machine code, and the record of kernels that failed."""
 
 import errno
 import functools
@@ -25,7 +25,7 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def variant_of(choice: Choice, family: Family) -> Variant:
-    """The kernel that a choice of this family names."""
+    """Variant of a choice of this family."""
     assert choice.config is not None, "a choice with a family has a config"
     return kernels.variant(family, choice.spec, choice.config)
 
@@ -33,8 +33,10 @@ def variant_of(choice: Choice, family: Family) -> Variant:
 def code_of(
     memo: Memo, family: Family, variant: Variant, device: torch.device, target: Target
 ) -> tuple[LoadedKernel | None, Manifest | None, Callable[[], LoadedKernel] | None, str]:
-    """A kernel's module, its machine code, and where the module is host code alone what loads all of it; no module, and why, where it
-    can't be had."""
+    """Module of a kernel, its machine code, a loader of the whole kernel where the module is host code alone, and a reason.
+
+    The module is None, and the reason says why, where it can't be loaded.
+    """
     whole = functools.partial(kernels.load, family, variant)
     manifest, host = memo.machine_code(family, variant, target) if device.type == "cuda" and torch.version.cuda else (None, None)
     module, why = _loaded(memo, variant, device, whole if host is None else host)
@@ -44,7 +46,7 @@ def code_of(
 def _loaded(
     memo: Memo, variant: Variant, device: torch.device, load: Callable[[], LoadedKernel] | LoadedKernel
 ) -> tuple[LoadedKernel | None, str]:
-    """The kernel's module, which may be given itself, or None and why it can't be had."""
+    """Module of a kernel (`load` may be one already), or None and the reason why it can't be loaded."""
     why = memo.broken.get((variant.id, str(device))) or memo.faults.get((variant.id, str(device)))
     if why is not None:
         return None, why
@@ -59,8 +61,10 @@ def _loaded(
 
 
 def tried(memo: Memo, variant: Variant | None, device: torch.device, build: Callable[[], None], run: Callable[[], _Found]) -> _Found | None:
-    """Result of a plan's first call, built and run; None where its kernel failed for its own sake, which is remembered and warned of, or
-    where the machine keeps it from being compiled. What has no `variant`, a pinned kernel or torch's own, raises whatever it meets."""
+    """Result of a plan's first call, built and run; None where its kernel failed, which is recorded and warned of.
+
+    Also None where the machine can't compile it. Without a `variant`, for a pinned kernel or PyTorch's own, all exceptions propagate.
+    """
     built = False
     try:
         build()
@@ -77,7 +81,7 @@ def tried(memo: Memo, variant: Variant | None, device: torch.device, build: Call
 
 
 def report_failure(memo: Memo, variant: Variant, device: torch.device, error: BaseException) -> str:
-    """Remember that a kernel failed on a device, warn once, and return the reason in a line."""
+    """Record that a kernel failed on a device, warn once, and return the reason in a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
     memo.broken[variant.id, str(device)] = why
@@ -86,24 +90,23 @@ def report_failure(memo: Memo, variant: Variant, device: torch.device, error: Ba
 
 
 def environment_fault(error: BaseException) -> str | None:
-    """Reason why this machine keeps kernels from being compiled, where that is no fault of a kernel's; None for other errors."""
+    """Reason why this machine can't compile kernels, where no kernel is to blame; None for other errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
             return os.strerror(cause.errno) if cause.filename is not None else cause.strerror
         cause = cause.__cause__
-    # Triton repeats what its assembler says, which writes files, too.
+    # Triton quotes the errors of its assembler, which writes files, too.
     return next((said for code in _OF_DISKS if (said := os.strerror(code)) in str(error)), None)
 
 
 def _unbuildable(error: Exception) -> bool:
-    """Whether taking or compiling a kernel failed for its own sake: compilers fail in many ways, but a GPU that is lost or full is
-    nobody's config."""
+    """True where loading or compiling failed because of the kernel: compilers fail variously, but a lost or full GPU is no fault of it."""
     if isinstance(error, DriverError):
         return error.code in NO_RESOURCES
     return not isinstance(error, (FlashtuneError, torch.OutOfMemoryError)) and not str(error).startswith(("CUDA error", "HIP error"))
 
 
 def _uncompilable(error: Exception) -> bool:
-    """Whether a launch by Triton failed because the kernel doesn't compile or fit; anything else says nothing of the kernel."""
+    """True where a launch by Triton failed because the kernel doesn't compile or fit; other errors aren't the kernel's."""
     return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")

@@ -1,4 +1,4 @@
-"""What is said of a choice: which kernel serves, by which record, and why others don't."""
+"""Explanation of a choice: the kernel that serves, its record, and the reasons against others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +17,20 @@ from flashtune.dispatch.policy import Choice, Kind, Refusal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Which kernel serves a call and why.
+    """Kernel that serves a call, and the reasons.
 
-    `kind` is the step of the policy (flashtune.dispatch.policy.rank) that served and `reason` says it in a sentence.
-    `template`, `variant_id` and `config` are None where the framework serves. `source`, `origin`, `record_key` and the record's times (of
-    its own problem, in microseconds) are None where no record led there; `key` where none can stand for the call (float64, CPU
-    tensors). `refused` says of each better-placed record or family why it was passed over.
-    Where the record is of another key, `differences` says what is theirs for what (`d=128 for 80`). `estimated_loss`, the share of time
-    that the kernel loses against a search of its own, is None: no estimate of it is calibrated (benchmarks/run.py calibration).
-    `backward` is what computes the gradients of a call that needs them by kernels; where it is None, torch's own attention does.
-    `twin` is the config that serves in the place of one that settles row maxima while scores mislead that, None where none is known. Of
-    calls like this one that were made, `misled_programs` says how many programs were misled so far, `went_over` how often calls went over
-    to the twin, and `twin_serves` whether it serves the next one.
+    `kind` is the step of the policy (flashtune.dispatch.policy.rank) that served and `reason` says it in a sentence. `template`,
+    `variant_id` and `config` are None where PyTorch serves. `source`, `origin`, `record_key` and the record's times (of its own problem, in
+    microseconds) are None where no record led there; `key` is None where no record can apply to the call (float64, CPU tensors). `refused`
+    has a line for each better-placed record or family that was passed over.
+
+    Where the record is of another key, `differences` lists theirs for ours (`d=128 for 80`). `estimated_loss`, the share of time that the
+    kernel loses against a search of its own, is None: no estimate of it is calibrated (benchmarks/run.py calibration). `backward` explains
+    the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
+
+    `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
+    like this one so far, `misled_programs` counts mispredicting programs and `went_over` switches to the fallback kernel; `twin_serves` is
+    True where that serves the next one.
     """
 
     kind: Kind
@@ -53,7 +55,7 @@ class Explanation:
     twin_serves: bool = False
 
     def remembering(self, plan: KernelPlan) -> "Explanation":
-        """The same with what the plan that serves such calls remembers of being misled."""
+        """Copy with the misprediction state of the plan that serves such calls."""
         misled = plan.misled
         if misled is None:
             return self
@@ -67,7 +69,7 @@ class Explanation:
 def explained(
     choice: Choice, problem: Problem, target: Target, refused: Sequence[str], variant: Variant | None = None, *, interpreted: bool = False
 ) -> Explanation:
-    """The explanation of a choice and of what was passed over before it; `interpreted` says that Triton's interpreter runs it."""
+    """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
     record, reason = choice.record, choice.note
     if variant is not None and not interpreted and target.arch.isdigit() and (why := _uncompiled(variant, target)) is not None:
         reason += f"; {why}, so Triton compiles it at the first call"
@@ -95,7 +97,7 @@ def explained(
 
 
 def _uncompiled(variant: Variant, target: Target) -> str | None:
-    """Why machine code of this variant isn't at hand; None where it is."""
+    """Reason why this variant has no machine code here; None where it has."""
     try:
         if kernels.manifest(variant, target.arch) is not None:
             return None
@@ -107,7 +109,7 @@ def _uncompiled(variant: Variant, target: Target) -> str | None:
 
 
 def described(refusal: Refusal) -> str:
-    """The refusal as a line."""
+    """A refusal as a line."""
     record = refusal.record
     if record is None:
         return refusal.reason

@@ -1,5 +1,4 @@
-"""What the tensors of a call say before it is parsed: what autocast makes of them, how they lie in memory, and why only torch's own
-operations can serve them."""
+"""Inspection of a call's tensors before parsing: autocast, memory layout, and reasons for which only PyTorch can serve them."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -15,27 +14,26 @@ from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.launch import devices
 
 GRADIENT = "a gradient is needed"
-"""Why torch's own operations serve, unless a backward kernel does."""
+"""Reason for PyTorch's own operations, unless a backward kernel serves."""
 
 WITH_GRADIENTS = {"attn_mask": "dbias", "alibi_slopes": "dslopes", "sinks": None}
-"""What beside query, key and value kernels have gradients of, and what a backward is asked for then; a sink's takes no kernel."""
+"""Arguments beside query, key and value that kernels have gradients of, and the name of each in a backward; a sink's needs no kernel."""
 
 GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
     f"a gradient of {' and '.join(names)} is needed": tuple(asked for name in names if (asked := WITH_GRADIENTS[name]))
     for count in range(1, len(WITH_GRADIENTS) + 1)
     for names in combinations(WITH_GRADIENTS, count)
 }
-"""Every reason of this kind, and what it asks of a backward beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+"""Every reason of this kind, and the gradients it requests beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
 
 _peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 flash_attention_on: Callable[[], bool] = torch._C._get_flash_sdp_enabled
-"""Whether torch.nn.attention.sdpa_kernel, or torch.backends.cuda.enable_flash_sdp, leaves flash attention among what may serve; kernels
-are of its kind."""
+"""State of PyTorch's flash attention switch (torch.nn.attention.sdpa_kernel, torch.backends.cuda.enable_flash_sdp), which kernels obey."""
 
 
 class _Decided(threading.local):
-    """Whether what calls in this thread was compiled for kernels, whatever sdpa_kernel says by now."""
+    """Per-thread flag, True inside code that was compiled for kernels, whatever sdpa_kernel says at run time."""
 
     kernels = False
 
@@ -43,7 +41,7 @@ class _Decided(threading.local):
 DECIDED = _Decided()
 
 ON_THE_CPU = "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
-"""Why torch's own operations serve there, for which no address matters."""
+"""Reason for PyTorch's own operations there, for which no address matters."""
 
 _TRANSFORMED = "a torch.func or forward-mode transform is active"
 _WATCHED = "a mode or a tracer watches torch's operations"
@@ -51,20 +49,20 @@ _SUBCLASS = "tensor subclasses have their own dispatch"
 _SWITCHED_OFF = "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
 
 PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS, _SWITCHED_OFF))
-"""Reasons that fake tensors, which have no address, may stand behind."""
+"""Reasons with which tensors may be fake ones, which have no address."""
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""Subclasses (fake, distributed, ...) have their own dispatch, which only torch's operations reach."""
+"""Types that kernels accept: subclasses (fake, distributed, ...) have their own dispatch, which only PyTorch's operations reach."""
 
 
 def prepared(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The tensors in the dtype that autocast asks for, and with what is only marked as negative negated in memory."""
+    """Tensors in autocast's dtype, with lazy negations resolved in memory."""
     query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     return autocast(query, key, value, None if attn_mask is None else attn_mask.resolve_neg())
 
 
 def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
-    """Why only torch's own operations can serve these tensors now, or None where a kernel may."""
+    """Reason for which only PyTorch's own operations can serve these tensors now, or None where a kernel may."""
     if forward_ad._current_level >= 0 or _peek() is not None:
         return _TRANSFORMED
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
@@ -75,22 +73,22 @@ def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func is active."""
+    """True while a transform of torch.func is active."""
     return _peek() is not None
 
 
 def switched_off() -> bool:
-    """Whether flash attention is switched off where a compiler traces."""
+    """True where flash attention is switched off; also for compilers that trace."""
     return not flash_attention_on()
 
 
-# What torch.compiler.assume_constant_result sets, which would import the compiler here: dynamo then asks while it traces.
+# As torch.compiler.assume_constant_result sets it, whose import brings the compiler: dynamo evaluates these while tracing.
 transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 switched_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
-    """Why only torch's own operations can serve these tensors at any time, or None."""
+    """Reason for which only PyTorch's own operations can serve these tensors at any time, or None."""
     if not query.is_cuda and not (devices.INTERPRETING and query.is_cpu):
         return ON_THE_CPU
     if (
@@ -122,8 +120,11 @@ def _differentiable(x: Tensor | float | None) -> bool:
 
 
 def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, why_torch: str | None) -> Hashable:
-    """What a kernel's `accepts`, or torch, may depend on beyond sizes and strides: each address modulo 16, where there is one and it
-    matters, and the mask's sizes, strides and type. `why_torch` is what `why_torch_now` says."""
+    """Key for the properties that a kernel's `accepts`, or PyTorch, may depend on beyond sizes and strides.
+
+    Each address modulo 16, where there is one and it matters, and the mask's sizes, strides and dtype. `why_torch` is the result of
+    `why_torch_now`.
+    """
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if why_torch is ON_THE_CPU:
         places: Hashable = None
@@ -135,8 +136,10 @@ def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The tensors as autocast, where it is on, hands them to F.scaled_dot_product_attention: floating ones in its dtype, but float64 and
-    fp8, which is no number without its factor."""
+    """Tensors as autocast, where it is on, passes them to F.scaled_dot_product_attention: floating ones in its dtype.
+
+    Not float64 and fp8, which is no number without its factor.
+    """
     if not autocasting(query.device.type):
         return query, key, value, attn_mask
     dtype = torch.get_autocast_dtype(query.device.type)

@@ -1,7 +1,7 @@
-"""Which databases serve a call: the layers that a thread, a task or the whole process has laid over the user's own results.
+"""Databases in force for a call: layers of a thread, a task or the whole process over the user's own results.
 
-Each stack of layers has its own memo of plans. A call reads one context variable to find the plans of what is in force there; all else
-happens when layers come and go, and when a plan is missing.
+Each stack of layers has its own plan cache. A call reads one context variable to find it; all other work happens when layers are added or
+removed, and when a plan is missing.
 """
 
 import os
@@ -18,11 +18,11 @@ from flashtune.dispatch.plans.known import Plans
 from flashtune.dispatch.resolve.memo import Memo, Settings
 
 MOST_MEMOS = 32
-"""So many stacks of layers are remembered; beyond it the one that was used longest ago is forgotten."""
+"""Stacks of layers with a plan cache; beyond it the least recently used one is dropped."""
 
 
 class Use:
-    """Databases, or a choice, in force from the call of `use` until `remove`, or until the end of a `with` that it stands in."""
+    """Database, or an option, in force from the call of `use` until `remove`, or until the end of its `with` block."""
 
     __slots__ = ("alone", "database", "everywhere", "removed", "unmeasured")
 
@@ -31,9 +31,9 @@ class Use:
         self.removed = False
 
     def remove(self) -> None:
-        """Take it out again, wherever in the stack it lies; of no effect where that was done before.
+        """Remove this layer, wherever in the stack it is; no effect if that was done before.
 
-        Raises InputError in a thread or task whose calls it isn't for.
+        Raises InputError in a thread or task that doesn't have it.
         """
         global _everywhere
         if self.everywhere:
@@ -58,10 +58,10 @@ class Use:
 
 
 class Stack:
-    """The layers of a context, the topmost first, and the plans of all that is in force there.
+    """Layers of a context, the topmost first, and their plan cache.
 
-    Contexts that were copied from one share it, so that what one of them finds out serves all. Plans that are no longer in force are
-    empty: who finds nothing there asks `current`.
+    Copied contexts share it, so that a plan serves all of them. Plans of a stack that is no longer in force are empty: a call that misses
+    gets the right ones from `current`.
     """
 
     __slots__ = ("__weakref__", "plans", "uses")
@@ -73,7 +73,7 @@ class Stack:
 
 _BOTTOM = Stack()
 STACK: ContextVar[Stack] = ContextVar("flashtune.layers", default=_BOTTOM)
-"""A thread begins at the bottom, a task of asyncio with what lies where it was made."""
+"""Stack of this context: a thread starts with the bottom one, a task of asyncio with its creator's."""
 _lock = threading.RLock()
 _everywhere: tuple[Use, ...] = ()
 _reloaded: Use | None = None
@@ -83,7 +83,7 @@ _pinned: Memo | None = None
 
 
 def _unlock() -> None:
-    """In a process that was forked while another thread held one of these locks: nobody there would ever release it."""
+    """Replace locks in a forked child, where nobody would release one that another thread of the parent held."""
     global _lock
     _lock = threading.RLock()
     for memo in _memos.values():
@@ -104,15 +104,15 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
         with dispatch.use("model/tuned.sqlite"):
             model(x)
 
-    It is in force at once, over what was laid before it, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends
-    or `remove` of what is returned is called. Its measured rows go before those of lower layers for the same key. `alone` hides all
-    lower layers. `everywhere` is for all threads and tasks, also those of data loaders and servers; their own layers lie over those. A
-    context variable holds the others: tasks that begin meanwhile have them to their end, and so has a thread that runs in a copy of this
-    context. Gradients are computed under what was in force for the forward, in whichever thread; activation checkpoints, which are
-    recomputed in torch's own threads on a GPU, need `everywhere`. `unmeasured` says whether kernels may serve behind which nothing was
-    measured on the GPU's architecture; by default the environment does (FLASHTUNE_UNMEASURED=1).
+    It is in force at once, over earlier layers, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends or
+    `remove` of the returned object is called. Its measured records take precedence over those of lower layers for the same key.
+    `alone` hides all lower layers. `everywhere` applies to all threads and tasks, also those of data loaders and servers; their own
+    layers lie above it. The others are in a context variable: tasks that begin meanwhile have them to their end, and so has a thread
+    that runs in a copy of this context. Gradients are computed under the layers of the forward, in any thread; activation checkpoints,
+    which are recomputed in PyTorch's own threads on a GPU, need `everywhere`. `unmeasured` allows kernels without any measurement on
+    the GPU's architecture, or forbids them; by default the environment decides (FLASHTUNE_UNMEASURED=1).
 
-    Raises DatabaseError where there is no such database or it is damaged, InputError where neither a database nor `unmeasured` is given.
+    Raises DatabaseError where there is no such database or it is damaged, InputError without a database and `unmeasured`.
     """
     global _everywhere
     if database is None and unmeasured is None:
@@ -132,22 +132,22 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
 
 
 def current() -> Memo:
-    """The memo of what is in force here, which the next calls then find at once."""
+    """Context in force here; the next calls find its plans at once."""
     stack = STACK.get()
     with _lock:
         memo = _pinned or _memo_of(_settings((*stack.uses, *_everywhere)))
         stack.plans = memo.plans
         evicted, _evicted[:] = _evicted[:], []
-    # A memo's own lock is never waited for under the one of all: who decides holds it, and may come to ask what is in force.
+    # Outside of _lock: a thread that chooses holds its memo's lock and may call `current`, so that the opposite order could deadlock.
     for one in evicted:
         one.move()
     return memo
 
 
 def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
-    """Forget every choice and read the records anew at the next call, as after a search. What is in `use` stays so.
+    """Drop all cached choices and read the records anew at the next call, as after a search. Layers of `use` stay.
 
-    `database` is from then on laid under what is in use everywhere, until the next `reload`, or stands `alone` there.
+    `database` becomes a layer below those in use everywhere, until the next `reload`; with `alone` it hides all below.
     """
     global _reloaded
     with _lock:
@@ -159,8 +159,7 @@ def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
 
 @contextmanager
 def serving(memo: Memo) -> Iterator[None]:
-    """Let this memo's choices serve the calls of all threads meanwhile: with one that has a kernel pinned, that is measured as it would
-    serve."""
+    """Serve the calls of all threads by this memo meanwhile: with one that pins a kernel, that is measured as it would serve."""
     global _pinned
     before, _pinned = _pinned, memo
     _changed()
@@ -172,7 +171,7 @@ def serving(memo: Memo) -> Iterator[None]:
 
 
 def _settings(stack: tuple[Use, ...]) -> Settings:
-    """What these layers, the topmost first, come to."""
+    """Settings of a stack of layers, the topmost first."""
     stack = stack if _reloaded is None else (*stack, _reloaded)
     databases: list[str] = []
     alone = False
@@ -185,19 +184,19 @@ def _settings(stack: tuple[Use, ...]) -> Settings:
 
 
 def _memo_of(settings: Settings) -> Memo:
-    """The memo of these settings; one that was made before, where it is still known."""
+    """Memo of these settings, made where there is none."""
     memo = _memos.pop(settings, None)
     if memo is None:
         while len(_memos) >= MOST_MEMOS:
             _evicted.append(_memos.pop(next(iter(_memos))))
         memo = Memo(settings)
-    # The last of them was used last.
+    # The dict is ordered by last use.
     _memos[settings] = memo
     return memo
 
 
 def _changed(others: list[Memo] | None = None) -> None:
-    """Make everybody look anew at the next call: the dicts that stacks hold are left empty."""
+    """Make every thread look up its layers at the next call, by emptying the plan caches that stacks refer to."""
     with _lock:
         memos = [*_memos.values(), *(others or [])]
     for memo in memos:
@@ -206,7 +205,7 @@ def _changed(others: list[Memo] | None = None) -> None:
 
 
 def _located(database: str | Path | None) -> str | None:
-    """An absolute path, or the URL as it is."""
+    """Absolute path of a database, or its URL unchanged."""
     if database is None:
         return None
     if not isinstance(database, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""What is in force for calls: which databases serve, plans that were decided, and what was read, built, or failed on the way."""
+"""Dispatch state of one stack of databases: cached plans, records, loaded machine code, and failures."""
 
 import functools
 import os
@@ -31,22 +31,25 @@ if TYPE_CHECKING:
     from flashtune.db.library import Library
 
 RETRY_S = 60.0
-"""So long after a fault of this machine, as a full disk, calls that it took kernels from are decided anew."""
+"""Seconds after a fault of this machine, as a full disk, until calls affected by it are chosen anew."""
 
 MOST_PLANS = 8192
-"""Growing sequences make a new signature with each token; beyond so many, all are forgotten and decided anew."""
+"""Most cached plans: growing sequences make a new signature with each token. Beyond it all are dropped and chosen anew."""
 
 MOST_POOLS = 64
-"""So many groups of problems have their records sorted at a time."""
+"""Groups of problems with sorted records at a time."""
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-"""How FLASHTUNE_UNMEASURED is written."""
+"""Values of FLASHTUNE_UNMEASURED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides beside a call: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
-    `alone`; and whether kernels may serve that are `unmeasured` on the GPU's architecture (None: as FLASHTUNE_UNMEASURED says)."""
+    """Settings of a stack of layers: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
+    `alone`.
+
+    `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides).
+    """
 
     databases: tuple[str, ...] = ()
     alone: bool = False
@@ -54,11 +57,12 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature and, of decoding steps, by span (flashtune.dispatch.policy.growing; None where each is decided by itself), the
-    library's records by group, kernels that failed for good (`broken`) or for now (`faults`), warnings given.
+    """Plans by signature and, for decode steps, by length bucket (flashtune.dispatch.policy.growing; None where each step is chosen by
+    itself).
 
-    `pinned` is a pass and a kernel that serves every call of it which it accepts, for measurements.
-    Reading a plan takes no lock; everything that decides holds `lock`.
+    Also the library's records by group, kernels that failed for good (`broken`) or for now (`faults`), and the warnings issued. `pinned` is
+    a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing one holds
+    `lock`.
     """
 
     def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, LoadedKernel] | None = None) -> None:
@@ -78,7 +82,7 @@ class Memo:
 
     @functools.cached_property
     def unmeasured(self) -> bool:
-        """Whether kernels may serve behind which nothing was measured on the GPU's architecture."""
+        """True where kernels without measurements on the GPU's architecture may serve."""
         if self.settings.unmeasured is not None:
             return self.settings.unmeasured
         said = os.environ.get("FLASHTUNE_UNMEASURED", "").strip().lower()
@@ -87,14 +91,14 @@ class Memo:
         return said in _ON
 
     def keep(self, signature: Hashable, plan: Plan) -> None:
-        """Remember the plan of a signature."""
+        """Cache the plan of a signature."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
             self.spans.clear()
         self.plans[signature] = plan
 
     def meet_fault(self, kernel: tuple[str, str], why: str) -> str:
-        """Warn once that this machine keeps kernels from being compiled, let others serve for RETRY_S, and return the reason in a line."""
+        """Warn once that this machine can't compile kernels, let others serve for RETRY_S, and return the reason in a line."""
         if not self.faults:
             later = Timer(RETRY_S, self.retry)
             later.daemon = True
@@ -105,7 +109,7 @@ class Memo:
         return why
 
     def retry(self) -> None:
-        """Forget the faults of this machine, and what was decided under them."""
+        """Drop the faults of this machine, and all plans chosen under them."""
         with self.lock:
             self.faults.clear()
             self.plans.clear()
@@ -113,23 +117,23 @@ class Memo:
             self.backwards.clear()
 
     def move(self) -> None:
-        """Put the plans into another dict: whoever still holds the old one finds nothing there, and asks anew what is in force."""
+        """Move the plans into another dict: threads that refer to the old one find nothing there, and look up their layers."""
         with self.lock:
             moved = Plans(self.plans)
             self.plans.clear()
             self.plans = moved
 
     def read(self) -> None:
-        """Read the library, where that wasn't done; raises DatabaseError where a database is missing or damaged."""
+        """Read the library, if that wasn't done; raises DatabaseError where a database is missing or damaged."""
         with self.lock, held_off():
             if self._library is None:
-                # Databases take a while to import: only those who need records pay for it.
+                # The import is slow, so that only calls that need records pay for it.
                 from flashtune.db.library import Library
 
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
 
     def warn_of_missing(self) -> None:
-        """A RuntimeWarning where `FLASHTUNE_DB` names no file, for calls that need no rows: those that do are refused by `read`."""
+        """Warn where `FLASHTUNE_DB` names no file, for calls that need no records; for others `read` raises."""
         named = os.environ.get("FLASHTUNE_DB", "")
         path = named.removeprefix("sqlite:///")
         if path and "://" not in path and not self.settings.alone and not os.path.isfile(os.path.expanduser(path)):
@@ -137,17 +141,17 @@ class Memo:
             self.warn_once(f"flashtune: {wrong}, which FLASHTUNE_DB names: check the path")
 
     def surroundings(self, device: torch.device, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
-        """The target, the families that run there and the records; the interpreter runs defaults alone, since times mean nothing to it."""
+        """Target, families that run there and records; the interpreter runs default configs alone, since its times mean nothing."""
         target = devices.target_of(device)
         if device.type == "cpu":
             return target, {name: family for name, family in families().items() if family.interpretable}, []
         return target, families(), self.pool(problem.key(target.slug), target)
 
     def pool(self, key: ProblemKey, target: Target) -> Pool:
-        """The records that may serve `key` on this GPU; the library is read when this is first called."""
+        """Records that may serve `key` on this GPU; the first call reads the library."""
         self.read()
         assert self._library is not None, "it was just read"
-        # Of a library too large for every call to look at all of it, each key has its own part.
+        # A large library is read per key, since looking at all of it would take too long.
         group: Hashable = key if self._library.large else group_of(key)
         if group not in self._pools:
             while len(self._pools) >= MOST_POOLS:
@@ -158,8 +162,8 @@ class Memo:
         return self._pools[group]
 
     def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[Manifest | None, LoadedKernel | None]:
-        """The machine code at hand and its host code; neither where there is none, or where files are damaged, which is warned of: Triton
-        then compiles the text."""
+        """Machine code of a variant and its host code; (None, None) where there is none, or where files are damaged, which is warned of:
+        Triton then compiles the text."""
         name = (variant.id, target.arch)
         if name not in self._code:
             try:
@@ -174,8 +178,8 @@ class Memo:
         return self._code[name]
 
     def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
-        """A RuntimeWarning, once for each database, where a row that serves on this GPU was measured on another machine. The package's own
-        rows are from one anyway."""
+        """Warn, once for each database, where a record that serves on this GPU was measured on another machine; shipped records are from
+        another one anyway."""
         if record.origin == "shipped" or record.origin in self._told or record.outcome.source != "measured":
             return
         if differences := devices.differing(record.provenance, devices.here(device.index)):
@@ -184,7 +188,7 @@ class Memo:
             self.warn_once(f"flashtune: {said}; they serve, and a search here would tell what they are worth")
 
     def warn_once(self, message: str) -> None:
-        """A RuntimeWarning, the first time that this message comes up."""
+        """Issue a RuntimeWarning, the first time that this message comes up."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=2)

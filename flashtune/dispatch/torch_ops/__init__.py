@@ -1,1 +1,1 @@
-"""How torch sees `attention`: as operators under torch.compile, and as a function with gradients."""
+"""Interfaces of `attention` to PyTorch: operators for torch.compile, and a function with gradients."""

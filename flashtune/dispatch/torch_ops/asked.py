@@ -1,6 +1,6 @@
-"""Operators of torch that are made when somebody first asks for one: only tracers do, and every new process would wait for them.
+"""Lazy definition of PyTorch operators: only tracers need them, and every new process would wait for them.
 
-What looks one up without Python, as a package of AOTInductor's, finds it once torch.ops.flashtune was asked for any.
+Lookups that bypass Python, as from an AOTInductor package, find them after any access to torch.ops.flashtune.
 """
 
 import threading
@@ -11,7 +11,7 @@ import torch
 
 
 def make_when_asked(*makers: Callable[[], None]) -> None:
-    """Call these, which make operators, at the first look-up of a name in torch.ops.flashtune, in whatever thread that is."""
+    """Call `makers`, which define operators, at the first lookup of a name in torch.ops.flashtune, in any thread."""
     namespace: Any = torch.ops.flashtune
     lock, waiting, making = threading.RLock(), list(makers), False
 
@@ -20,7 +20,7 @@ def make_when_asked(*makers: Callable[[], None]) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
         with lock:
-            # Whoever makes an operator looks it up, too; who was interrupted is called again.
+            # Defining an operator looks it up, too; an interrupted maker is called again.
             while waiting and not making:
                 making = True
                 try:
@@ -30,5 +30,5 @@ def make_when_asked(*makers: Callable[[], None]) -> None:
                 del waiting[0]
             return type(namespace).__getattr__(namespace, name)
 
-    # Namespaces of torch are modules, which may have a function for names that they don't hold (PEP 562).
+    # PyTorch's namespaces are modules, for which __getattr__ serves missing names (PEP 562).
     namespace.__getattr__ = asked

@@ -1,4 +1,4 @@
-"""`attention` of what overrides torch's functions: proxies and modes see it as one of torch's own, other classes are asked for torch's."""
+"""`attention` for classes that override PyTorch's functions: proxies and modes see it as such a function, others get PyTorch's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,10 @@ from flashtune.dispatch.call import Arguments, Options, PerHead
 
 
 def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, **words: Any) -> Any:
-    """The call for torch's protocol of overrides: tracers' proxies and function modes see `attention` itself. Other classes that override
-    functions, nested tensors for one, have an implementation of torch's and are asked for that."""
+    """The call by PyTorch's override protocol: tracers' proxies and function modes see `attention` itself.
+
+    Other classes that override functions, as nested tensors, implement PyTorch's function, which is called for them.
+    """
     options, per_head = Options(**{name: words[name] for name in Options._fields}), PerHead(*(words[name] for name in PER_HEAD))
     nested(Arguments(query, key, value, attn_mask, seed, per_head), options)
     asked = _get_overloaded_args((query, key, value, attn_mask))
@@ -25,7 +27,7 @@ def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: An
 
 
 def nested(given: Arguments, options: Options) -> bool:
-    """Whether a tensor is nested; raises InputTypeError where torch's own function, which serves those, doesn't take all that is asked."""
+    """True where a tensor is nested; raises InputTypeError for options that PyTorch's own function, which serves those, lacks."""
     found = [name for name, x in zip(Arguments._fields, given[:3], strict=False) if isinstance(x, torch.Tensor) and x.is_nested]
     if not found or _torch_has(options, given.seed, given.per_head):
         return bool(found)
@@ -38,22 +40,22 @@ def nested(given: Arguments, options: Options) -> bool:
 
 
 def is_torchs(given: Arguments, options: Options) -> bool:
-    """Whether `attention` gives a call to torch's own function for what its tensors are."""
+    """True where `attention` passes a call on to PyTorch's own function because of the class of its tensors."""
     return nested(given, options) or (has_torch_function(given[:4]) and _torch_has(options, given.seed, given.per_head))
 
 
 def torchs(query: Any, key: Any, value: Any, attn_mask: Any, options: Options) -> Any:
-    """The call by torch's own function, whatever its tensors are, with what was asked for and no more."""
+    """The call by PyTorch's own function, whatever its tensors are, with the options that aren't defaults."""
     words = {name: x for name, x, usual in zip(Options._fields, options[:4], Options(), strict=False) if x is not usual and x != usual}
-    # A mask's class may not know how to compare it.
+    # A mask's class may not implement comparisons.
     return sdpa(query, key, value, **(words if attn_mask is None else {"attn_mask": attn_mask, **words}))
 
 
 def is_causal_bias(mask: object) -> bool:
-    """Whether this is torch's CausalBias, whose module takes a second to import (it brings the compiler)."""
+    """True for PyTorch's CausalBias, recognised by name, since its module takes a second to import (it brings the compiler)."""
     return type(mask).__name__ == "CausalBias" and isinstance(mask, torch.Tensor)
 
 
 def _torch_has(options: Options, seed: int | None, per_head: PerHead | None) -> bool:
-    """Whether torch's own function takes all that is asked for."""
+    """True where PyTorch's own function has all requested options."""
     return Options(*options[:4]) == options and seed is None and not any(x is not None for x in per_head or ())

@@ -1,4 +1,4 @@
-"""`attention` under torch.compile: a kernel is one opaque operator of the graph, the framework's path is traced like any other code."""
+"""`attention` under torch.compile: a kernel is one opaque operator of the graph, PyTorch's path is traced like any other code."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +25,10 @@ _OTHERS = tuple(parameter.split()[1] for parameter in _SCHEMA[1 : _SCHEMA.index(
 
 
 def traced(call: Call, given: Arguments, options: Options, *, kernels: bool, trains: bool) -> Any:
-    """The call while a compiler traces it, without a graph break. `kernels` says whether a kernel may serve, `trains` whether kernels
-    may serve it with its gradient."""
+    """The call while a compiler traces it, without a graph break.
+
+    `kernels` is True where a kernel may serve, `trains` where kernels may serve it with its gradient.
+    """
     query, key, value, attn_mask, seed, per_head = given
     bits = None if seed is None else signed(seed_bits(seed))
     sides = call.band.keywords()
@@ -63,7 +65,7 @@ def traced(call: Call, given: Arguments, options: Options, *, kernels: bool, tra
 
 
 def _trained(call: Call, given: Arguments, sides: tuple[int, int], bits: int | None, options: Options) -> Outputs:
-    """Output and, when asked for, LSE by the operator with gradients that compilers trace."""
+    """Output and, where `return_lse` is set, LSE by the operator with gradients that compilers trace."""
     q, k, v = call.views(*given[:3])
     per_head = given.per_head or PerHead()
     if per_head.sinks is not None:
@@ -78,15 +80,14 @@ def _trained(call: Call, given: Arguments, sides: tuple[int, int], bits: int | N
 
 
 def _tensors(per_head: PerHead, device: torch.device) -> list[torch.Tensor | None]:
-    """What was given per head as the operator takes it: numbers become tensors."""
+    """Per-head arguments for the operator: numbers become tensors."""
     return [x if x is None or isinstance(x, torch.Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in per_head]
 
 
 def define(eager: Callable[..., Any]) -> None:
-    """Make torch.ops.flashtune.dropout_keep, and torch.ops.flashtune.attention: `eager` (flashtune.dispatch.attention) as one node of a
-    graph.
+    """Define torch.ops.flashtune.dropout_keep, and torch.ops.flashtune.attention: `eager` (flashtune.dispatch.attention) as one node.
 
-    `left` and `right` say all that `is_causal` would. Without `return_lse` the second output is empty.
+    `left` and `right` include `is_causal`. Without `return_lse` the second output is empty.
     """
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,11 +96,11 @@ def define(eager: Callable[..., Any]) -> None:
         call = _parsed(query, key, value, given)
         draws = call.torch_draws and not draws_in_a_capture(call, None)
         if draws:
-            # It is in graphs only where kernels draw with gradients, too.
+            # The operator is in graphs only where kernels serve with gradients, too, which sample the same way.
             given["seed"] = random_bits(None, query.device)[0]
         served = eager(query, key, value, window=window, **given)
         out, lse = served if given["return_lse"] else (served, query.new_empty(0, dtype=torch.float32))
-        # What the graph was promised; the framework's own backends choose otherwise.
+        # The strides that the fake implementation returned; PyTorch's own backends may choose others.
         shape, strides = _promised(call, query, key, value)
         return out if out.stride() == strides else query.new_empty_strided(shape, strides, dtype=out.dtype).copy_(out), lse
 
@@ -122,12 +123,12 @@ def define(eager: Callable[..., Any]) -> None:
 
 
 def _dropout_keep(like: torch.Tensor, seed: int, batch: int, heads: int, n_q: int, n_kv: int, p: float) -> torch.Tensor:
-    """The reference's mask on the device of `like`; traced, its loop over heads would be unrolled."""
+    """The reference's dropout mask on the device of `like`; an operator, since tracing would unroll its loop over heads."""
     return reference.dropout_keep(seed % 2**64, 0, batch, heads, n_q, n_kv, p, device=like.device)
 
 
 def _parsed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> Call:
-    """The call but for its mask and what is given per head."""
+    """The call but for its mask and per-head arguments."""
     names = "dropout_p", "enable_gqa", "softcap", "return_lse"
     return parse(Arguments(query, key, value, seed=given["seed"]), Options(**{name: given[name] for name in names}))
 
@@ -140,7 +141,7 @@ def _promised(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.T
     dims = {2: 2, 3: 1}.get(call.rank, 0)
     if call.rank <= 4:
         return shape[dims:], strides[dims:]
-    # Leading dimensions that were merged lie one in the other.
+    # Merged leading dimensions are contiguous with each other.
     batch_strides = [strides[0]]
     for size in reversed(call.batch_dims[1:]):
         batch_strides.insert(0, batch_strides[0] * size)

@@ -1,8 +1,8 @@
-"""Calls whose gradient is needed, as operators of torch: a forward's kernel keeps the LSE, and a backward's kernel goes on from there.
+"""Calls whose gradient is needed, as PyTorch operators: the forward's kernel keeps the LSE, which the backward's kernel takes.
 
-`torch.ops.flashtune.attention_training` and `torch.ops.flashtune.attention_gradients` are opaque to compilers. What lies between them
-is the output, the LSE and 64 bits that dropout's mask follows from; nothing is as large as the scores. Where gradients are to be the same
-bits every time, only families serve that add up in a fixed order.
+`torch.ops.flashtune.attention_training` and `torch.ops.flashtune.attention_gradients` are opaque to compilers. Between them pass the
+output, the LSE and 64 bits that determine dropout's mask; nothing is as large as the scores. Where gradients have to be bitwise repeatable,
+only families that accumulate in a fixed order serve.
 """
 
 import threading
@@ -24,7 +24,7 @@ from flashtune.dispatch.resolve.memo import Memo
 
 
 class Numbers(NamedTuple):
-    """What an operator takes beside tensors and the seed."""
+    """Scalar arguments of an operator but for the seed."""
 
     dropout_p: float
     scale: float
@@ -36,7 +36,7 @@ class Numbers(NamedTuple):
     deterministic: bool
 
     def words(self) -> dict[str, Any]:
-        """The same as `attention` takes it."""
+        """Keyword arguments of `attention` for these."""
         found = self._asdict()
         return {"window": (found.pop("left"), found.pop("right")), **found}
 
@@ -51,11 +51,11 @@ _BACKWARD = (
 )
 
 _forwards = threading.local()
-"""In `memo`, what was in force when the forward of the gradients ran that this thread makes."""
+"""In `memo`, the dispatch state under which the forward ran whose gradients this thread computes."""
 
 
 def define(eager: Callable[..., Any]) -> None:
-    """Make the operators; `eager` is flashtune.dispatch.attention."""
+    """Define the operators; `eager` is flashtune.dispatch.attention."""
 
     def forward(
         query: torch.Tensor,
@@ -67,13 +67,13 @@ def define(eager: Callable[..., Any]) -> None:
         seed: int | None,
         *numbers: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # What the gradients are to be is no matter of the forward.
+        # Repeatability concerns the backward alone.
         given = Numbers(*numbers)._replace(deterministic=False)
         bits = 0
         if given.dropout_p:
-            # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
+            # Sampled as without gradients, since a recomputed checkpoint has run without them first.
             bits = random_bits(seed, query.device)[0]
-        # The backward is a kernel's, and torch's operations would hold all scores for the LSE.
+        # A kernel computes the backward, and PyTorch's operations would need memory of all scores for the LSE.
         DECIDED.kernels = True
         try:
             with torch.no_grad():
@@ -121,9 +121,9 @@ def define(eager: Callable[..., Any]) -> None:
 
 
 class TrainingPlan:
-    """Serves calls whose gradient is needed, where nobody traces or transforms: the forward's plan, and what computes its gradients.
+    """Plan of calls whose gradient is needed, outside of tracing and transforms: the forward's plan, and its gradients.
 
-    An operator of Python's would cost the host several times as much, so that this is an autograd function around the same kernels.
+    A Python operator would cost the host several times as much, so that this is an autograd function around the same kernels.
     """
 
     __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
@@ -141,7 +141,7 @@ class TrainingPlan:
     def build(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, per_head: PerHead | None
     ) -> None:
-        """Take or compile machine code for the forward; what fails here is its kernel's own fault."""
+        """Load or compile machine code for the forward; an exception here is its kernel's own fault."""
         call = self.call
         given = None if per_head is None else PerHead(*_summed_wide(per_head).views(call))
         with torch.no_grad():
@@ -156,13 +156,13 @@ class TrainingPlan:
         seed: int | None,
         per_head: PerHead | None,
     ) -> Outputs:
-        """Output and, when asked for, LSE."""
+        """Output and, where `return_lse` is set, LSE."""
         call, bits = self.call, None
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
-                # Numbers that are drawn here would be the same at every replay of the graph.
+                # A seed sampled here would be the same at every replay of the graph.
                 return self._framework.captured(query, key, value, attn_mask, seed, per_head)
-            # As calls without gradients draw them: a checkpoint that is recomputed goes from one to the other.
+            # Sampled as without gradients, since a recomputed checkpoint has run without them first.
             bits = random_bits(seed, call.device)[0]
         if not call.identity:
             query, key, value = call.views(query, key, value)
@@ -179,7 +179,7 @@ class TrainingPlan:
 
 
 class _Attention(torch.autograd.Function):
-    """Output and LSE (None where nobody asks for it) of a plan's forward."""
+    """Autograd function of a plan: output and LSE (None where it isn't requested) of its forward."""
 
     @staticmethod
     def forward(
@@ -193,7 +193,7 @@ class _Attention(torch.autograd.Function):
         bits: int | None,
         plan: TrainingPlan,
     ) -> Outputs:
-        # The inputs exist anyway.
+        # Saving the inputs takes no further memory.
         if attn_mask is None and slopes is None and sinks is None:
             out, lse = plan.forward.run(query, key, value, None, bits, None)
             ctx.save_for_backward(query, key, value, out, lse)
@@ -216,7 +216,7 @@ class _Attention(torch.autograd.Function):
         of_query, of_key, of_value, of_mask, of_slopes, of_sinks, *_ = ctx.needs_input_grad
         dout = torch.zeros_like(out) if dout is None else dout
         plan, bits = ctx.given
-        # Where a graph of the gradients is made, the operator is in it and says that there are no second ones.
+        # In a graph of the gradients (create_graph) the operator raises for second derivatives.
         if torch.is_grad_enabled() or not _untraced(dout) or not (dlse is None or _untraced(dlse)):
             state, asked = torch.tensor([signed(bits)]), ctx.needs_input_grad[:6]
             tensors = dout, dlse, query, key, value, out, lse, state, attn_mask, slopes, sinks
@@ -229,26 +229,25 @@ class _Attention(torch.autograd.Function):
 _NOTHING = None, None, None
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
-"""What `_Attention.apply` calls after it has looked for transforms of torch.func, under which plans don't serve."""
+"""Implementation of `_Attention.apply` without its check for transforms of torch.func, under which plans don't serve."""
 
 
 def _summed_wide(per_head: PerHead) -> PerHead:
-    """The same with sinks as float32 where their gradient is needed: it is summed over batches before it is rounded."""
+    """Per-head arguments with sinks as float32 where their gradient is needed: it is summed over batches before it is rounded."""
     sinks = per_head.sinks
     return per_head if sinks is None or not sinks.requires_grad else per_head._replace(sinks=sinks.float())
 
 
 def _untraced(x: torch.Tensor) -> bool:
-    # A compiler that traces (compiled autograd does a backward) understands the first question alone. What vmap wraps is a tensor without
-    # memory: a batch of gradients, of which only an operator knows how to take one after the other. What is only marked as negative it
-    # negates in memory, too.
+    # Compilers (compiled autograd traces a backward) can trace the first check alone. A tensor of vmap has no storage: only an operator
+    # can take such a batch of gradients one by one. An operator resolves lazy negations, too.
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack():
         return False
     return bool(torch._C._has_storage(x)) and not x.is_neg()
 
 
 def _like_query(query: torch.Tensor, columns: int) -> torch.Tensor:
-    """An output that lies in memory as the query does."""
+    """Empty output with the query's memory order."""
     shape = query.shape[0], query.shape[1], query.shape[2], columns
     return query.new_empty_strided(shape, out_strides(shape, query.stride()), dtype=output_torch_dtype(query.dtype))
 
@@ -256,7 +255,7 @@ def _like_query(query: torch.Tensor, columns: int) -> torch.Tensor:
 def _written(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, of_query: bool, of_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory for the gradients, each laid out as its input; empty for those that nobody asked for."""
+    """Uninitialised gradients, each laid out as its input; empty for those not requested."""
     dq, dk, dv = (
         x.new_empty_strided(x.shape, out_strides((x.shape[0], x.shape[1], x.shape[2], x.shape[3]), x.stride())) if asked else x.new_empty(0)
         for x, asked in ((query, of_query), (key, of_keys), (value, of_keys))
@@ -265,17 +264,17 @@ def _written(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    """What the backward needs: the inputs, which exist anyway, the output, the LSE and the random state."""
+    """Save the inputs, the output, the LSE and the random state for the backward."""
     query, key, value, attn_mask, slopes, sinks, _, *numbers = inputs
     ctx.save_for_backward(query, key, value, *output, attn_mask, slopes, sinks)
     ctx.numbers = numbers
-    # Threads of autograd have no layers of their own.
+    # Autograd's threads have no layers of their own.
     ctx.memo = layers.current()
     ctx.set_materialize_grads(False)
 
 
 def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> tuple[torch.Tensor | None, ...]:
-    """The gradients that are asked for."""
+    """Requested gradients."""
     query, key, value, *others = ctx.saved_tensors
     nothing = (None,) * (1 + len(ctx.numbers))
     asked = ctx.needs_input_grad[:6]
@@ -286,9 +285,9 @@ def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | No
 
 
 def _by_operator(memo: Memo, asked: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
-    """The gradients of query, key, value, mask, slopes and sinks that are asked for; `tensors` as the operator takes them."""
+    """Requested gradients of query, key, value, mask, slopes and sinks; `tensors` as the operator takes them."""
     of_query, of_key, of_value, *of_others = asked
-    # Threads of autograd have no layers of their own.
+    # Autograd's threads have no layers of their own.
     _forwards.memo = memo
     try:
         found = torch.ops.flashtune.attention_gradients(*tensors, of_query, of_key or of_value, *of_others, *numbers)
@@ -318,7 +317,7 @@ def _gradients(
     sinks: torch.Tensor | None,
     *others: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients by the best backward kernel that takes the call, else by the formula."""
+    """Gradients by the best backward kernel that takes the call, else by the formula."""
     memo = getattr(_forwards, "memo", None) or layers.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
