@@ -117,7 +117,7 @@ OURS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str
         "sinks has dtype torch.float16: use float32 or the output's",
     ),
     ("sinks-of-key-heads", (Q, Q, Q), {"sinks": torch.ones(2)}, InputError, "sinks of shape (2,) doesn't broadcast to the heads"),
-    ("factor-of-float32", (Q, Q, Q), {"q_descale": 2.0}, InputError, "q_descale was given for inputs of torch.float32: only"),
+    ("factor-of-float32", (Q, Q, Q), {"q_descale": 2.0}, InputError, "q_descale is set for inputs of torch.float32: only"),
     ("factor-text", (E4M3, E4M3, E4M3), {"v_descale": "2"}, InputTypeError, "v_descale must be a number, not str"),
     ("factor-nan", (E4M3, E4M3, E4M3), {"k_descale": float("nan")}, InputError, "k_descale=nan is not finite"),
     ("factor-zero", (E4M3, E4M3, E4M3), {"q_descale": 0.0}, InputError, "q_descale is 0.0: factors of queries and keys must be above 0"),

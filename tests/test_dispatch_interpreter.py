@@ -26,5 +26,5 @@ def test_tracers_and_transforms_compose_where_kernels_serve() -> None:
 
 def test_the_interpreter_says_that_it_serves_and_leaves_bf16_to_the_framework() -> None:
     lines = printed("interpret_dispatch.py").splitlines()
-    bf16 = "framework cpu Triton's interpreter can't multiply bfloat16, so torch's own attention serves it"
+    bf16 = "framework cpu Triton's interpreter can't multiply bfloat16, so PyTorch's own attention serves it"
     assert lines == ["default flash_fwd cpu None True", bf16, "True True", "True True", "True"]

@@ -402,7 +402,7 @@ def test_where_a_tuned_kernel_does_not_take_the_strides_its_familys_default_may(
 def test_a_row_outside_the_declared_space_is_never_rendered(machine: Machine, own_database: Path) -> None:
     """A hand-edited database can make a choice fall through, nothing more."""
     save(own_database, config=config_of().replace(BLOCK_M=48))
-    with pytest.warns(RuntimeWarning, match="BLOCK_M=48 is outside the declared space.*search it again or delete the row"):
+    with pytest.warns(RuntimeWarning, match="BLOCK_M=48 is outside the declared space.*search it again or delete the record"):
         assert_right(attend())
     assert all(variant.config["BLOCK_M"] != 48 for variant in machine.loaded)
     explained = dispatch.explain(Q, Q, Q, is_causal=True)
@@ -412,7 +412,7 @@ def test_a_row_outside_the_declared_space_is_never_rendered(machine: Machine, ow
 def test_where_the_framework_was_faster_it_serves_unless_it_lacks_the_feature(machine: Machine, own_database: Path) -> None:
     variant = save(own_database, framework_us=50.0)
     explained = dispatch.explain(Q, Q, Q, is_causal=True)
-    assert explained.kind == "framework" and "framework was faster: 50.0 us" in explained.reason
+    assert explained.kind == "framework" and "PyTorch was faster: 50.0 us" in explained.reason
     assert (explained.source, explained.origin, explained.template) == ("measured", "overlay", None)
     assert_right(attend())
     assert machine.launched == []

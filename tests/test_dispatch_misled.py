@@ -207,7 +207,7 @@ def test_without_a_twin_that_runs_the_plan_serves_on_and_warns_once(other: Other
     assert served(plan, 3) == ["settled"] * 3
     word.value += MANY * FEW
     assert served(plan, 3) == ["settled"] * 3
-    assert len(warned) == 1 and "scores mislead" in warned[0]
+    assert len(warned) == 1 and "scores defeat" in warned[0]
 
 
 def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> None:
@@ -301,7 +301,7 @@ def test_explain_names_the_twin_and_what_the_plan_remembers(capturing: list[bool
     served(plan)
     told = found.remembering(plan)
     assert (told.misled_programs, told.went_over, told.twin_serves) == (MANY * FEW, 1, True)
-    assert "went over to its twin 1 time; now that serves" in told.reason
+    assert "switched to its fallback kernel 1 time; now that serves" in told.reason
     served(plan, 5 * LONGEST_PERIOD)
     assert "1 time; now it serves again" in found.remembering(plan).reason
 

@@ -459,7 +459,7 @@ def test_a_record_of_another_kind_stands_in_and_says_for_which_difference(other:
         assert found.estimate is not None and difference in found.note
         assert "estimated" not in found.note and "%" not in found.note, "no estimate of what is lost is calibrated"
         assert "cost model" not in found.note
-        assert ("features that differ cost" in found.note) is (other.features != PROBLEM.features)
+        assert ("the cost of features that differ" in found.note) is (other.features != PROBLEM.features)
     assert choose(PROBLEM, H200, [record(other), record(sized(512))], FAMILIES).record is not None
 
 
@@ -615,7 +615,7 @@ def test_a_row_with_far_fewer_scores_does_not_give_a_call_to_torch_where_one_wit
         found = policy.choose(problem, H200, [lost, won], FAMILIES)
         assert found.record is lost and found.kind == serves, (batch, found.note)
         assert policy.choose(problem, H200, [lost], FAMILIES).kind == "framework"
-    assert "told by rows of n=4096 d=128" in found.note
+    assert "time is that of records of n=4096 d=128" in found.note
 
 
 def test_rows_of_the_very_head_size_go_before_those_that_are_only_padded_to_the_same() -> None:
@@ -643,7 +643,7 @@ def test_a_row_far_in_keys_gives_a_decoding_step_to_torch_only_with_one_that_is_
         rows = [row(512, 128, little), row(8192, 64, much), row(8192, 256, 18.0 - much)]
         found = policy.choose(step, H200, rows, FAMILIES)
         assert (found.kind, found.record) == (kind, rows[0]), found.note
-        assert ("told by rows of n=8192 d=64" in found.note) is (kind == "near_n" and little > 9)
+        assert ("time is that of records of n=8192 d=64" in found.note) is (kind == "near_n" and little > 9)
     # One far in keys isn't asked of shorter steps, either; several that are near decide by their mean.
     near = [row(512, 128, 10.5), row(8192, 64, 8.0)]
     assert policy.choose(replace(step, n_kv=600), H200, near, FAMILIES).kind == "framework"
@@ -666,7 +666,7 @@ def test_rows_of_keys_that_begin_amid_a_sector_tell_what_torch_takes_for_such_st
         rows = [row(3008, 96, 9.6), row(2048, 40, odd), row(3006, 256, 18.0)]
         found = policy.choose(step, H200, rows, FAMILIES)
         assert (found.kind, found.record) == (kind, rows[0]), found.note
-        assert "told by rows of n=2048 d=40" in found.note
+        assert "time is that of records of n=2048 d=40" in found.note
     assert policy.choose(step, H200, rows[:1], FAMILIES).kind == "stand_in", "no such row says otherwise"
 
 
@@ -757,7 +757,7 @@ def test_what_torch_takes_without_a_mask_or_dropout_says_nothing_of_what_it_take
     problem = replace(PROBLEM, features=Features(**asked))
     found = choose(problem, H200, [plain], FAMILIES)
     assert (found.kind, found.record) == ("stand_in", plain)
-    assert "what the features that differ cost is in none of these times" in found.note
+    assert "these times don't include the cost of features that differ" in found.note
     masked = record(problem, time_us=98.0, framework_us=100.0)
     assert choose(replace(problem, n_q=512, n_kv=512), H200, [masked], FAMILIES).kind == "framework", "with them torch was as fast"
 

@@ -142,7 +142,7 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     # What torch does sooner than the host launches ours is left to it, but for those who allow everything.
     small = replace(PROBLEM, n_q=128, n_kv=128)
     found, why = backwards.gradient_choice(memo, small, H200)
-    assert found is None and why == "torch takes an estimated 87.8 us for it, less than the launches of ours take the host"
+    assert found is None and why == "PyTorch takes an estimated 87.8 us for it, less than the launches of ours take the host"
     # Torch isn't timed beside kernels that repeat their bits: the next record tells what it takes.
     untimed, slow = replace(measured, baseline=None), record(replace(PROBLEM, direction="bwd", n_q=9000, n_kv=9000), framework_us=2e6)
     slow = replace(slow, outcome=replace(slow.outcome, template="flash_bwd_hopper_split", config=measured.outcome.config))
@@ -166,7 +166,7 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     monkeypatch.setattr(memo, "pool", lambda key, target: [slower])
     assert backwards.gradient_choice(memo, PROBLEM, H200, composite=True)[0] is not None
     found, why = backwards.gradient_choice(memo, PROBLEM, H200)
-    assert found is None and "the framework was faster" in why
+    assert found is None and "PyTorch was faster" in why
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])

@@ -229,7 +229,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     per_head = PerHead(*(words.pop(name) for name in PER_HEAD))
     seed, shown = words.pop("seed"), Options(**{name: words[name] for name in Options._fields})
     if overriding.is_torchs(Arguments(query, key, value, mask, seed, per_head), shown):
-        return Explanation(kind="framework", reason="torch's own function serves nested tensors and classes that override it", gpu="")
+        return Explanation(kind="framework", reason="PyTorch's own function serves nested tensors and classes that override it", gpu="")
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = prepared(query, key, value, mask)
     call = parse(Arguments(query, key, value, mask, seed, per_head), shown)

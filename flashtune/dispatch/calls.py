@@ -51,7 +51,7 @@ class Calls:
             found, full = list(self._met), self._full
         if full:
             warnings.warn(
-                f"flashtune: calls of more than {MOST_CALLS} kinds came; what was new beyond is left out", RuntimeWarning, stacklevel=3
+                f"flashtune: more than {MOST_CALLS} kinds of calls were made, and later ones are not recorded", RuntimeWarning, stacklevel=3
             )
         return found
 

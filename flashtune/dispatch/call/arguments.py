@@ -237,7 +237,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
             continue
         factor = name in FACTORS
         if factor and query.dtype != torch.float8_e4m3fn:
-            raise InputError(f"{name} was given for inputs of {query.dtype}: only torch.float8_e4m3fn ones have factors, leave it out")
+            raise InputError(f"{name} is set for inputs of {query.dtype}: only torch.float8_e4m3fn ones have factors, leave it out")
         if not isinstance(given, torch.Tensor):
             if not factor:
                 raise InputTypeError(

@@ -235,7 +235,7 @@ class KernelPlan(ModulePlan):
                 self._other = other
             except Exception as error:
                 # The present kernel is slower on these scores, but correct.
-                self._warn(f"flashtune: scores mislead a kernel, and that with {twin.config.label()} can't take its place: {error}")
+                self._warn(f"flashtune: scores defeat a kernel's softmax, but its fallback {twin.config.label()} can't serve: {error}")
                 self.misled = None
         return self._other
 

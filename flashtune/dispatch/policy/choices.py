@@ -180,11 +180,11 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
     if kind == "predicted":
         note += "; nothing was measured: its own time is the cost model's"
     if not losses.same_features(record.key, key):
-        note += "; what the features that differ cost is in none of these times"
+        note += "; these times don't include the cost of features that differ"
     if ratio is not None:
         note += ratio[1]
         if ratio[0] > 1.0 and context.framework_serves:
-            note += "; by its record and the cost model the framework is expected to take less time, so it serves"
+            note += "; by its record and the cost model PyTorch is expected to take less time, so it serves"
             spec = problem.spec()
             return Choice(kind="framework", spec=spec, note=note, record=record, differences=differing, estimate=loss)
     return Choice(
@@ -218,7 +218,7 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
         return ratio, said_of_torch
     told = math.exp(sum(math.log((row.relative_time or 1.0) * _torch_slower(row, context)) for row in telling) / len(telling))
     said = ", ".join(f"n={row.key.n} d={row.key.d}" for row in telling)
-    return (told, f"; what torch takes is told by rows of {said}") if stray or told < 1.0 else (ratio, said_of_torch)
+    return (told, f"; PyTorch's time is that of records of {said}") if stray or told < 1.0 else (ratio, said_of_torch)
 
 
 def _torch_slower(record: TuningRecord, context: Context) -> float:
@@ -234,7 +234,7 @@ def _torch_slower(record: TuningRecord, context: Context) -> float:
 
 def _torch_told(slower: float) -> str:
     """Remark on that correction."""
-    return "" if slower == 1.0 else f"; torch is thought to read at {slower:.2f} times its rate there"
+    return "" if slower == 1.0 else f"; PyTorch is expected to read at {slower:.2f} times its rate there"
 
 
 def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:
@@ -260,11 +260,11 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
     if relative is not None and relative * slower > 1.0 and not calls_tie(record) and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
         if slower != 1.0:
-            note = f"{note}, of the framework's {record.framework_us:.1f}{_torch_told(slower)}, so it serves"
+            note = f"{note}, of PyTorch's {record.framework_us:.1f}{_torch_told(slower)}, so it serves"
         elif None in calls:
-            note = f"{note}, and there the framework was faster: {record.framework_us:.1f} us"
+            note = f"{note}, and there PyTorch was faster: {record.framework_us:.1f} us"
         else:
-            note = f"{note}, and there whole calls of the framework were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
+            note = f"{note}, and there whole calls of PyTorch were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
     note += _torch_told(slower) if relative is not None and relative > 1.0 else ""
     kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
@@ -280,7 +280,7 @@ def default_choice(family: Family, problem: Problem, target: Target) -> Choice |
     config = family.resized(family.default(spec, target), problem, target)
     if (broken := family.violated(config, spec, target)) is not None:
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
-    note = f"no record stands for this problem, so the default config of {family.name} serves it, which nothing was measured of"
+    note = f"no record applies to this problem, so the unmeasured default config of {family.name} serves it"
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 
 

@@ -103,12 +103,12 @@ def rank(
     if unmeasured or not framework_serves:
         yield from _steps(context, names, "predicted")
     elif suited:
-        why = f"nothing that was measured on GPUs like {target.name} stands behind a kernel for this problem"
-        note = f"{why}, so torch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
+        why = f"no kernel for this problem was measured on GPUs like {target.name}"
+        note = f"{why}, so PyTorch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
         yield Choice(kind="framework", spec=spec, note=note)
         return
     yield from (default_choice(family, problem, target) for family in computing)
-    yield Choice(kind="framework", spec=spec, note="no template serves this problem here, torch's own attention does")
+    yield Choice(kind="framework", spec=spec, note="no template serves this problem here, PyTorch's own attention does")
 
 
 def _steps(context: Context, suited: frozenset[str], source: Source) -> Iterator[Choice | Refusal]:

@@ -34,7 +34,7 @@ def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], b
         waiting: list[Choice | Refusal] = [one]
         for other in ranking:
             if isinstance(other, Choice) and _waits(other) and _near(other, one) and ready(other):
-                yield other._replace(note=f"{other.note}; nearer rows have no machine code for these features")
+                yield other._replace(note=f"{other.note}; nearer records have no machine code for these features")
                 break
             waiting.append(other)
             if len(waiting) > AHEAD or (isinstance(other, Choice) and not _waits(other)):
@@ -52,7 +52,7 @@ def _near(choice: Choice, first: Choice) -> bool:
 
     Its record has the same spec but for the 16-bit type: a moved config is hardly ever compiled, and finding out requires rendering it.
     """
-    assert choice.estimate is not None and first.estimate is not None, "they stand in"
+    assert choice.estimate is not None and first.estimate is not None, "records of other keys have estimates"
     own = choice.record is None or choice.spec in _both_types(choice.record.problem.spec())
     slow = first.behind is not None and (choice.behind is None or choice.behind > first.behind + LITTLE_BEHIND)
     alike = choice.record is None or first.record is None or ragged(choice.record.key) == ragged(first.record.key)

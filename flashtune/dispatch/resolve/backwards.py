@@ -78,7 +78,7 @@ def gradient_choice(
         if record is not None and not composite and not stepped and not memo.unmeasured:
             expected_us = _torch_us(trained, record, choices)
             if expected_us < SHORTEST_BACKWARD_US:
-                return None, f"torch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
+                return None, f"PyTorch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
         return chosen, ""
     if chosen.record is not None:
         return None, chosen.note
@@ -87,7 +87,7 @@ def gradient_choice(
     if memo.unmeasured or composite or not served:
         return None, f"none of our backward kernels takes such calls{with_more}"
     why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
-    return None, f"{why} (FLASHTUNE_UNMEASURED=1 lets those serve that weren't)"
+    return None, f"{why} (FLASHTUNE_UNMEASURED=1 allows unmeasured ones)"
 
 
 def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) -> float:

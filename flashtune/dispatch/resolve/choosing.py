@@ -70,7 +70,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
         chosen, why = backwards.gradient_choice(memo, backwards.trained_as(problem), devices.target_of(call.device), repeatable=repeatable)
         fused = fused and chosen is None
         if chosen is None:
-            torch_only = f"unseeded dropout is served by whoever serves it in training, and there {why}"
+            torch_only = f"unseeded dropout is served as in training, and there {why}"
     if torch_only is None and problem is not None:
         if devices.INTERPRETING:
             memo.warn_of_missing()
@@ -79,7 +79,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
     memo.warn_of_missing()
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
-    said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so torch's own attention serves it", gpu=gpu, key=key)
+    said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
     yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said)
 
 
@@ -191,7 +191,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
         repeatable = backwards.same_bits_asked(deterministic=False)
         chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
-            reason = f"{why}, so torch's own attention serves the gradient"
+            reason = f"{why}, so PyTorch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused, variant_of(chosen, chosen.family))
     pool = memo.pool(problem.key(target.slug), target)
@@ -200,7 +200,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
             variant = None if choice.family is None else variant_of(choice, choice.family)
             return explained(choice, problem, target, refused, variant)
         refused.append(described(choice))
-    raise AssertionError("the ranking ends with the framework")
+    raise AssertionError("the ranking ends with PyTorch")
 
 
 def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target: Target) -> Explanation:
@@ -228,7 +228,7 @@ def _refusal(memo: Memo, refusal: Refusal) -> str:
     """A refusal as a line; invalid records are warned of once."""
     text = described(refusal)
     if refusal.invalid and refusal.record is not None:
-        memo.warn_once(f"flashtune: {text} (search it again or delete the row)")
+        memo.warn_once(f"flashtune: {text} (search it again or delete the record)")
     return text
 
 

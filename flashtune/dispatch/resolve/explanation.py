@@ -62,7 +62,9 @@ class Explanation:
         reason = self.reason
         if misled.times:
             place = "now that serves" if misled.away else "now it serves again"
-            reason += f"; scores misled it, so that calls went over to its twin {counted(misled.times, 'time')}; {place}"
+            reason += (
+                f"; its softmax was mispredicted, so that calls switched to its fallback kernel {counted(misled.times, 'time')}; {place}"
+            )
         return replace(self, reason=reason, misled_programs=misled.word.value, went_over=misled.times, twin_serves=misled.away)
 
 

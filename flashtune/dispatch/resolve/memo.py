@@ -184,8 +184,8 @@ class Memo:
             return
         if differences := devices.differing(record.provenance, devices.here(device.index)):
             self._told.add(record.origin)
-            said = f"rows of {record.origin} were measured elsewhere: {', '.join(differences)}"
-            self.warn_once(f"flashtune: {said}; they serve, and a search here would tell what they are worth")
+            said = f"records of {record.origin} were measured elsewhere: {', '.join(differences)}"
+            self.warn_once(f"flashtune: {said}; they serve, search here to compare them")
 
     def warn_once(self, message: str) -> None:
         """Issue a RuntimeWarning, the first time that this message comes up."""
