@@ -19,7 +19,7 @@ GQA = torch.randn(2, 2, 8, 16)
 NESTED = torch.nested.nested_tensor([torch.randn(4, 3, 16), torch.randn(4, 5, 16)])
 JAGGED = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (5, 9)], layout=torch.jagged).transpose(1, 2)
 NO_NESTED = (
-    "query is a nested tensor, which torch's own attention alone takes, and that without {}: pad it to a dense one and mask the padding"
+    "query is a nested tensor, which PyTorch's own attention alone takes, and that without {}: pad it to a dense one and mask the padding"
 )
 
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[FlashtuneError], str]] = [

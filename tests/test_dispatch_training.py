@@ -54,7 +54,7 @@ def test_it_composes_with_what_trains_models(report: dict[str, Any], case: str) 
 
 def test_explain_names_both_kernels_and_says_why_torch_serves_where_it_does(report: dict[str, Any]) -> None:
     assert report["explained"] == ["flash_fwd", "flash_bwd"]
-    assert "no backward kernel for such calls was measured" in report["unasked"] and "torch's own attention" in report["unasked"]
+    assert "no backward kernel for such calls was measured" in report["unasked"] and "PyTorch's own attention" in report["unasked"]
     assert report["of a mask"].startswith(
         "a gradient of attn_mask is needed, and no backward kernel for such calls with dbias was measured"
     )

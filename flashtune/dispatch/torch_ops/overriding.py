@@ -34,7 +34,7 @@ def nested(given: Arguments, options: Options) -> bool:
     more = [name for name, x, usual in zip(Options._fields[4:], options[4:], Options()[4:], strict=True) if x != usual]
     more += [name for name, x in zip(("seed", *PER_HEAD), (given.seed, *(given.per_head or PerHead())), strict=True) if x is not None]
     raise InputTypeError(
-        f"{found[0]} is a nested tensor, which torch's own attention alone takes, and that without {' and '.join(more)}: "
+        f"{found[0]} is a nested tensor, which PyTorch's own attention alone takes, and that without {' and '.join(more)}: "
         "pad it to a dense one and mask the padding"
     )
 
