@@ -177,7 +177,7 @@ def test_torchs_properties_do_where_the_driver_isnt_at_hand(machine_with: Any) -
     made = devices.described("NVIDIA H100 NVL", _properties(NVL), amd=False)
     assert replace(made, sources=()) == replace(described(NVL), sources=()) and find_target("h100-nvl") is made
     silent = devices.described("NVIDIA Board", _properties(NVL._replace(memory_clock=0)), amd=False)
-    assert silent.bandwidth_gbs == cards.UNTOLD_GBS
+    assert silent.bandwidth_gbs == cards.UNREPORTED_GBS
 
 
 def _properties(facts: Facts) -> Any:

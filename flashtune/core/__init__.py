@@ -1,1 +1,1 @@
-"""The vocabulary every other room speaks: problem, target, config, variant, results, tolerances, errors."""
+"""The types that every other package uses: problem, target, config, variant, results, tolerances, errors."""

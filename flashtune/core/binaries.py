@@ -1,7 +1,7 @@
-"""Machine code of kernels: what a launcher must know of each (`Binary`), and the files that hold both (`Manifest`).
+"""Machine code of kernels: the facts that a launch needs of each (`Binary`), and their file (`Manifest`).
 
-Everything a driver-level launch takes is here as data, so that neither Triton nor ptxas nor a C compiler is needed for one. The facts
-mirror what Triton 3.6 does in triton/backends/nvidia/driver.py: `cuLaunchKernelEx` with blocks of `threads`, `shared_bytes` of dynamic
+A driver-level launch takes these facts alone, and needs neither Triton nor ptxas nor a C compiler. They
+mirror Triton 3.6's triton/backends/nvidia/driver.py: `cuLaunchKernelEx` with blocks of `threads`, `shared_bytes` of dynamic
 shared memory, and the parameters in their order, followed by two pointers to scratch memory (null here).
 """
 
@@ -23,30 +23,30 @@ from flashtune.core.unpacking import read_unpacked
 FORMAT = 1
 """Version of the manifest's layout; another one is not read."""
 MOST_BYTES = 1 << 24
-"""No larger manifest is read: the longest that we write has a hundredth of it."""
+"""Bytes of the largest manifest that is read; the longest shipped has a hundredth of it."""
 
 INTERLEAVE_NONE = 0
 L2_PROMOTION_128B = 2
 OUTSIDE_IS_ZERO = 0
-"""What Triton passes to `cuTensorMapEncodeTiled` for every tensor map: interleave, L2 promotion, and how places outside are filled."""
+"""Triton's arguments of `cuTensorMapEncodeTiled` for every tensor map: interleave, L2 promotion, and zero fill outside of the tensor."""
 
 Rule = Literal["equals", "multiple_of"]
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
-"""Names that a manifest may give its files, which lie beside it."""
+"""Permitted names of a manifest's files, which lie beside it."""
 
 STRUCT_FORMATS: Mapping[str, str] = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp16": "e", "fp32": "f", "fp64": "d", "pointer": "Q",
 }  # fmt: skip
-"""How the `struct` module writes each kind of parameter but a tensor map."""
+"""Formats of the `struct` module by kind of parameter, tensor maps excepted."""
 
 
 class TensorMap(NamedTuple):
-    """How the tensor map of a descriptor argument is encoded: what `cuTensorMapEncodeTiled` takes beside address, shape and strides.
+    """Encoding of a descriptor argument's tensor map: arguments of `cuTensorMapEncodeTiled` beside address, shape and strides.
 
     `element_type` is a CUtensorMapDataType, `swizzle` a CUtensorMapSwizzle; `box` goes from the outermost dimension to the innermost
-    (the driver wants them reversed). Strides are given to the driver in bytes, without the innermost, which is 1 element.
+    (the driver wants them reversed). The driver takes strides in bytes, without the innermost, which is 1 element.
     """
 
     element_type: int
@@ -56,16 +56,16 @@ class TensorMap(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """How many dimensions the tensor has."""
+        """The number of dimensions of the tensor."""
         return len(self.box)
 
 
 class Parameter(NamedTuple):
     """An argument that reaches the machine code.
 
-    `position` is its place among the arguments that the module's `launches` gives the kernel (constants stay out of the code, so places
-    may be skipped). `kind` is a key of STRUCT_FORMATS, or `tensor_map`. `element` is Triton's name of what a pointer points to or a
-    descriptor holds (`bf16`, `fp32`, `u8`), empty for scalars.
+    `position` is its index in `Launch.arguments` (constants are no parameters of the code, so indices
+    may be skipped). `kind` is a key of STRUCT_FORMATS, or `tensor_map`. `element` is Triton's name of the element type of a pointer or a
+    descriptor (`bf16`, `fp32`, `u8`), empty for scalars.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Parameter(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """What a binary takes for granted of one argument: its value, or the address of a tensor."""
+    """An assumption of a binary about one argument: its value, or the alignment of a tensor's address."""
 
     name: str
     position: int
@@ -92,7 +92,7 @@ class Condition(NamedTuple):
     value: int | float | bool | str | None
 
     def holds(self, value: Any) -> bool:
-        """Whether this value (an address for a pointer) meets it."""
+        """True if this value (an address for a pointer) meets the condition."""
         wanted: Any = self.value
         if self.rule == "multiple_of":
             return value is not None and bool(value % wanted == 0)
@@ -101,10 +101,10 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binary:
-    """One GPU kernel as machine code, and all that a launch of it takes.
+    """One GPU kernel as machine code, with the facts that a launch of it needs.
 
-    `kernel` is the function's name in the rendered module, `entry` its symbol in the code. `specialization` names what is taken for
-    granted of the arguments, and `conditions` spell it out; a call that breaks one, or has an integer outside of its parameter's
+    `kernel` is the function's name in the rendered module, `entry` its symbol in the code. `specialization` names the assumptions
+    about the arguments, and `conditions` list them; a call that breaks one, or has an integer outside of its parameter's
     `limits`, needs another binary, or Triton. `threads` are those of a block, warps that a specialised kernel adds included. `cluster`
     is in blocks along x, and a launch's grid along x is multiplied by it. `launch_pdl` lets it start before the kernel ahead of it in
     the stream has ended. `sha256` is that of the code, `file` its name in the manifest's folder, or its place in the manifest's
@@ -129,14 +129,14 @@ class Binary:
     file: str = ""
 
     def refusal(self, arguments: Sequence[Any]) -> str | None:
-        """Why these arguments of a planned launch can't go to this binary, or None where they can.
+        """The reason why this binary can't take these arguments of a planned launch, or None where it can.
 
-        Operands are judged by alignment and element type; descriptors aren't looked at, for host code makes them to measure.
+        Operands are compared by alignment and element type; descriptors aren't, since host code builds them for the kernel.
         """
         for condition in self.conditions:
             value = arguments[condition.position]
             if isinstance(value, (Operand, Resident)):
-                # Of an address only this is known, and asked.
+                # A plan knows of an address only whether it is aligned, and conditions require no more.
                 value = 0 if value.aligned else 1
             if not condition.holds(value):
                 return f"{condition.name}={value!r} breaks {condition.rule} {condition.value!r}"
@@ -166,15 +166,15 @@ class Manifest:
     archive: Archive | None = None
 
     def of(self, kernel: str) -> tuple[Binary, ...]:
-        """Those of one kernel of the module, by its function's name."""
+        """The binaries of one kernel of the module, by its function's name."""
         return tuple(binary for binary in self.binaries if binary.kernel == kernel)
 
     def matching(self, kernel: str, arguments: Sequence[Any]) -> Binary | None:
-        """The first of a kernel's binaries that these arguments of a launch may go to."""
+        """The first of a kernel's binaries that takes these arguments of a launch, or None."""
         return next((binary for binary in self.of(kernel) if binary.refusal(arguments) is None), None)
 
     def code(self, binary: Binary) -> bytes:
-        """The machine code (a cubin), checked; raises EnvironmentProblem where it is missing or isn't what the manifest says."""
+        """The machine code (a cubin), checked; raises EnvironmentProblem where it is missing or has another digest."""
         if self.archive is not None:
             return self.archive.read(Place.of(binary.file), binary.sha256)
         if self.folder is None:
@@ -189,25 +189,25 @@ class Manifest:
         return code
 
     def as_json(self) -> str:
-        """The manifest's text: the same for equal manifests, wherever their code is."""
+        """The manifest's text, equal for equal manifests wherever their code is."""
         head = {"format": FORMAT, "variant_id": self.variant_id, "source_sha256": self.source_sha256}
         text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]}, indent=1)
-        # A parameter or a condition to a line.
+        # One line for each parameter and condition keeps diffs short.
         return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def machine_arch(capability: int) -> str:
-    """What NVIDIA's tools call the code of GPUs of this compute capability: 90 is `sm_90a`, with all that is Hopper's alone."""
+    """The architecture name of NVIDIA's tools for a compute capability: 90 is `sm_90a`, with the instructions that only Hopper has."""
     return f"sm_{capability}{'a' if capability >= 90 else ''}"
 
 
 def source_digest(text: str) -> str:
-    """What a manifest says of the text that its code was compiled from."""
+    """SHA-256 of the text that a manifest's code was compiled from."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in this file; its binaries' files are looked for beside it. Raises EnvironmentProblem where it can't be read."""
+    """The manifest in this file, whose binaries lie beside it. Raises EnvironmentProblem where it can't be read."""
     try:
         content = read_bounded(path, MOST_BYTES)
     except (OSError, ValueError) as error:
@@ -216,8 +216,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, path: Path, archive: Archive | None = None) -> Manifest:
-    """The manifest that `as_json` wrote, with `path` as the place of its file, or of the archive that it and its code are from; raises
-    EnvironmentProblem for anything else."""
+    """The manifest that `as_json` wrote; `path` is that of its file, or of the archive that holds it and its code. Raises
+    EnvironmentProblem for any other text."""
     try:
         fields = parse_json(content)
         if fields["format"] != FORMAT:

@@ -1,6 +1,6 @@
-"""The attention problems that a model called, in a file of JSON: `dispatch.save_calls` writes it, `flashtune search --calls` reads it.
+"""JSON file of the attention problems that a model called: `dispatch.save_calls` writes it, `flashtune search --calls` reads it.
 
-Such a file may come from elsewhere, so it is data: everything in it is checked.
+Such a file may come from another machine, so everything in it is checked.
 """
 
 import fcntl
@@ -19,22 +19,22 @@ from flashtune.core.problem import DECODE_ROWS, DIRECTIONS, Features, Problem, n
 FORMAT = 1
 
 LENGTHS = 4
-"""So many lengths of an octave are kept of calls that are no decoding steps."""
+"""Lengths per octave that are kept of calls that are no decoding steps."""
 
 MOST_BYTES = 1 << 22
-"""No larger file is read or written: thinned calls take some 110 to 150 bytes each."""
+"""Bytes of the largest file that is read or written; a thinned call takes 110 to 150 bytes."""
 
 _FIELDS = tuple(field.name for field in fields(Problem))
 _SIZES = tuple(name for name in _FIELDS if name not in ("dtype", "features", "direction"))
 
 
 def thinned(problems: Iterable[Problem]) -> list[Problem]:
-    """Those that are worth a search each, in an order that doesn't hang on how they were met.
+    """The problems that are worth a search each, in an order that doesn't depend on the order of calls.
 
     Of problems with one key of the database (`Problem.key`) the one with the most heads in all batches stays. Of those that differ in
     lengths alone, in the same octaves of queries and keys (up to a power of two), the `LENGTHS` longest stay, and of decoding steps
-    (up to `DECODE_ROWS` queries, whose number counts as it is) the longest: a sequence that grows has a problem at each token. What is
-    left of two lists together is the same whether they were thinned before or not.
+    (up to `DECODE_ROWS` queries, whose number counts as it is) the longest: a sequence that grows has a problem at each token. Thinning
+    two lists first doesn't change the result of thinning them together.
     """
     largest: dict[tuple[Hashable, int, int], Problem] = {}
     for problem in problems:
@@ -53,7 +53,7 @@ def thinned(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _kind(problem: Problem) -> Hashable:
-    """What of a problem's key isn't a length. The key itself is text in part, which takes its time where there are many."""
+    """The parts of a problem's key but its lengths; cheaper than the key itself, which is text in part."""
     features = problem.features
     if features.window is not None:
         left, right = (side and next_power_of_two(side) for side in features.window)
@@ -63,12 +63,12 @@ def _kind(problem: Problem) -> Hashable:
 
 
 def _extent(problem: Problem) -> tuple[Any, ...]:
-    """Orders problems by their lengths, and those of equal lengths by all else that may tell them apart."""
+    """The order of problems: by lengths, then by everything else that may differ."""
     return problem.n_kv, problem.n_q, problem.batch * problem.heads, problem.heads, repr(problem.features)
 
 
 def read(path: Path) -> list[Problem]:
-    """The problems in a file, each once; raises InputError where there is none, or it is no file of calls, and EnvironmentProblem where it
+    """The problems in a file, each once; raises InputError where it is missing or no file of calls, and EnvironmentProblem where it
     can't be read."""
     try:
         with path.open("rb") as file:
@@ -82,13 +82,13 @@ def read(path: Path) -> list[Problem]:
 
 
 def add(path: Path, problems: Iterable[Problem]) -> None:
-    """Put these problems into a file, beside those that it holds, thinned.
+    """Add these problems to those in a file, thinned.
 
-    Who adds holds a lock of the file meanwhile, so that processes lose nothing of each other's, and nobody sees half a file. Raises
+    A lock of the file keeps concurrent processes from losing each other's problems, and readers never see half a file. Raises
     InputError where the file is none of calls, and EnvironmentProblem where it can't be written.
     """
     try:
-        # Not beside a link to it: what is put in the file's place would replace the link.
+        # The new file would replace a link, so the link is resolved first.
         path = Path(os.path.realpath(path))
         while not _added(path, problems):
             pass
@@ -99,12 +99,12 @@ def add(path: Path, problems: Iterable[Problem]) -> None:
 
 
 def _cause(error: OSError | ValueError) -> str:
-    """What the system says of a path, or Python of one that no system takes."""
+    """The system's message about a path, or Python's about an impossible one."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _added(path: Path, problems: Iterable[Problem]) -> bool:
-    """Whether they were; not where another process has put a new file in the place of the one that this one waited for."""
+    """True if the problems were added; False where another process replaced the file while this one waited for its lock."""
     with path.open("a+b") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -117,7 +117,7 @@ def _added(path: Path, problems: Iterable[Problem]) -> bool:
             return False
         file.seek(0)
         text = file.read(MOST_BYTES + 1)
-        # An empty one was just made, here or by who died before there was more in it.
+        # An empty file was just created, here or by a process that ended before it wrote.
         known = _parsed(text, path) if text else []
         text = _text(thinned([*known, *problems])).encode()
         if len(text) > MOST_BYTES:

@@ -9,10 +9,10 @@ from flashtune.core.target import Target, plain_words
 MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8")
 
 SLOWED = {"a10g": 0.5, "l20": 0.5, "l40": 0.5, "h20": 0.25}
-"""Share of their architecture's matrix rate that these cards are sold with, by their datasheets: no driver tells it."""
+"""Share of their architecture's matrix rate that these cards have, by their datasheets; no driver reports it."""
 
-UNTOLD_GBS = 250.0
-"""Bandwidth of memory whose clock or width the driver doesn't tell: that of the laptops' and boards' that share it with the CPU."""
+UNREPORTED_GBS = 250.0
+"""GB/s of memory whose clock or width the driver doesn't report: that of laptops and boards that share it with the CPU."""
 
 
 class Facts(NamedTuple):
@@ -35,7 +35,7 @@ class Facts(NamedTuple):
 
 
 _ATTRIBUTES = (75, 76, 16, 13, 36, 37, 38, 97, 81, 82, 39, 10)
-"""Numbers of `CUdevice_attribute` (cuda.h), in the order of `Facts`."""
+"""Values of `CUdevice_attribute` (cuda.h), in the order of `Facts`."""
 
 
 def slug_of(name: str) -> str:
@@ -44,7 +44,7 @@ def slug_of(name: str) -> str:
 
 
 def described(facts: Facts) -> Target:
-    """The target of a card by what its driver says of it; its matrix rate is that of an SM and clock of its architecture."""
+    """The target of a card from its driver's facts; its matrix rate is its architecture's rate per SM and clock."""
     per_clock, exp_per_clock = _rates(10 * facts.major + facts.minor, facts.name)
     mhz = facts.clock / 1e3
     gbs = 2 * facts.memory_clock * facts.bus_width / 8 / 1e6
@@ -61,7 +61,7 @@ def described(facts: Facts) -> Target:
         max_threads_per_sm=facts.max_threads_per_sm,
         warp_size=facts.warp_size,
         l2_bytes=facts.l2_bytes,
-        bandwidth_gbs=round(gbs, 1) or UNTOLD_GBS,
+        bandwidth_gbs=round(gbs, 1) or UNREPORTED_GBS,
         boost_mhz=round(mhz),
         exp_per_clock=exp_per_clock,
         peak_tflops={kind: round(rate * facts.sms * mhz / 1e6, 1) for kind, rate in per_clock.items()},
@@ -73,7 +73,7 @@ def described(facts: Facts) -> Target:
 
 
 def _rates(arch: int, name: str) -> tuple[dict[str, float], int]:
-    """Operations of an SM at each clock by type, and exponentials, by the table's card of this architecture, or of the nearest one.
+    """Operations per SM and clock by type, and exponentials, from the table's card of this or the nearest architecture.
 
     GeForce cards have half the matrix rate of others of their architecture, with sums in float32.
     """
@@ -91,7 +91,7 @@ def _rates(arch: int, name: str) -> tuple[dict[str, float], int]:
 
 
 def started_driver() -> tuple[Any, int] | None:
-    """NVIDIA's driver and how many GPUs it sees (`CUDA_VISIBLE_DEVICES` counts); None where there is none that starts."""
+    """NVIDIA's driver and its number of GPUs (within `CUDA_VISIBLE_DEVICES`); None where no driver starts."""
     count = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -101,7 +101,7 @@ def started_driver() -> tuple[Any, int] | None:
 
 
 def here() -> tuple[Facts, ...]:
-    """The cards of this machine, in the driver's order, which is torch's; those that it doesn't describe are left out."""
+    """The cards of this machine in the driver's order, which is PyTorch's, without those that it doesn't describe."""
     started = started_driver()
     if started is None:
         return ()

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held off where much is made that stays: a full collection walks all that torch's import left."""
+"""Pauses of Python's cyclic garbage collector while many lasting objects are made: a full collection walks all of PyTorch's."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_off() -> Iterator[None]:
-    """No automatic collection meanwhile, in any thread; where the collector was off already, it stays so."""
+    """A context without automatic collection, in any thread; a collector that was off before stays off."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What Triton's compiled kernel says of itself, as the `Binary` that a launcher takes; mirrors triton/backends/nvidia/driver.py of 3.6."""
+"""Conversion of Triton's compiled kernels to `Binary`; mirrors triton/backends/nvidia/driver.py of Triton 3.6."""
 
 import hashlib
 from typing import Any
@@ -13,8 +13,8 @@ HOST_TYPES = {8: 10, 9: 8, 10: 9}
 def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") -> tuple[Binary, bytes]:
     """The `Binary` of a kernel that Triton's JIT compiled for an NVIDIA GPU, and its machine code.
 
-    `compiled` is a triton.compiler.CompiledKernel: what `kernel.warmup(...)` and `kernel[grid](...)` return. Raises EnvironmentProblem
-    where a launch would take what no `Binary` describes: scratch memory, or descriptors that weren't lowered to tensor maps.
+    `compiled` is a triton.compiler.CompiledKernel, as `kernel.warmup(...)` and `kernel[grid](...)` return it. Raises EnvironmentProblem
+    where a launch would need more than a `Binary` describes: scratch memory, or descriptors that weren't lowered to tensor maps.
     """
     source, metadata, code = compiled.src, compiled.metadata, compiled.asm["cubin"]
     if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -26,7 +26,7 @@ def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") ->
         entry=metadata.name,
         arch=machine_arch(metadata.target.arch),
         triton=metadata.triton_version,
-        # With warp specialisation this is already the number of all warps.
+        # Triton counts the warps of specialised partitions already.
         threads=32 * metadata.num_warps,
         shared_bytes=metadata.shared,
         cluster=metadata.num_ctas,
@@ -43,13 +43,13 @@ def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") ->
 
 
 def signature_of(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Parameter], list[Condition]]:
-    """Parameters of Triton's ASTSource in order, and what the code takes for granted of arguments: constants and divisibility.
+    """Parameters of Triton's ASTSource in order, and the code's assumptions about arguments: constants and divisibility.
 
-    Its descriptors become the tensor maps that `maps` describes, as Triton's metadata does.
+    `maps` are the tensor maps of its descriptors, in the form of Triton's metadata.
     """
     parameters: list[Parameter] = []
     conditions: list[Condition] = []
-    # Keys are paths into nested arguments; ours are flat.
+    # Keys are paths into nested arguments; our kernels have none.
     constants = {path[0] if isinstance(path, tuple) else source.fn.arg_names.index(path): value for path, value in source.constants.items()}
     for position, (name, kind) in enumerate(source.signature.items()):
         if kind == "constexpr":

@@ -1,4 +1,4 @@
-"""One point of the search space (`Config`), what a problem compiles in (`KernelSpec`), and both together (`Variant`)."""
+"""One point of the search space (`Config`), the compiled-in part of a problem (`KernelSpec`), and both together (`Variant`)."""
 
 import hashlib
 import json
@@ -11,15 +11,15 @@ from typing import Any, Literal
 from flashtune.core.dtypes import DType
 
 Direction = Literal["fwd", "bwd"]
-"""Which pass of attention (flashtune.core.passes)."""
+"""The pass of attention (flashtune.core.passes)."""
 
 Value = int | str | bool
-"""What an axis may hold."""
+"""The types of an axis's values."""
 
 
 @dataclass(frozen=True, slots=True, eq=True)
 class Config:
-    """Axis values of one candidate, sorted by name; says nothing of the problem.
+    """Axis values of one candidate, sorted by name, independent of the problem.
 
     >>> Config.of(BLOCK_M=128, num_warps=4)["BLOCK_M"]
     128
@@ -70,34 +70,32 @@ class Config:
 
 
 RUNNING = Config.of(maximum="running")
-"""What the twin of a config that `settles` has in its place."""
+"""The axis value of a fallback kernel, in place of a frozen row maximum."""
 
 
 def settles(config: Config) -> bool:
-    """Whether row maxima settle on those of a tile's first blocks, so that a kernel's time depends on its scores (decision 0008)."""
+    """True if row maxima are frozen after a tile's first blocks, so that a kernel's time depends on its scores (decision 0008)."""
     return config.get("maximum", "running") == "first"
 
 
 def rescales_grown(config: Config) -> bool:
-    """Whether blocks that look for new row maxima rescale what came before only where one grew far (decision 0008)."""
+    """True if blocks rescale the accumulator only where a running row maximum grew far (decision 0008)."""
     return config.get("rescale", "always") != "always"
 
 
 def asks_first(config: Config) -> bool:
-    """Whether such blocks ask whether a score outweighs all before it, and only then look for maxima."""
+    """True if such blocks look for maxima only where a score exceeds all before it."""
     return config.get("rescale", "always") == "outgrown"
 
 
 GROWN_LOSES = 0.02
 OUTGROWN_LOSES = {64: 0.1, 128: 0.07, 256: 0.03}
-"""What kernels whose maxima run take longer, a share, where scores mislead those that settle them, which is what twins are for: where only
-what grew is rescaled (0.02 at most), and where blocks ask first, by the columns of a head up to so many. Means over deviations of 3 and 8
-and scores that rise by 60 natural units, beside random numbers (on_scores_n1024.txt and, of N = 4096, on_scores.txt and
-outgrown_first.txt in benchmarks/results/2026-11-23-h200-scores)."""
+"""Extra time of fallback kernels, a share, on scores that frozen row maxima mispredict: with rescale=grown, and with rescale=outgrown by
+head size up to the key (benchmarks/results/2026-11-23-h200-scores)."""
 
 
 def lost_where_misled(config: Config, d: int) -> float:
-    """What a kernel with running maxima, of heads of `d` columns, takes longer on such scores than on random numbers, a share."""
+    """Extra time, a share, of a kernel with running maxima and head size `d` on mispredicted scores over random ones."""
     if asks_first(config):
         return next((loses for columns, loses in OUTGROWN_LOSES.items() if d <= columns), OUTGROWN_LOSES[256])
     return GROWN_LOSES if rescales_grown(config) else 0.0
@@ -105,8 +103,8 @@ def lost_where_misled(config: Config, d: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
-    """What of a problem is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
-    soft cap, the dropout rate, the diagonal and what is given per head are run-time arguments, so one kernel serves all of them.
+    """The part of a problem that is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
+    soft cap, the dropout rate, the diagonal and tensors per head are run-time arguments, so one kernel serves all of them.
 
     `d` and `d_v` are the real head sizes; templates pad them to powers of two.
     """
@@ -121,7 +119,7 @@ class KernelSpec:
     dropout: bool
     softcap: bool
     tf32: bool
-    # What came after the first databases has a default.
+    # Fields that are newer than the first databases have defaults.
     alibi: bool = False
     sinks: bool = False
     dbias: bool = False
@@ -129,19 +127,19 @@ class KernelSpec:
 
     @property
     def stride_unit(self) -> int:
-        """The 2, 4 or 8 that divides strides of tensors of these head sizes, or 0: of arguments Triton asks only whether 16 does, and loads
-        them one by one where it doesn't."""
+        """The 2, 4 or 8 that divides strides of tensors of these head sizes, or 0. Triton specialises arguments only by divisibility by
+        16, and loads elements one by one without a divisor."""
         unit = math.gcd(self.d, self.d_v, 16)
         return unit if 1 < unit < 16 else 0
 
     @property
     def banded(self) -> bool:
-        """Whether a causal or window band limits the keys of a query."""
+        """True if a causal or window band limits the keys of a query."""
         return self.causal or self.window
 
     @property
     def band_sizes(self) -> list[str]:
-        """The kernel's sizes that say which keys a query sees, and how far it is from them, in the order of its parameters."""
+        """Names of the kernel's size parameters that place the band and ALiBi's diagonal, in order."""
         return (
             ["diagonal"] * (self.banded or self.alibi)
             + ["window_left"] * self.window
@@ -150,12 +148,12 @@ class KernelSpec:
 
     @property
     def per_head(self) -> list[str]:
-        """The kernel's tensors with a number per head, in the order of its parameters."""
+        """Names of the kernel's tensors with a number per head, in the order of its parameters."""
         factors = ["q_descale", "k_descale", "v_descale"] * (self.dtype == "fp8")
         return ["slopes"] * self.alibi + factors + ["sinks"] * self.sinks
 
     def as_dict(self) -> dict[str, Any]:
-        """Field to value. What came after the first databases appears only when it is on, so that older variants keep their ids."""
+        """Field to value. Fields newer than the first databases appear only when they are on, so that older variants keep their ids."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.default is MISSING}
         return found | {field.name: True for field in fields(self) if field.default is False and getattr(self, field.name)}
 
@@ -170,7 +168,7 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A kernel in full: the template, what is compiled in, and the config."""
+    """A kernel in full: the template, the spec that is compiled in, and the config."""
 
     template: str
     spec: KernelSpec
@@ -178,7 +176,7 @@ class Variant:
 
     @property
     def id(self) -> str:
-        """16 hex digits, the same on every machine."""
+        """16 hex digits, equal on every machine."""
         return _id_of(self)
 
 

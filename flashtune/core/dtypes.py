@@ -1,4 +1,4 @@
-"""Element types by their short names, the ones that databases and the command line use."""
+"""Element types by their short names, as databases and the command line use them."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -32,5 +32,5 @@ def parse_dtype(name: str) -> DType:
 
 
 def output_dtype(dtype: DType) -> DType:
-    """The element type of the output for inputs of `dtype`: their own, but bf16 for fp8, whose precision is for inputs alone."""
+    """The element type of the output for inputs of `dtype`: bf16 for fp8, else `dtype` itself."""
     return "bf16" if dtype == "fp8" else dtype

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 class FlashtuneError(Exception):
     """Base of every error that flashtune raises on purpose; the CLI prints it without a traceback.
 
-    `exit_code` is what the command line returns for it.
+    `exit_code` is the command line's exit status for it.
     """
 
     exit_code = 1
 
 
 class InputError(FlashtuneError, ValueError, RuntimeError):
-    """What the caller asked for makes no sense or is out of range (also a `ValueError`, and a `RuntimeError` as torch raises it)."""
+    """An argument is invalid or out of range (also a `ValueError`, and a `RuntimeError` as torch raises it)."""
 
     exit_code = 2
 
@@ -38,12 +38,12 @@ class EnvironmentProblem(FlashtuneError):
 
 
 class NoKernelFound(FlashtuneError):
-    """A search ended without one correct candidate, or a database has none of those that were asked for."""
+    """A search ended without one correct candidate, or a database has no record for the request."""
 
     exit_code = 5
 
 
 def did_you_mean(name: str, known: Mapping[str, str], *, cutoff: float) -> str:
-    """`did you mean a100, h200?`: the values of the nearest of the names that are known; empty where none is near."""
+    """`did you mean a100, h200?`: the values of the known names nearest to `name`; empty where none is near."""
     near = dict.fromkeys(known[match] for match in difflib.get_close_matches(name, known, n=8, cutoff=cutoff))
     return f"did you mean {', '.join(list(near)[:3])}?" if near else ""

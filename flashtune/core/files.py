@@ -1,4 +1,4 @@
-"""Files of strangers, read within bounds, and files for people, written whole or not at all."""
+"""Bounded reads of untrusted files, and atomic writes."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 DEEPEST = 32
-"""JSON that is nested more deeply than this is refused: what we write has less than ten levels."""
+"""Greatest nesting of JSON that is read; flashtune's own has fewer than ten levels."""
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of an ordinary file of at most `most` bytes; raises OSError, or ValueError for a larger one and for what is no file."""
-    # A pipe without a writer would be waited for.
+    """The content of an ordinary file of at most `most` bytes; raises OSError, or ValueError if it is larger or no regular file."""
+    # Opening a pipe without a writer would block.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no ordinary file")
@@ -25,7 +25,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises ValueError for what is none, or is nested too deeply."""
+    """The value of a JSON text; raises ValueError for invalid or too deeply nested text."""
     try:
         found = json.loads(text)
     except RecursionError as error:
@@ -48,11 +48,11 @@ def _containers(outer: dict[str, Any] | list[Any]) -> list[Any]:
 
 
 def write_whole(path: Path, content: bytes, *, mode: int | None = None) -> None:
-    """Put `content` in the place of `path`, so that nobody ever sees half a file; a link there is replaced, never followed.
+    """Write `content` to `path` atomically, so that readers never see half a file; a link there is replaced, never followed.
 
-    Raises OSError, and then the folder is as it was. The file has the permissions `mode`, by default those of any new file.
+    Raises OSError and then leaves the folder unchanged. The file has the permissions `mode`, by default those of any new file.
     """
-    # A short name, whatever the length of the file's own.
+    # The file's own name may be too long to extend.
     aside = path.with_name(f".flashtune-{secrets.token_hex(8)}.new")
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:

@@ -1,5 +1,5 @@
-"""Folders that can be written: for what a search remembers between commands, and for Triton; a private one, which goes when the process
-ends, where theirs can't be."""
+"""Writable cache folders of flashtune and of Triton, or a temporary one of this process where theirs can't be
+written."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ import platformdirs
 
 
 def cache_dir() -> Path:
-    """`FLASHTUNE_CACHE`, or the user's cache directory; a temporary folder of this process where that one is refused (see `refused`)."""
+    """`FLASHTUNE_CACHE`, or the user's cache directory; a temporary folder of this process where that can't be used (see `refused`)."""
     wanted = wanted_cache_dir()
     return wanted if refused(wanted) is None else Path(_temporary().name)
 
@@ -24,10 +24,10 @@ def wanted_cache_dir() -> Path:
 
 
 def refused(folder: Path) -> str | None:
-    """Why `folder` can't be used, None where it can: it can be written, belongs to this user, and is closed to other writers.
+    """The reason why `folder` can't be used; None where it is writable, this user's, and closed to other writers.
 
-    It is created where it is missing; one of this user's that others could write to is closed to them, but for one that is made to be
-    shared, as the system's temporary folder is: that one is root's, too.
+    It is created where it is missing. A folder of this user's that others could write to is closed to them, unless it is shared by
+    design, as the system's temporary folder is (root's own).
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,11 +44,11 @@ def refused(folder: Path) -> str | None:
 
 
 ROOM = 1 << 20
-"""Bytes that a folder must have room for: a kernel in all stages of its compilation takes some hundred thousand."""
+"""Bytes that a folder must have room for: a kernel in all stages of its compilation takes a few hundred thousand."""
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to `folder`, which is created where it is missing; None where it can. Found out by writing: permission
+    """The reason why `folder`, created where it is missing, can't be written; None where it can. A probe is written, since permission
     bits mean nothing to root, on a read-only file system, or on a full disk."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ def unwritable(folder: Path) -> str | None:
 
 
 def let_triton_write() -> None:
-    """Point Triton's cache at a private folder of this process and its children where its own can't be written, with one warning; raises
-    OSError where there is none either."""
+    """Point Triton's cache at a temporary folder of this process where its own can't be written, with one warning; raises
+    OSError where that can't be written either."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~/")
@@ -77,7 +77,7 @@ def let_triton_write() -> None:
         raise OSError(errno.EROFS, f"{why}, and no temporary folder can be made ({error.strerror})") from None
     if (other := unwritable(private)) is not None:
         raise OSError(errno.EROFS, f"{why}, and {other}")
-    # Triton reads it anew for each kernel, and so do children.
+    # Triton reads this variable for each kernel, and child processes inherit it.
     os.environ["TRITON_CACHE_DIR"] = str(private)
     said = f"flashtune: {why}, so Triton's kernels are kept in {private} until this process ends"
     warnings.warn(f"{said}: point TRITON_CACHE_DIR at a folder that can be written", RuntimeWarning, stacklevel=2)

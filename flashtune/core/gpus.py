@@ -1,8 +1,8 @@
-"""GPUs as flashtune sees them: a table of facts with sources.
+"""Table of GPUs: facts with sources.
 
 Peak figures are dense (no sparsity), with float32 accumulation, 10^12 operations per second, at boost clock. Where a vendor quotes a faster
 rate with fp16 accumulation (GeForce), that one is left out: attention accumulates in float32. fp32 is IEEE: NVIDIA's ordinary cores, AMD's
-matrix units. Every row names its sources.
+matrix units. Every entry names its sources.
 """
 
 from flashtune.core.target import Target
@@ -13,8 +13,8 @@ _GUIDE = (
 )
 
 GPUS: tuple[Target, ...] = (
-    # The PCIe card: 112 TFLOP/s over 900 GB/s put its crossover at about 125 FLOP/byte, the figure that is usually quoted. Known for
-    # its roofline only: Triton no longer supports compute capability 7.0. Volta has no bf16 and no TF32.
+    # The PCIe card: 112 TFLOP/s over 900 GB/s put its crossover at about 125 FLOP/byte, the figure that is usually quoted. For
+    # rooflines only: Triton no longer supports compute capability 7.0. Volta has no bf16 and no TF32.
     Target(
         slug="v100",
         name="NVIDIA Tesla V100 PCIe",
@@ -66,7 +66,7 @@ GPUS: tuple[Target, ...] = (
             _GUIDE,
         ),
     ),
-    # The 80 GB PCIe card has the same chip and peaks and 5 % less bandwidth (1935 GB/s), so it shares this row.
+    # The 80 GB PCIe card has the same chip and peaks and 5 % less bandwidth (1935 GB/s), so it shares this entry.
     Target(
         slug="a100",
         name="NVIDIA A100 80GB SXM",
@@ -360,7 +360,7 @@ GPUS: tuple[Target, ...] = (
             "LLVM AMDGPU scheduling model (SISchedule.td): transcendentals at a quarter of the vector rate: 16 per clock and CU",
         ),
     ),
-    # l2_bytes adds up the eight dies' 4 MB; behind it stand 256 MB of Infinity Cache.
+    # l2_bytes is the sum of the eight dies' 4 MB, without the 256 MB of Infinity Cache.
     Target(
         slug="mi300x",
         name="AMD Instinct MI300X",

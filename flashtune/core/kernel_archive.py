@@ -1,7 +1,7 @@
-"""Archives of machine code: pieces in groups that are packed whole, each piece at a place and with a digest that the package's index pins.
+"""Archives of machine code: entries in compressed groups, each entry's place and digest pinned by the package's index.
 
-An archive holds nothing that is believed: where a piece lies and how long it and its group are comes from the index, or from a manifest
-whose own digest that names, and a piece is handed out only if its digest is the expected one.
+Nothing in an archive is trusted: places and lengths come from the index, or from a manifest whose digest the index holds, and an
+entry is returned only if its digest is the expected one.
 """
 
 import hashlib
@@ -14,25 +14,25 @@ from typing import NamedTuple
 from flashtune.core.errors import EnvironmentProblem
 
 MAGIC = b"flashtune kernels 1\n"
-"""The first bytes of an archive; the SHA-256 of all that follows it comes next, by which a wrong archive is told without reading it."""
+"""The first bytes of an archive; the SHA-256 of the rest comes next, so that a wrong archive is detected without reading it."""
 
 HEADER_BYTES = len(MAGIC) + 32
 MEMORY_LIMIT = 64 << 20
-"""More than any group takes to unpack."""
+"""Bytes that unpacking a group may take."""
 
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 4 << 20, "lc": 0, "lp": 4, "pb": 4}]
-"""How groups are packed: instructions are 16 bytes long."""
+"""LZMA filters of a group; instructions are 16 bytes long."""
 
 
 class Place(NamedTuple):
-    """Where a piece lies: in which group, from which byte of what that unpacks to, and how many bytes it has."""
+    """Place of an entry: its group, its offset in the unpacked group, and its size in bytes."""
 
     group: int
     offset: int
     size: int
 
     def label(self) -> str:
-        """The form in which a manifest names it."""
+        """The place as a manifest writes it."""
         return "/".join(map(str, self))
 
     @classmethod
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Bytes of a group as it is packed, and unpacked."""
+    """Sizes of a group in bytes, packed and unpacked."""
 
     packed: int
     size: int
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """An archive as the index knows it: its file, the digest in its header, and its groups in their order."""
+    """An archive as the index describes it: its file, the digest in its header, and its groups in order."""
 
     path: Path
     sha256: str
@@ -71,7 +71,7 @@ class Archive:
             raise EnvironmentProblem(f"{self.path} isn't the machine code that flashtune's index names: {_REMEDY}")
 
     def read(self, place: Place, sha256: str) -> bytes:
-        """A piece, checked; raises EnvironmentProblem where it can't be read or hasn't this digest."""
+        """An entry, checked; raises EnvironmentProblem where it can't be read or has another digest."""
         end = place.offset + place.size
         try:
             if place.group >= len(self.groups) or end > self.groups[place.group].size:
@@ -84,7 +84,7 @@ class Archive:
         return piece
 
     def unpacked(self, group: int, length: int) -> bytes:
-        """The first bytes of a group, no more than this many; raises what reading and unpacking raise."""
+        """The first `length` bytes of a group; raises OSError, EOFError or LZMAError."""
         with self.path.open("rb") as file:
             file.seek(HEADER_BYTES + sum(one.packed for one in self.groups[:group]))
             packed = file.read(self.groups[group].packed)
@@ -106,5 +106,5 @@ def archive_bytes(packed: Sequence[bytes]) -> tuple[bytes, str]:
 
 
 def pack(group: bytes) -> bytes:
-    """A group as an archive holds it."""
+    """The compressed bytes of a group."""
     return lzma.compress(group, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=FILTERS)

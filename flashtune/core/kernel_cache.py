@@ -1,7 +1,7 @@
-"""What a user's own searches compiled, in the user's cache folder: machine code, its manifest, and for people the text that it is of.
+"""Cache of the kernels that a user's searches compiled: machine code, its manifest, and for readers the source text.
 
-It is the user's own work on this machine: nothing comes here with a database. Folders and files that belong to someone else, or that
-someone else could write to, are passed over. Only machine code is ever loaded from here; modules come from the package and its templates.
+Nothing comes here with a database. Folders and files that belong to another user, or that
+another user could write to, are ignored. Only machine code is ever loaded from here; modules come from the package and its templates.
 """
 
 import os
@@ -22,7 +22,7 @@ _MANIFEST, _MODULE = "manifest.json", "module.py"
 
 
 def keep(text: str, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
-    """Put a module with its manifest and the files that this names into the cache, in place of what was there; returns the folder.
+    """Store a module with its manifest and the manifest's files in the cache, replacing earlier ones; returns the folder.
 
     Raises EnvironmentProblem where the cache can't be written.
     """
@@ -47,9 +47,9 @@ def keep(text: str, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
 
 
 def find(variant_id: str, arch: str, triton: str | None = None) -> Manifest | None:
-    """The machine code of a variant for an architecture (`sm_90a`) in the user's cache; None where there is none, or none to trust.
+    """The machine code of a variant for an architecture (`sm_90a`) in the user's cache; None where there is none to trust.
 
-    Of several versions of Triton the last that compiled it counts, unless one is named.
+    Without `triton` the version that compiled it last counts.
     """
     if not _ID.fullmatch(variant_id):
         return None
@@ -71,14 +71,14 @@ def find(variant_id: str, arch: str, triton: str | None = None) -> Manifest | No
 
 
 def holds(arch: str) -> bool:
-    """Whether there is anything for an architecture (`sm_90a`) in the user's cache."""
+    """True if the user's cache has anything for an architecture (`sm_90a`)."""
     with suppress(OSError):
         return any(place.name.partition("-triton-")[0] == arch for place in (wanted_cache_dir() / "kernels").iterdir())
     return False
 
 
 def _own(path: Path) -> bool:
-    """Whether this exists and this user alone can write there; a link doesn't count as one's own."""
+    """True if this exists, is no link, and only this user can write to it."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The index of a folder of generated kernels: which are there, where an archive has their machine code, and which files were written."""
+"""Index of a folder of generated kernels: the kernels, the places of their machine code, and the files that were written."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ INDEX = "index.json"
 FORMAT = 2
 """Version of the index's layout; another one is not read."""
 MOST_BYTES = 1 << 26
-"""No larger index is read: that of some thousand kernels has a hundredth of it."""
+"""Bytes of the largest index that is read; that of a thousand kernels has a hundredth of it."""
 
 _PATH = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)+")
 _MODULE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py")
@@ -31,10 +31,10 @@ class Piece(NamedTuple):
 
 
 class GeneratedKernel(NamedTuple):
-    """A kernel: the variant that it is, the architecture of its rows' GPUs, and the path of its module, which names it and need not exist.
+    """A kernel: its variant, the architecture of its records' GPUs, and the path of its module, which names it and need not exist.
 
-    `manifest` is that of its machine code (flashtune.core.binaries), None where there is none. `sibling` is the variant of the same kernel
-    for the other 16-bit type, empty where none was compiled beside it, and `sibling_manifest` is that one's.
+    `manifest` is that of its machine code (flashtune.core.binaries), None where there is none. `sibling` is the variant for the
+    other 16-bit type, empty where none was compiled, and `sibling_manifest` is that one's.
     """
 
     variant_id: str
@@ -52,7 +52,7 @@ class GeneratedKernel(NamedTuple):
 
 
 class ArchiveFacts(NamedTuple):
-    """What an index knows of an architecture's archive: the digest in its header, and its groups."""
+    """Facts about an architecture's archive: the digest in its header, and its groups."""
 
     sha256: str
     groups: tuple[Group, ...]
@@ -68,12 +68,12 @@ class Index:
     archives: Mapping[str, ArchiveFacts] = field(default_factory=dict)
 
     def find(self, variant_id: str, arch: str | None = None) -> GeneratedKernel | None:
-        """The kernel with this id: the one for `arch` where there is one, else any, whose text is the same."""
+        """The kernel with this id: that for `arch` where there is one, else any, since their texts are equal."""
         found = self._by_id.get(variant_id, [])
         return next((kernel for kernel in found if kernel.arch == arch), found[0] if found else None)
 
     def manifest_of(self, variant_id: str, arch: str) -> Piece | None:
-        """Where the manifest of a variant for an architecture is, be it a kernel's own or its sibling's; None where there is none."""
+        """The place of a variant's manifest for an architecture, be it a kernel or a sibling; None where there is none."""
         return self._manifests.get((variant_id, arch))
 
     @cached_property

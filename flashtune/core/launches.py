@@ -17,7 +17,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor of a launch: its place among the call's tensors, how it lies in memory, and whether it starts at a multiple of 16 bytes.
+    """A tensor of a launch: its index among the call's tensors, its layout, and `aligned`, True if it starts at a multiple of 16 bytes.
 
     `dtype` is Triton's name of the element type; strides are in elements.
     """
@@ -34,11 +34,11 @@ class Operand:
         return ITEM_BYTES[self.dtype]
 
     def viewed(self, dtype: str) -> "Operand":
-        """The same memory read as another type of the same width."""
+        """The memory read as another type of the same width."""
         return Operand(self.source, self.shape, self.strides, dtype, self.aligned)
 
     def narrowed(self, most: Sequence[int | None]) -> "Operand":
-        """The first elements of dimensions that repeat one element (stride 0): at most as many as `most` says, None for all."""
+        """The operand with at most `most` elements of dimensions that repeat one element (stride 0); None is no limit."""
         shape = tuple(
             size if stride or limit is None else min(size, limit)
             for size, stride, limit in zip(self.shape, self.strides, most, strict=True)
@@ -49,7 +49,7 @@ class Operand:
 class Descriptor(NamedTuple):
     """A descriptor of the copy engine (TMA) over an operand: tiles of `block`, strides in elements.
 
-    `layout` names how a tile lies in shared memory: `swizzled` and `plain` are Gluon's, `triton` leaves it to Triton.
+    `layout` names the tile's layout in shared memory: `swizzled` and `plain` are Gluon's, `triton` leaves it to Triton.
     """
 
     base: Operand
@@ -67,24 +67,24 @@ class Resident(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether it starts at a multiple of 16 bytes."""
+        """True if it starts at a multiple of 16 bytes."""
         return self.address % 16 == 0
 
 
 class Varying(int):
-    """A number that changes from call to call; `source` is its place among the call's numbers."""
+    """A number that changes from call to call; `source` is its index among the call's numbers."""
 
     source: int
 
     @classmethod
     def of(cls, source: int, value: int) -> "Varying":
-        """The number of this place, with a value until it is replaced."""
+        """The number of this index, with a value until it is replaced."""
         varying = cls(value)
         varying.source = source
         return varying
 
     def __and__(self, mask: int) -> "Varying":
-        """The same number: its parameter's width cuts it anyway."""
+        """The number itself: its parameter's width cuts it anyway."""
         return self
 
 
@@ -186,29 +186,28 @@ class LaunchInputs:
 
 
 class Host(Protocol):
-    """The host side of one kernel: which tensors it takes, and its launches; a pure function of shapes, strides and numbers.
+    """The host side of one kernel: the tensors it takes, and its launches as a pure function of shapes, strides and numbers.
 
-    `spec` is what the kernel is compiled for. `positive_scale` says that the scale must be above 0 (the caller moves its sign into q), and
-    `counts_misses` that launches take `misses`.
+    With `positive_scale` the scale must be above 0 (the caller moves its sign into q); with `counts_misses` launches take `misses`.
     """
 
     @property
     def spec(self) -> KernelSpec:
-        """What the kernel is compiled for."""
+        """The spec that the kernel is compiled for."""
         ...
 
     @property
     def positive_scale(self) -> bool:
-        """Whether the scale must be above 0."""
+        """True if the scale must be above 0."""
         ...
 
     @property
     def counts_misses(self) -> bool:
-        """Whether launches take `misses`."""
+        """True if launches take `misses`."""
         ...
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
-        """Whether the kernel takes tensors that lie in memory like these, compiled or in Triton's interpreter."""
+        """True if the kernel, compiled or in Triton's interpreter, takes tensors of these layouts."""
         ...
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
@@ -225,7 +224,7 @@ class Host(Protocol):
 
 
 def copyable(x: Operand, bytes_apart: int = 16) -> bool:
-    """Whether the copy engine can read `x` (B, H, N, D): aligned, contiguous rows, other strides positive multiples of 16 bytes."""
+    """True if the copy engine can read `x` (B, H, N, D): aligned, contiguous rows, other strides positive multiples of 16 bytes."""
     unit = bytes_apart // x.item_bytes
     steps = zip(x.shape[:3], x.strides[:3], strict=True)
     return x.aligned and x.strides[3] == 1 and all(size == 1 or (step > 0 and step % unit == 0) for size, step in steps)

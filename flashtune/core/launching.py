@@ -1,4 +1,4 @@
-"""Launches on tensors: a kernel's host side applied to a call's tensors, and what a device provides for it."""
+"""Launches on tensors: a kernel's host side applied to a call's tensors, and the arguments that a device provides."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ TYPES = {
     "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
     "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64,
 }  # fmt: skip
-"""torch's element types by Triton's names."""
+"""PyTorch's element types by Triton's names."""
 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -24,18 +24,18 @@ _UNREAD: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 _FORWARD = ("q", "k", "v", "out", "lse")
 _BACKWARD = (*_FORWARD, "dout", "dlse", "dq", "dk", "dv")
 _MORE = ("counts", "mask", "slopes", "q_descale", "k_descale", "v_descale", "sinks", "bias")
-"""Tensors that follow a pass's operands in the order of sources; those that a call lacks keep their places."""
+"""Tensors that follow a pass's operands in the order of sources; those that a call lacks keep their indices."""
 
 
 def operand_names(spec: KernelSpec) -> tuple[str, ...]:
-    """Names of the tensors that a pass takes by place, in their order."""
+    """Names of a pass's positional tensors, in order."""
     if spec.direction == "fwd":
         return _FORWARD
     return (*_BACKWARD, *("dbias",) * spec.dbias, *("dslopes",) * spec.dslopes)
 
 
 def operand(source: int, x: torch.Tensor) -> Operand:
-    """A tensor as host code sees it."""
+    """The description of a tensor for host code."""
     # Meta tensors have no address, and count as aligned.
     aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
     return Operand(source, tuple(x.shape), tuple(x.stride()), _NAMES[x.dtype], aligned)
@@ -49,54 +49,54 @@ class Plan(NamedTuple):
     scratch: list[Operand]
 
 
-def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], words: Mapping[str, Any]) -> Plan:
+def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], keywords: Mapping[str, Any]) -> Plan:
     """The launches of a call of `spec`; `tensors` are its operands in the order of `operand_names`.
 
-    `words` are the call's parameters (`CallParameters.keywords`) with what the device provides (`provided`). Where the kernel needs it, a
+    `keywords` are the call's parameters (`CallParameters.keywords`) with the device's (`provided`). Where the kernel needs it, a
     scale that isn't positive moves into a copy of q, and a bias that the copy engine can't read is copied.
     """
     names = operand_names(spec)
-    q, scale = positive_scale(host, tensors[0], words["scale"])  # type: ignore[arg-type]
-    held = [q, *tensors[1:]]
+    q, scale = positive_scale(host, tensors[0], keywords["scale"])  # type: ignore[arg-type]
+    everything = [q, *tensors[1:]]
     places: dict[str, Operand | None] = {
-        name: None if x is None else operand(i, x) for i, (name, x) in enumerate(zip(names, held, strict=True))
+        name: None if x is None else operand(i, x) for i, (name, x) in enumerate(zip(names, everything, strict=True))
     }
-    more = {name: words.get(name) for name in ("counts", "mask", "slopes", "sinks")}
-    more |= dict(zip(("q_descale", "k_descale", "v_descale"), words.get("descale") or (), strict=False))
-    more["bias"] = bias_copy(host, words.get("mask"))
-    first = len(held)
-    held += [more.get(name) for name in _MORE]
+    more = {name: keywords.get(name) for name in ("counts", "mask", "slopes", "sinks")}
+    more |= dict(zip(("q_descale", "k_descale", "v_descale"), keywords.get("descale") or (), strict=False))
+    more["bias"] = bias_copy(host, keywords.get("mask"))
+    first = len(everything)
+    everything += [more.get(name) for name in _MORE]
     found = {name: operand(first + i, x) for i, name in enumerate(_MORE) if (x := more.get(name)) is not None}
     descale = tuple(found.pop(name) for name in ("q_descale", "k_descale", "v_descale") if name in found)
     if "bias" not in found and "mask" in found:
         places["bias"] = host.narrowed_bias(found["mask"])
-    misses = words.get("misses")
+    misses = keywords.get("misses")
     if misses is not None and isinstance(misses[0], torch.Tensor):
-        misses = tuple(operand(len(held) + i, x) for i, x in enumerate(misses))
-        held += words["misses"]
-    scratch = Scratch(len(held))
-    numbers = {name: words[name] for name in _NUMBERS if name in words}
+        misses = tuple(operand(len(everything) + i, x) for i, x in enumerate(misses))
+        everything += keywords["misses"]
+    scratch = Scratch(len(everything))
+    numbers = {name: keywords[name] for name in _NUMBERS if name in keywords}
     inputs = LaunchInputs(**places, **found, **numbers, descale=descale or None, misses=misses, scale=scale)  # type: ignore[arg-type]
-    return Plan(host.launches(inputs, scratch), held, scratch.operands)
+    return Plan(host.launches(inputs, scratch), everything, scratch.operands)
 
 
 _NUMBERS = ("diagonal", "window_left", "window_right", "softcap", "dropout_p", "seed", "offset", "sms")
 
 
 def positive_scale(host: Host, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """q and the scale as the kernel takes them: where it needs a positive scale, the sign moves into a copy of q, laid out as q is."""
+    """q and the scale as the kernel takes them: where it needs a positive scale, the sign moves into a copy of q, with the strides of q."""
     if scale > 0.0 or not host.positive_scale:
         return q, scale
     copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
     if q.dtype.itemsize == 1:
-        # torch negates no e4m3 numbers; their sign is the highest bit.
+        # PyTorch can't negate e4m3; the sign is the highest bit.
         torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
         return copy, -scale or 1.0
     return (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
 
 
 def bias_copy(host: Host, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy of an additive mask (B, Hq, N_q, N_kv) in aligned rows, without what it repeats, where the copy engine can't read the mask
+    """An aligned copy of an additive mask (B, Hq, N_q, N_kv), without repetitions, where the copy engine can't read the mask
     itself; else None."""
     if mask is None:
         return None
@@ -106,7 +106,7 @@ def bias_copy(host: Host, mask: torch.Tensor | None) -> torch.Tensor | None:
     part = mask[tuple(slice(size) for size in narrowed.shape)]
     unit = 16 // part.element_size()
     padded = torch.empty(*part.shape[:3], -(-part.shape[3] // unit) * unit, dtype=part.dtype, device=part.device)
-    # The copy engine fills what is outside of the view with zeros.
+    # The copy engine reads zeros outside of the view.
     copy = padded[..., : part.shape[3]]
     return copy.copy_(part)
 
@@ -126,13 +126,13 @@ class LoadedKernel:
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels."""
+        """True if Triton's interpreter runs the kernels."""
         from triton import knobs
 
         return bool(knobs.runtime.interpret)
 
     def accepts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        """Whether the kernel takes tensors that lie in memory like these."""
+        """True if the kernel takes tensors of these layouts."""
         if self.host is None:
             return bool(self.module.accepts(q, k, v, mask))  # type: ignore[union-attr]
         interpreted = self.module is not None and self.interpreted
@@ -147,21 +147,21 @@ class LoadedKernel:
 
     @property
     def counts_misses(self) -> bool:
-        """Whether launches count the programs whose frozen row maxima mispredicted."""
+        """True if launches count the programs whose frozen row maxima mispredicted."""
         return self.host is not None and self.host.counts_misses
 
-    def launches(self, *tensors: torch.Tensor | None, **words: Any) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
+    def launches(self, *tensors: torch.Tensor | None, **kwargs: Any) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
         """Each launch of a call as Triton takes it: the kernel, its grid, its arguments, and the compiler's options."""
         if self.host is None:
-            found: list[Any] = self.module.launches(*tensors, **words)  # type: ignore[union-attr]
+            found: list[Any] = self.module.launches(*tensors, **kwargs)  # type: ignore[union-attr]
             return found
-        planned = plan(self.host, self.host.spec, tensors, words)
+        planned = plan(self.host, self.host.spec, tensors, kwargs)
         arguments = Arguments(planned)
         return [(getattr(self.module, one.kernel), one.grid, arguments.of(one), dict(one.options)) for one in planned.launches]
 
 
 class Arguments:
-    """Arguments of planned launches as Triton takes them: tensors and descriptors in the place of operands."""
+    """Arguments of planned launches for Triton: tensors and descriptors in place of operands."""
 
     def __init__(self, planned: Plan) -> None:
         self._tensors = planned.tensors
@@ -176,17 +176,17 @@ class Arguments:
         if isinstance(x, Operand):
             return self._tensor(x)
         if isinstance(x, Resident):
-            # What is compiled depends on the type and the alignment alone.
+            # Triton compiles for the type and the alignment alone.
             return unread(self._device)[0]
         return self._descriptor(x) if isinstance(x, Descriptor) else x
 
     def _tensor(self, x: Operand) -> torch.Tensor:
-        held = [*self._tensors, *self._scratch][x.source]
-        assert held is not None, "launches name tensors that the call has"
-        if held.dtype != TYPES[x.dtype]:
-            held = held.view(TYPES[x.dtype])
-        same = tuple(held.shape) == x.shape and tuple(held.stride()) == x.strides
-        return held if same else held.as_strided(x.shape, x.strides)
+        tensor = [*self._tensors, *self._scratch][x.source]
+        assert tensor is not None, "launches name tensors that the call has"
+        if tensor.dtype != TYPES[x.dtype]:
+            tensor = tensor.view(TYPES[x.dtype])
+        same = tuple(tensor.shape) == x.shape and tuple(tensor.stride()) == x.strides
+        return tensor if same else tensor.as_strided(x.shape, x.strides)
 
     def _descriptor(self, x: Descriptor) -> Any:
         base = self._tensor(x.base)
@@ -200,7 +200,7 @@ class Arguments:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
         width = x.base.item_bytes
-        # Only the width of elements counts for a swizzle.
+        # The swizzle depends on the width of elements alone.
         layout = (
             gl.NVMMASharedLayout(0, 8 * width, len(x.block))
             if x.layout == "plain"
@@ -211,14 +211,14 @@ class Arguments:
 
 @functools.cache
 def sms_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 16 where nothing is timed, as in the interpreter, for which few programs will do."""
+    """Multiprocessors of a GPU; 16 on other devices, where the interpreter needs few programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
     """At least `size` int32 counts on the device, zero before a launch and after it; None where `size` is 0.
 
-    Launches on the current stream share them, one after the other. A graph that is being captured gets counts of its own, since it may be
+    Launches on the current stream share them, one after the other. A graph under capture gets its own counts, since it may be
     replayed on any stream.
     """
     if size == 0:
@@ -232,7 +232,7 @@ def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
 
 
 def unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where mispredicting programs are counted if nobody reads it: two int32 on the device."""
+    """Counters of mispredicting programs that nobody reads: two int32 on the device."""
     if device not in _UNREAD:
         _UNREAD[device] = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     return _UNREAD[device]
@@ -247,14 +247,14 @@ def provided(kernel: LoadedKernel, q: torch.Tensor, k: torch.Tensor) -> dict[str
 
 
 def compiler_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a launch as Triton takes them: multiply-adds are fused unless they say otherwise, whatever its default is."""
+    """The options of a launch for Triton, with fused multiply-adds unless they say otherwise."""
     return {"enable_fp_fusion": True, **options}
 
 
 def launcher(kernel: LoadedKernel) -> Callable[..., None]:
-    """A function that runs the launches of a kernel on the current stream, given what is `provided` for each call.
+    """A function that runs the launches of a kernel on the current stream, with the arguments `provided` at each call.
 
-    Settings that name `sms` or `counts` take their place: a kernel with fewer multiprocessors starts fewer programs.
+    Settings override `sms` and `counts`: with fewer multiprocessors a kernel starts fewer programs.
     """
 
     def launch(q: torch.Tensor, k: torch.Tensor, *tensors: torch.Tensor | None, **settings: Any) -> None:

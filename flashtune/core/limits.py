@@ -1,4 +1,4 @@
-"""Times that no kernel reaches and none of torch's operations takes, by the datasheets of flashtune.core.gpus."""
+"""Bounds of plausible times, of kernels from below and of PyTorch from above, by the datasheets of flashtune.core.gpus."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,17 +8,17 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import targets
 
 OVER_PEAK = 1.1
-"""Measured rates may exceed a datasheet's by this factor: cards of other clocks share its name. Shipped ones reach 0.94 of it."""
+"""Factor by which measured rates may exceed a datasheet's, as cards of other clocks share its name; shipped records reach 0.94."""
 SHORTEST_US = 1.0
-"""No launch takes less; the shortest shipped one takes 8 us."""
+"""Microseconds of the shortest plausible launch; the shortest shipped takes 8."""
 UNFUSED = 30.0
-"""So many times as its scores take through memory torch may take at most; 7.4 times is the longest shipped."""
+"""PyTorch's greatest time over that of its scores through memory; 7.4 is the greatest shipped."""
 UNFUSED_CALL_US, UNFUSED_BYTES = 20.0, 32
-"""Of torch's operations: what a call takes however small, and bytes moved for each score that is kept in memory."""
+"""Microseconds of PyTorch's smallest call, and bytes moved for each score in memory."""
 
 
 class Rates(NamedTuple):
-    """10^12 operations a second, 10^9 bytes a second, and the bytes of L2."""
+    """Peak rates: 10^12 operations a second, 10^9 bytes a second, and the bytes of L2."""
 
     tflops: float
     bandwidth_gbs: float
@@ -27,12 +27,12 @@ class Rates(NamedTuple):
 
 @lru_cache(maxsize=256)
 def rates(gpu: str, dtype: DType) -> Rates:
-    """The peak rates of this GPU; of one that isn't in the table the most that any has."""
+    """The peak rates of this GPU; of one outside the table the greatest of any."""
     known = targets()
     found = [known[gpu]] if gpu in known else list(known.values())
     names = ("fp32", "tf32") if dtype == "fp32" else (dtype,)
     return Rates(
-        # What has no matrix unit for a type computes in a wider one.
+        # A GPU without a matrix unit for a type computes in a wider one.
         tflops=max(target.peak_tflops.get(name, 0.0) for target in found for name in names) or max(found[0].peak_tflops.values()),
         bandwidth_gbs=max(target.bandwidth_gbs for target in found),
         l2_bytes=max(target.l2_bytes for target in found),
@@ -40,16 +40,16 @@ def rates(gpu: str, dtype: DType) -> Rates:
 
 
 def least_us(problem: Problem, gpu: str) -> float:
-    """A time that no kernel stays below, in microseconds: of its products at the peak rate, or of its operands where it reads them all."""
+    """The least plausible time of a kernel, in microseconds: of its products at the peak rate, or of its operands where all are read."""
     peak = rates(gpu, problem.dtype)
     computing = problem.flops() / (peak.tflops * 1e6)
-    # A band may leave keys unread, and what lies in L2 needs no memory.
+    # A band may leave keys unread, and data in L2 isn't read from memory.
     moving = 0.0 if problem.spec().banded else (problem.io_bytes() - peak.l2_bytes) / (peak.bandwidth_gbs * 1e3)
     return max(SHORTEST_US, max(computing, moving) / OVER_PEAK)
 
 
 def most_framework_us(problem: Problem, gpu: str) -> float:
-    """A time that torch stays below, in microseconds: all scores, whatever the band, each through memory several times."""
+    """PyTorch's greatest plausible time, in microseconds: all scores, whatever the band, each through memory several times."""
     peak = rates(gpu, problem.dtype)
     scores = problem.batch * problem.heads * problem.n_q * problem.n_kv
     computing = 2 * scores * sum(problem.contract.product_sizes(problem)) / (peak.tflops * 1e6)

@@ -12,15 +12,15 @@ from flashtune.core.errors import InputError, did_you_mean
 from flashtune.core.problem import Features, Problem
 
 TOKENS = 16384
-"""Batch times queries of a problem whose batch isn't given: enough to fill the largest GPUs."""
+"""Batch times queries of a problem without a batch: enough to fill the largest GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAttention:
     """One kind of attention of a model.
 
-    `n` are usual numbers of keys; there are as many queries, unless `n_q` is given, as in cross-attention. `window` counts the query's own
-    key. `softcap` and `sinks` say that it has them.
+    `n` are usual numbers of keys; there are as many queries unless `n_q` says otherwise, as in cross-attention. `window` counts the
+    query's own key.
     """
 
     what: str
@@ -36,7 +36,7 @@ class ModelAttention:
     sinks: bool = False
 
     def problem(self, *, n: int, dtype: DType, batch: int | None = None, n_q: int | None = None, direction: Direction = "fwd") -> Problem:
-        """The problem of `n` keys as dispatch sees it: the last query is over the last key, and what hides nothing is left out."""
+        """The problem of `n` keys as dispatch sees it: the diagonal ends at the last key, without sides that hide nothing."""
         n_q = n_q or self.n_q or n
         left, right = (None if self.window is None else self.window - 1), (0 if self.causal else None)
         band = Band(left=left, right=right, diagonal=diagonal_of("bottom_right", n_q, n)).trimmed(n_q, n)
@@ -56,7 +56,7 @@ class ModelAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model: its slug is what `--model` takes. `sources` name the files that say what its attentions are."""
+    """A model: its slug is what `--model` takes. `sources` name the files that describe its attentions."""
 
     slug: str
     name: str

@@ -1,4 +1,4 @@
-"""Source text in, imported module out: how rendered kernels are loaded by the tuner and by dispatch alike."""
+"""Loader of rendered kernels' source text as modules, for the tuner and for dispatch."""
 
 import hashlib
 import importlib.util
@@ -7,17 +7,17 @@ from importlib.abc import InspectLoader
 from types import CodeType, ModuleType
 
 _NOWHERE = "/dev/null/flashtune"
-"""Below this no file can exist, so that whoever looks for a module's text (Triton, tracebacks, debuggers) gets it from its loader."""
+"""A folder where no file can exist, so that Triton, tracebacks and debuggers get a module's text from its loader."""
 
 
 class _TextLoader(InspectLoader):
-    """Imports one module from its text: no file is read or written, and no bytecode that lies about is trusted."""
+    """Importer of one module from its text: no file is read or written, and no cached bytecode is trusted."""
 
     def __init__(self, source: str, path: str) -> None:
         self._source, self._path = source, path
 
     def get_source(self, fullname: str) -> str:
-        """The text; Python's `inspect` and `linecache` ask for it."""
+        """The text, for Python's `inspect` and `linecache`."""
         return self._source
 
     def get_code(self, fullname: str) -> CodeType:
@@ -35,7 +35,7 @@ def load_source(source: str, stem: str) -> ModuleType:
     loader = _TextLoader(source, path)
     spec = importlib.util.spec_from_loader(name, loader, origin=path)
     assert spec is not None
-    # Without an origin on disk `__file__` would be missing, by which `inspect` tells one module from another.
+    # Without an origin on disk `__file__` would be missing, by which `inspect` distinguishes modules.
     spec.has_location = True
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

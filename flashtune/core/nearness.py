@@ -1,6 +1,6 @@
-"""How near the problems of two keys are: what was found for one is worth trying, or standing in, for the other.
+"""Distance between the problems of two keys: the nearer, the more a result for one is worth for the other.
 
-One distance for the search, which begins with the winners of the nearest rows, and for dispatch, which serves from them.
+The search begins with the winners of the nearest records, and dispatch serves from them.
 """
 
 import json
@@ -15,31 +15,31 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
 
 PER_OCTAVE = {"n": 2.0, "n_q": 1.0, "bh_bucket": 1.0, "gqa_ratio": 1.0, "d": 16.0, "d_v": 16.0}
-"""What a factor of two in a size of the key counts."""
+"""Distance of a factor of two in a size of the key."""
 PER_WORK_OCTAVE = 2.0
-"""What a factor of two in the number of all query rows (batch * heads * N_q) counts, which says how full the GPU is."""
+"""Distance of a factor of two in the number of all query rows (batch * heads * N_q), which fill the GPU."""
 
 MUCH_WORK = 1 << 17
-"""Query rows in all heads, from which on more of them make no difference: every SM of the largest GPUs has several tiles."""
+"""Query rows in all heads beyond which more make no difference: every SM of the largest GPUs has several tiles."""
 
-TWIN = 1.0
-"""What the other 16-bit type counts: winners are nearly the same."""
+OTHER_16_BIT_DTYPE = 1.0
+"""Distance of the other 16-bit type: winners are nearly equal."""
 OTHER_DTYPE = 32.0
 FEATURE = 8.0
-"""What a feature counts that only one of the two has; a causal band against none is one, too."""
+"""Distance of a feature that only one of the two has, a causal band included."""
 ALIGNMENT = 0.25
-"""What the corner of the diagonal counts, which moves the band but compiles to the same code."""
+"""Distance of the diagonal's corner, which moves the band but compiles to equal code."""
 PER_WINDOW_OCTAVE = 1.0
 OTHER_GPU = 0.5
-"""What another GPU of the same architecture counts."""
+"""Distance of another GPU of the same architecture."""
 PER_SM_OCTAVE = 1.0
-"""What a factor of two in their numbers of SMs counts, too."""
+"""Distance of a factor of two in their numbers of SMs, on top of `OTHER_GPU`."""
 DECODING = 64.0
-"""What it counts that only one of the two has at most `DECODE_ROWS` query rows: other families are made for it."""
+"""Distance where only one of the two has at most `DECODE_ROWS` query rows, for which other families are made."""
 
 
 def distance(a: ProblemKey, b: ProblemKey) -> float:
-    """How far the problems of two keys are apart: 0 for the same key, symmetric; infinite between passes and between architectures."""
+    """The symmetric distance of two keys: 0 for equal keys, infinite between passes and between architectures."""
     if a.direction != b.direction:
         return math.inf
     apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + _features(a.features, b.features)
@@ -49,18 +49,18 @@ def distance(a: ProblemKey, b: ProblemKey) -> float:
 
 
 def nearest(key: ProblemKey, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
-    """Records by their distance from `key`, which comes with each; those infinitely far are left out, and equals stay in their order."""
+    """Records with their distances from `key`, nearest first and stable; those infinitely far are left out."""
     found = [(distance(key, record.key), record) for record in records]
     return sorted((pair for pair in found if pair[0] < math.inf), key=lambda pair: pair[0])
 
 
 def work_of(key: ProblemKey) -> int:
-    """How many query rows all heads have, as far as that tells how full a GPU is."""
+    """The number of query rows in all heads, capped where a GPU is full."""
     return min(key.n_q * key.bh_bucket, MUCH_WORK)
 
 
 def octaves(a: int, b: int) -> float:
-    """How often one size must be doubled to be the other."""
+    """The number of doublings between two sizes."""
     return abs(math.log2(max(1, a) / max(1, b)))
 
 
@@ -76,7 +76,7 @@ def _gpus(a: str, b: str) -> float:
 def _dtypes(a: str, b: str) -> float:
     if a == b:
         return 0.0
-    return TWIN if OTHER_16_BITS.get(a) == b else OTHER_DTYPE
+    return OTHER_16_BIT_DTYPE if OTHER_16_BITS.get(a) == b else OTHER_DTYPE
 
 
 @lru_cache(maxsize=4096)

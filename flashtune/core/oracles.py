@@ -1,4 +1,4 @@
-"""What the written operands of each pass should hold at a place, by the reference; torch is imported by whoever asks."""
+"""Expected values of each pass's written operands at a place, by the reference; PyTorch is imported at use."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from flashtune.core.problem import Problem
 
 ORACLE_SCORES = 2**25
-"""Scores that a forward's oracle holds at a time, in some ten tensors."""
+"""Scores that a forward's oracle has in memory at a time, in some ten tensors."""
 
 ORACLE_ROWS = 512
-"""Query rows whose scores a backward's oracle holds at a time, in some ten tensors of float64."""
+"""Query rows whose scores a backward's oracle has in memory at a time, in some ten tensors of float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rows of one head: some of its queries, and for what has a row for each key some of its keys."""
+    """Rows of one head: some of its queries, and some of its keys for tensors with a row per key."""
 
     batch: int
     head: int
@@ -42,7 +42,7 @@ def _attended(
 ) -> "tuple[Tensor, Tensor]":
     """Output and LSE of one head's rows from `first` on, by the reference; `tensors` are these rows of q, and the head's k and v.
 
-    `score_leaf` (rows, N_kv), all 0, is added to the scores, and gets the gradient that a bias has.
+    `score_leaf` (rows, N_kv), all 0, is added to the scores, and receives a bias's gradient.
     """
     import torch
 
@@ -82,7 +82,7 @@ def _attended(
 def forward_oracle(
     problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None" = None
 ) -> "dict[str, Tensor]":
-    """Output and LSE by the reference, some rows at a time."""
+    """Output and LSE at a place by the reference, some rows at a time."""
     import torch
 
     batch, head, kv_head = place.batch, place.head, place.head // problem.gqa_ratio
@@ -99,10 +99,10 @@ def forward_oracle(
 def backward_oracle(
     problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None" = None
 ) -> "dict[str, Tensor]":
-    """Gradients by torch's autograd through the reference, some rows at a time; those of keys add up all rows of all heads of a group.
+    """Gradients by autograd through the reference, some rows at a time; those of keys sum over all rows of a group's heads.
 
-    They are those at the output that was handed on: rounded by the forward, it moves delta = rowsum(dO * O) as a gradient of the LSE would,
-    which is as much as the tolerances allow where scores are large (BACKWARD reads O, so that this is no error of its own).
+    They are taken at the forward's rounded output, which BACKWARD reads: rounding moves delta = rowsum(dO * O) as a gradient of the LSE
+    would, as much as the tolerances allow where scores are large.
     """
     import torch
 
@@ -113,7 +113,7 @@ def backward_oracle(
     dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
 
     def add(head: int, start: int, end: int) -> "Tensor":
-        """Adds what these rows give to the keys; returns the gradient of the rows themselves."""
+        """Add these rows' gradients of the keys; returns the gradient of the rows."""
         rows = batch, head, slice(start, end)
         leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].to(kind), k, v)]
         with torch.enable_grad():
@@ -139,7 +139,7 @@ def backward_oracle(
 
 
 def _loss(operands: "Mapping[str, Tensor]", rows: tuple[int, int, slice], out: "Tensor", lse: "Tensor") -> "Tensor":
-    """What has the gradients that are handed on of these rows' output and LSE; that of a row that sees nothing is a constant."""
+    """A scalar whose gradients by these rows' output and LSE are the operands'; rows that see nothing add none by their LSE."""
     dout = operands["dout"][rows].to(out.dtype)
     dlse = operands["dlse"][rows] + ((out.detach() - operands["out"][rows]) * dout).sum(-1)
     return (out * dout).sum() + (lse * dlse)[lse.isfinite()].sum()
@@ -148,7 +148,7 @@ def _loss(operands: "Mapping[str, Tensor]", rows: tuple[int, int, slice], out: "
 def _score_gradients(
     problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
 ) -> "Iterator[tuple[Tensor, Tensor]]":
-    """Gradients of what is added to the scores of these rows, and how far each key is from the diagonal, some rows at a time."""
+    """Gradients of a bias on these rows' scores, and each key's distance from the diagonal, some rows at a time."""
     import torch
 
     from flashtune.core import reference

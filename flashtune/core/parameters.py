@@ -1,4 +1,4 @@
-"""What a launch takes beside its operands, for every pass alike, and what of it each head has its own of. Needs torch only to be used."""
+"""Parameters of a launch beside its operands, equal for every pass. Importing this needs no PyTorch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,21 +16,21 @@ PER_HEAD: dict[str, Literal["heads", "kv_heads"]] = {
     "v_descale": "kv_heads",
     "sinks": "heads",
 }
-"""What callers give per head, by their name for it, and the field of a problem that counts those heads."""
+"""Parameters per head, by callers' names, with the field of a problem that counts those heads."""
 
 FACTORS = ("q_descale", "k_descale", "v_descale")
-"""Those that belong to fp8 inputs; a launch takes them together, as `descale`."""
+"""Factors of fp8 inputs; a launch takes them together, as `descale`."""
 
 PER_HEAD_FLAGS = {"alibi_slopes": "alibi"} | {name: name for name in PER_HEAD if name not in (*FACTORS, "alibi_slopes")}
-"""The feature that each of the others asks for; a launch calls them as callers do, but for `slopes`."""
+"""The feature that each of the others needs; a launch uses callers' names, but for `slopes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallParameters:
-    """What a launch takes beside its operands, the same for every pass.
+    """Parameters of a launch beside its operands, equal for every pass.
 
-    `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are the factors of q (B, Hq), k and v
-    (B, Hkv) that fp8 inputs stand for a multiple of; `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask.
+    `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are factors of fp8 inputs: q (B, Hq),
+    k and v (B, Hkv); `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask.
     """
 
     scale: float
@@ -45,21 +45,21 @@ class CallParameters:
     sinks: "torch.Tensor | None" = None
 
     def per_head(self) -> "dict[str, torch.Tensor]":
-        """What is given per head, by the names of `PER_HEAD`."""
-        given = dict(zip(FACTORS, self.descale or (), strict=False))
-        given |= {name: getattr(self, _keyword(name)) for name in PER_HEAD_FLAGS}
-        return {name: given[name] for name in PER_HEAD if given.get(name) is not None}
+        """The parameters per head, by the names of `PER_HEAD`."""
+        found = dict(zip(FACTORS, self.descale or (), strict=False))
+        found |= {name: getattr(self, _keyword(name)) for name in PER_HEAD_FLAGS}
+        return {name: found[name] for name in PER_HEAD if found.get(name) is not None}
 
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of a rendered module's `launch`, which may leave out what is given per head."""
+        """The keyword arguments of a rendered module's `launch`, without parameters per head that are None."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "band"}
         return {name: value for name, value in found.items() if value is not None or name == "mask"} | self.band.keywords()
 
 
-def per_head_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `CallParameters.per_head`: what is given per head, by the names of `CallParameters`."""
-    found = {_keyword(name): given[name] for name in PER_HEAD_FLAGS if name in given}
-    factors = tuple(given[name] for name in FACTORS if name in given)
+def per_head_words(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `CallParameters.per_head`: the parameters per head, by the names of `CallParameters`."""
+    found = {_keyword(name): values[name] for name in PER_HEAD_FLAGS if name in values}
+    factors = tuple(values[name] for name in FACTORS if name in values)
     return found | {"descale": factors} if factors else found
 
 

@@ -1,7 +1,7 @@
-"""A contract per pass: which tensors it reads and writes, what is right, how close is close enough, and what it costs.
+"""A contract per pass: the tensors it reads and writes, its oracle, its tolerances, and its cost.
 
-The forward is the value `FORWARD`, the gradients of its inputs are `BACKWARD`. Whatever handles a pass (inputs, checks, times, the cost
-model) looks it up by a problem's direction (decision 0001). Nothing here needs torch but to run.
+The forward is the value `FORWARD`, the gradients of its inputs are `BACKWARD`. Inputs, checks, times and the cost
+model look a pass up by a problem's direction (decision 0001). Importing this needs no PyTorch.
 """
 
 import math
@@ -27,8 +27,8 @@ Element = Literal["input", "output", "fp32"]
 class Operand(NamedTuple):
     """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages.
 
-    `from_forward` marks what the forward wrote of the same problem, and an earlier launch hands on. `repeats` are axes over which it may be
-    an expanded view, so that the fewest bytes are those of one.
+    `from_forward` marks the forward's results for the problem, inputs of its backward. `repeats` are axes over which it may be
+    an expanded view, so that they don't count in the fewest bytes.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Operand(NamedTuple):
         return types[self.element]
 
     def nbytes(self, problem: "Problem") -> int:
-        """What reading or writing all of it once moves."""
+        """Bytes of reading or writing all of it once."""
         count = ITEMSIZE[self.dtype(problem)]
         for axis, extent in zip(self.axes, self.shape(problem), strict=True):
             count *= 1 if axis in self.repeats else extent
         return count
 
     def at(self, place: "Place", problem: "Problem") -> tuple[int | slice, ...]:
-        """The index of this place's rows in the tensor; what has rows for queries has them whole."""
+        """The index of this place's rows in the tensor; rows of queries span all keys."""
         index: dict[str, int | slice] = {
             "batch": place.batch,
             "heads": place.head,
@@ -68,7 +68,7 @@ class Operand(NamedTuple):
 
 
 class Oracle(Protocol):
-    """What the written operands, by name, should hold at a place; takes all operands, and computes in float64 unless told otherwise."""
+    """Function from all operands to the expected values of the written ones at a place, by default in float64."""
 
     def __call__(
         self,
@@ -86,7 +86,7 @@ class Pass(NamedTuple):
     """One direction of attention. `operands` are in the order of a launch's positional arguments.
 
     `products` names, for each matrix product over the visible pairs, the head size that it runs along or spans.
-    `bounds` says for each written operand of a kernel how far it may stray from the oracle.
+    `bounds` are the tolerances of each written operand of a kernel.
     """
 
     operands: tuple[Operand, ...]
@@ -115,12 +115,12 @@ class Pass(NamedTuple):
         return sum(operand.nbytes(problem) for operand in self.operands)
 
 
-def _computed(oracle: str, *given: Any, **words: Any) -> "dict[str, torch.Tensor]":
-    """What that function of flashtune.core.oracles makes of an `Oracle`'s arguments."""
-    # Calls know what a pass moves and computes, and wait for nothing that only checks of its results ask.
+def _computed(oracle: str, *args: Any, **kwargs: Any) -> "dict[str, torch.Tensor]":
+    """The result of a function of flashtune.core.oracles, by its name."""
+    # Calls need a pass's sizes, and shouldn't wait for imports of checks.
     from flashtune.core import oracles
 
-    found: dict[str, torch.Tensor] = getattr(oracles, oracle)(*given, **words)
+    found: dict[str, torch.Tensor] = getattr(oracles, oracle)(*args, **kwargs)
     return found
 
 
@@ -153,12 +153,12 @@ def _backward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
 
     found = tolerance(spec)
     bound = Bound(atol=found.atol, rtol=found.rtol, relative_norm=found.gradient_norm)
-    # Distances weigh what belongs to slopes, so that no number of its own says what is small.
+    # Distances weigh the slopes' gradient, so that no absolute bound fits.
     return dict.fromkeys(("dq", "dk", "dv", "dbias"), bound) | {"dslopes": Bound(atol=math.inf, relative_norm=found.gradient_norm)}
 
 
 def _read(operand: Operand) -> Operand:
-    """What the forward wrote, as an operand of the backward."""
+    """An output of the forward as an input of the backward."""
     return operand._replace(written=False, from_forward=True)
 
 
@@ -184,18 +184,18 @@ MORE_GRADIENTS = (
     ),
     Operand(name="dslopes", title="rows' parts of the slopes' gradient", axes=("batch", "heads", "n_q"), element="fp32", written=True),
 )
-"""What a backward writes beside that where it is asked to, by the feature that asks (`flashtune.core.problem.ASKED`).
+"""Gradients that a backward writes on request, by the requesting feature (`flashtune.core.problem.ASKED`).
 
 `dbias` is a view expanded to its sizes, as masks are: with stride 0 where the bias repeats, over which it is the sum. A slope's gradient is
-the sum of its rows' parts, which a launch leaves to the caller.
+the sum of its rows' parts, which the caller adds up.
 """
 
 
 @lru_cache
 def backward_with(asked: tuple[str, ...]) -> Pass:
-    """`BACKWARD`, with the gradients of `MORE_GRADIENTS` that are asked for."""
+    """`BACKWARD` with the requested ones of `MORE_GRADIENTS`."""
     return BACKWARD._replace(operands=(*BACKWARD.operands, *(operand for operand in MORE_GRADIENTS if operand.name in asked)))
 
 
 PASSES: dict[Direction, Pass] = {"fwd": FORWARD, "bwd": BACKWARD}
-"""Every pass by the direction that problems and keys name it with."""
+"""Every pass by its direction in problems and keys."""

@@ -1,4 +1,4 @@
-"""What is asked of a kernel (`Problem`) and the part of it that the database is keyed by (`ProblemKey`)."""
+"""One attention call for a kernel (`Problem`), and its key in the database (`ProblemKey`)."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 MAX_HEAD_DIM = 256
 
 DECODE_ROWS = 16
-"""Up to so many query rows a kernel is bound by reading K and V; what was tuned for more rows says nothing about it."""
+"""Query rows up to which a kernel is bound by reading K and V, and records of more rows don't apply."""
 
 
 def next_power_of_two(value: int) -> int:
@@ -28,14 +28,14 @@ def next_power_of_two(value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """What is fused into the kernel beside softmax(scale QK^T) V.
+    """Features that are fused into the kernel beside softmax(scale QK^T) V.
 
     `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
     `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `alibi` lowers each score by
     a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
     `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
     value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
-    `dbias` and `dslopes` ask a backward for the gradient of the bias and of ALiBi's slopes, too.
+    `dbias` and `dslopes` request the gradient of the bias and of ALiBi's slopes from a backward.
     """
 
     causal: bool = False
@@ -70,8 +70,8 @@ class Features:
 
     @classmethod
     def within(cls, band: Band, **others: Any) -> "Features":
-        """The features of a call whose band is this one (see `Band.trimmed`): one that ends at the diagonal is causal, however it was asked
-        for. `others` are the rest of the features."""
+        """The features of a call with this band (see `Band.trimmed`): one that ends at the diagonal is causal, in whatever form it was
+        requested. `others` are the other features."""
         aligned = band.diagonal and (band.bounded or others.get("alibi"))
         return cls(
             causal=band.right == 0,
@@ -82,30 +82,30 @@ class Features:
 
     @property
     def banded(self) -> bool:
-        """Whether a diagonal band limits what a query sees."""
+        """True if a band limits the keys of a query."""
         return self.causal or self.window is not None
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Those of `ASKED` that are on."""
+        """The requested gradients, by the names of `ASKED`."""
         return tuple(name for name in ASKED if getattr(self, name))
 
     def asking(self, names: Sequence[str]) -> "Features":
-        """The same with these of `ASKED` on, and no others."""
+        """The features with requests for these gradients of `ASKED`, and no others."""
         return replace(self, dbias="dbias" in names, dslopes="dslopes" in names)
 
     @property
     def has_diagonal(self) -> bool:
-        """Whether anything is counted from the diagonal, so that `alignment` has a meaning."""
+        """True if a feature counts from the diagonal, so that `alignment` has a meaning."""
         return self.banded or self.alibi
 
     def band(self, n_q: int, n_kv: int) -> Band:
-        """Which keys a query sees at these sizes."""
+        """The band of visible keys at these sizes."""
         left, right = self.window if self.window is not None else (None, 0 if self.causal else None)
         return Band(left=left, right=right, diagonal=diagonal_of(self.alignment, n_q, n_kv))
 
     def as_json(self) -> dict[str, Any]:
-        """Only what is switched on: `{}` when plain, `{"causal": True, "window": 1024}`, ..."""
+        """The features that are on: `{}` when plain, `{"causal": True, "window": 1024}`, ..."""
         found: dict[str, Any] = {}
         if self.causal:
             found["causal"] = True
@@ -152,10 +152,10 @@ class Features:
 
 
 ASKED = ("dbias", "dslopes")
-"""What a backward may be asked for beside dQ, dK and dV, at the cost of products of its own: part of its key, and of no forward's."""
+"""Gradients that a backward computes on request beside dQ, dK and dV, by extra products: part of its key, and of no forward's."""
 
 FLAGS = tuple(sorted(field.name for field in fields(Features) if field.type is bool and field.name not in ("causal", *ASKED)))
-"""Features that are on or off, beside `causal`, in the order of labels."""
+"""Boolean features beside `causal`, in the order of labels."""
 
 COMPILED_AS_THEY_ARE = ("causal", "mask", *FLAGS, *ASKED)
 """Features that `KernelSpec` has under the same names."""
@@ -163,10 +163,10 @@ COMPILED_AS_THEY_ARE = ("causal", "mask", *FLAGS, *ASKED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemKey:
-    """What the database is keyed by: the user's (gpu, n, d, dtype) first, then what else changes the winner.
+    """The key of the database: the user's (gpu, n, d, dtype) first, then everything else that changes the winner.
 
     `n` is N_kv; `n_q` equals it unless the two differ. `features` is canonical JSON (sorted keys, window rounded up to a
-    power of two). `gqa_ratio` is Hq / Hkv. `bh_bucket` is B*Hq rounded up to a power of two: it says how full the GPU is.
+    power of two). `gqa_ratio` is Hq / Hkv. `bh_bucket` is B*Hq rounded up to a power of two: a measure of how full the GPU is.
     """
 
     gpu: str
@@ -186,7 +186,7 @@ class Problem:
     """One attention call as a tuner sees it: sizes, element type and features, but no data and no GPU.
 
     q is (batch, heads, n_q, d), k (batch, kv_heads, n_kv, d), v (batch, kv_heads, n_kv, d_v).
-    Raises InputError where the sizes make no sense.
+    Raises InputError for invalid sizes or features.
     """
 
     batch: int
@@ -225,17 +225,17 @@ class Problem:
 
     @property
     def band(self) -> Band:
-        """Which keys a query sees."""
+        """The band of visible keys."""
         return self.features.band(self.n_q, self.n_kv)
 
     def seen(self) -> "Problem":
-        """The same without sides of the band that hide no pair at these sizes: what a call like it is served as."""
+        """The problem without sides of the band that hide no pair at these sizes, as dispatch serves it."""
         features = self.features
         others = {name: getattr(features, name) for name in ("mask", *FLAGS, *ASKED)}
         return replace(self, features=Features.within(self.band.trimmed(self.n_q, self.n_kv), **others))
 
     def spec(self) -> KernelSpec:
-        """What of this problem is compiled into a kernel; one spec serves every N, batch and head count."""
+        """The part of this problem that is compiled into a kernel; one spec serves every N, batch and head count."""
         same = {name: getattr(self.features, name) for name in COMPILED_AS_THEY_ARE}
         window = self.features.window is not None
         return KernelSpec(direction=self.direction, dtype=self.dtype, d=self.d, d_v=self.d_v, window=window, **same)
@@ -262,20 +262,20 @@ class Problem:
         )
 
     def visible_pairs(self) -> int:
-        """How many (query, key) pairs of one head the causal and window bands leave (a bias or mask removes none)."""
+        """The number of (query, key) pairs of one head within the band (a bias or mask removes none)."""
         return self.band.pairs(self.n_q, self.n_kv)
 
     @property
     def contract(self) -> Pass:
-        """The pass that this problem is of."""
+        """The pass of this problem."""
         return PASSES[self.direction] if self.direction == "fwd" else backward_with(self.features.asked)
 
     def forward(self) -> "Problem":
-        """The forward of the same call."""
+        """The forward of this problem's call."""
         return replace(self, direction="fwd", features=self.features.asking(()))
 
     def flops(self) -> int:
-        """The pass's matrix products over the visible pairs, see `Pass.flops`."""
+        """Floating-point operations over the visible pairs, see `Pass.flops`."""
         return self.contract.flops(self)
 
     def io_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Reference attention in float64 and the dropout mask as plain arithmetic: these define what correct means.
 
-Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of extras that torch lacks all compare with it or use it.
+Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of features that PyTorch lacks use it or compare with it.
 """
 
 import torch
@@ -17,7 +17,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def philox(seed: int, counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox4x32-7: four words of 32 random bits (held in int64) for each counter, four int64 tensors of 32-bit words that broadcast.
+    """Philox4x32-7: four words of 32 random bits (in int64) for each counter, which is four int64 tensors of 32-bit words that broadcast.
 
     `seed` is 64 bits; its low half is the first key word, as in `tl.philox`.
     """
@@ -38,14 +38,14 @@ def _wide_product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def dropout_threshold(p: float) -> int:
-    """How many of the 2^15 values of a draw drop a pair: the rate is p rounded to 1/32768."""
+    """The number of the 2^15 values of a draw that drop a pair: p rounded to 1/32768."""
     return round(p * 32768)
 
 
 def dropout_keep_rows(
     seed: int, offset: int, index: int, first: int, rows: int, n_kv: int, p: float, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Which pairs dropout keeps in rows [first, first + rows) of one head: bool (rows, n_kv).
+    """Mask of the pairs that dropout keeps in rows [first, first + rows) of one head: bool (rows, n_kv).
 
     A function of the seed (64 bits), the offset (32 bits) and absolute indices alone; `index` is batch * heads + head.
     One Philox call yields sixteen draws, for the pairs (row, row + 8) x (col, col + 1) x (columns + 0, 8, 16, 24): those sit in
@@ -77,12 +77,12 @@ def dropout_keep(
 
 
 def distances(n_q: int, n_kv: int, diagonal: int, device: torch.device | str = "cpu") -> Tensor:
-    """How far key j lies to the right of the diagonal in row i: j - i - diagonal, int64 (n_q, n_kv)."""
+    """Distances of key j in row i to the right of the diagonal: j - i - diagonal, int64 (n_q, n_kv)."""
     return torch.arange(n_kv, device=device)[None, :] - torch.arange(n_q, device=device)[:, None] - diagonal
 
 
 def visible(band: Band, n_q: int, n_kv: int, device: torch.device | str = "cpu") -> Tensor:
-    """Which pairs a band leaves: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
+    """Mask of the pairs within a band: bool (n_q, n_kv), True where i + diagonal - left <= j <= i + diagonal + right."""
     distance = distances(n_q, n_kv, band.diagonal, device)
     seen = torch.ones_like(distance, dtype=torch.bool)
     if band.left is not None:
@@ -93,7 +93,7 @@ def visible(band: Band, n_q: int, n_kv: int, device: torch.device | str = "cpu")
 
 
 def alibi(slopes: Tensor, n_q: int, n_kv: int, diagonal: int) -> Tensor:
-    """What ALiBi adds to the scores: -slope |i + diagonal - j|, (B, H, n_q, n_kv) for slopes (B, H), in their dtype."""
+    """ALiBi's bias on the scores: -slope |i + diagonal - j|, (B, H, n_q, n_kv) for slopes (B, H), in their dtype."""
     return -slopes[..., None, None] * distances(n_q, n_kv, diagonal, slopes.device).abs()
 
 
@@ -105,7 +105,7 @@ def joined(bias: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def hidden_outside(seen: Tensor, mask: Tensor | None) -> Tensor:
-    """A mask or bias, where there is one, that leaves of all pairs only those `seen` (bool)."""
+    """A mask or bias, if there is one, restricted to the pairs `seen` (bool)."""
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else joined(mask, seen)
@@ -114,8 +114,8 @@ def hidden_outside(seen: Tensor, mask: Tensor | None) -> Tensor:
 def scores_of(
     q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, band: Band, softcap: float, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What the softmax is taken of, in the dtype of q and k, which have equally many heads (see `attention`); -inf where a pair is hidden.
-    Then the hyperbolic tangents of the soft cap, if there is one."""
+    """Scores before the softmax, in the dtype of q and k, which have equally many heads (see `attention`), -inf where a pair is hidden;
+    and the hyperbolic tangents of the soft cap, or None."""
     scores, capped = scale * (q @ k.transpose(-1, -2)), None
     if softcap:
         capped = torch.tanh(scores / softcap)
@@ -127,7 +127,7 @@ def scores_of(
         seen = seen & mask
     elif mask is not None:
         scores = scores + mask.to(scores.dtype)
-    # A bias of -inf hides a pair like a mask does; filled in again, so that no gradient flows through -inf - -inf.
+    # A bias of -inf hides a pair like a mask; filling it in again stops gradients through -inf - -inf.
     return scores.masked_fill(~seen | (scores == float("-inf")), float("-inf")), capped
 
 
@@ -151,11 +151,11 @@ def attention(
 
     q (B, Hq, N_q, D), k (B, Hkv, N_kv, D), v (B, Hkv, N_kv, D_v); Hq a multiple of Hkv. Order of the score's steps: scale,
     soft cap c tanh(s / c), ALiBi, additive mask, then boolean mask (True attends) and `band` (None: all keys) as -inf. `keep` is
-    dropout's bool mask; kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row with nothing to attend to
+    dropout's bool mask; kept weights are divided by 1 - dropout_p and the LSE doesn't see dropout. A row without visible keys
     gives 0 and LSE -inf.
-    `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` holds factors of q (B, Hq), k and v (B, Hkv),
-    which quantised inputs stand for a multiple of. `sinks` (B, Hq) are logits of one more key for every row, whose value is 0: neither
-    scaled nor masked, and in the LSE, so that rows with nothing else to attend to have the sink as theirs. Differentiable.
+    `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` are factors by which q (B, Hq), k and v (B, Hkv)
+    are multiplied. `sinks` (B, Hq) are logits of one more key for every row, whose value is 0: neither
+    scaled nor masked, and in the LSE, so that rows without visible keys have the sink as theirs. Differentiable.
     """
     ratio = q.shape[1] // max(1, k.shape[1])
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -165,18 +165,18 @@ def attention(
     scores, _ = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes)
     beside = []
     if sinks is not None:
-        # Filled in again for the same reason.
+        # As with biases, no gradient may flow through -inf - -inf.
         logits = sinks.to(dtype).masked_fill(sinks == float("-inf"), float("-inf"))
         beside = [logits[..., None, None].expand(*scores.shape[:3], 1)]
     everything = torch.cat([scores, *beside], -1)
     lse = torch.logsumexp(everything, -1)
-    # From the maximum, not the LSE: beside a bias of -3e38 the logarithm of a sum is lost. exp(-inf - -inf) is NaN; a finite stand-in
-    # gives exp(-inf) = 0 on empty rows.
+    # By the maximum, not the LSE: beside a bias of -3e38 the logarithm of a sum is lost. On empty rows exp(-inf - -inf) would be NaN;
+    # with a finite maximum it is exp(-inf) = 0.
     top = everything.detach().amax(-1, keepdim=True) if everything.shape[-1] else everything.new_zeros(*everything.shape[:-1], 1)
     top = top.masked_fill(top == float("-inf"), 0.0)
     total = torch.exp(everything - top).sum(-1, keepdim=True)
     weights = torch.exp(scores - top) / total.masked_fill(total == 0.0, 1.0)
     if keep is not None:
-        # At a rate of 1 nothing is kept, and 0 / 0 is NaN.
+        # At a rate of 1 no pair is kept, and 0 / 0 is NaN.
         weights = weights * keep / (1.0 - dropout_p if dropout_p < 1.0 else 1.0)
     return weights @ v, lse

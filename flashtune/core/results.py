@@ -1,4 +1,4 @@
-"""What became of a trial (`Outcome`), how fast it was (`Measurement`), and what is kept of it (`TuningRecord`)."""
+"""Results of trials (`Outcome`), their times (`Measurement`), and the records of winners (`TuningRecord`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +23,11 @@ class Fate(StrEnum):
     CORRECTNESS = "correctness"
     CORRECT = "correct"
     UNCHECKED = "unchecked"
-    """It compiled and a time was predicted, but nothing compared its numbers: no interpreter runs its family."""
+    """It compiled and a time was predicted, but its numbers are unverified: no interpreter runs its family."""
 
     @property
     def timed(self) -> bool:
-        """Whether a trial that ended so may carry a time."""
+        """True if a trial of this fate may carry a time."""
         return self in (Fate.CORRECT, Fate.UNCHECKED)
 
 
@@ -44,7 +44,7 @@ class Measurement:
     @classmethod
     def of(cls, times_us: Sequence[float]) -> "Measurement":
         """The quantiles of `times_us` (at least one sample)."""
-        # It imports fractions and decimals, which nobody needs whose rows are there already.
+        # This imports fractions and decimals, which dispatch from records doesn't need.
         import statistics
 
         ordered = sorted(times_us)
@@ -75,7 +75,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileFacts:
-    """What the real compiler says of one variant on one target, per thread or per program."""
+    """The compiler's resource usage of one variant on one target, per thread or per program."""
 
     registers: int
     spills: int
@@ -88,7 +88,7 @@ class CompileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one trial. `reason` says in one line why it failed (empty when correct)."""
+    """Result of one trial. `reason` is the cause of a failure in one line (empty when correct)."""
 
     template: str
     template_hash: str
@@ -102,19 +102,19 @@ class Outcome:
     max_error: float | None = None
     """Largest error against the oracle over the tolerance (<= 1 passes), when it was checked."""
     finalist: bool = False
-    """Whether `measurement` comes from the closing races, where everything is timed interleaved; else it is `trial`."""
+    """True if `measurement` comes from the closing A/B timing, which interleaves all final candidates; else it is `trial`."""
     trial: Measurement | None = None
-    """A measured candidate's time among the trials, in the scale of the incumbents that they were interleaved with, because clocks drift
-    during a search: times of trials are compared by this alone. None for predictions, and where only the race's time was kept."""
+    """A measured candidate's time among the trials, scaled by the incumbent that it was interleaved with, since clocks drift during a
+    search; only these times of trials are comparable. None for predictions, and where only the closing time was stored."""
     call_us: float | None = None
     """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
     rank: int | None = None
-    """Place in the closing race, ties broken by the fixed rule: 1 is the winner."""
+    """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The framework's own default attention, timed in the same run on the same inputs."""
+    """PyTorch's default attention, timed in the same run on the same inputs."""
 
     backend: str
     measurement: Measurement
@@ -124,7 +124,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What the GPU was doing while finalists raced: medians over `samples` readings; None for what its driver doesn't tell."""
+    """The GPU's state during the closing A/B timing: medians over `samples` readings; None for values that its driver doesn't report."""
 
     samples: int
     sm_clock_mhz: int | None = None
@@ -132,20 +132,20 @@ class Conditions:
     power_w: float | None = None
     temperature_c: int | None = None
     throttled_by: str | None = None
-    """What held the clocks back in any reading, in NVML's words with commas between; empty where nothing did."""
+    """NVML's reasons for throttled clocks in any reading, with commas between; empty where there were none."""
     other_processes: int | None = None
-    """The most processes of others that computed on this GPU in any reading."""
+    """The greatest number of other processes on this GPU in any reading."""
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What speaks against times that were taken meanwhile: `throttled`, `shared`."""
+        """Reasons to doubt times taken under these conditions: `throttled`, `shared`."""
         return (("throttled",) if self.throttled_by else ()) + (("shared",) if self.other_processes else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Why a search stopped (a word of flashtune.tuner.search.stopping), and by how much it then expected its best time to be longer than
-    that of the best candidate there is (0.01 is 1 %); None where nothing says."""
+    """The reason why a search stopped (a word of flashtune.tuner.search.stopping), and its expected regret: the share by which its best
+    time exceeds that of the best candidate (0.01 is 1 %), None where unknown."""
 
     reason: str
     regret: float | None = None
@@ -153,7 +153,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where figures come from."""
+    """Origin of a search's figures: versions, GPU, command and conditions."""
 
     flashtune: str
     torch: str
@@ -161,14 +161,14 @@ class Provenance:
     driver: str = ""
     gpu_name: str = ""
     clocks: str = ""
-    """The highest SM clock and the power limit that the driver names; `conditions` are those under load."""
+    """The highest SM clock and the power limit by the driver; `conditions` are those under load."""
     command: str = ""
-    """What was typed, with passwords masked; so are those that rows of earlier versions hold."""
+    """The command line, with passwords masked, also in records of earlier versions."""
     seed: int | None = None
     created_at: str = ""
     """UTC, ISO 8601."""
     conditions: Conditions | None = None
-    """None where nothing raced, or nobody watched."""
+    """None without a closing A/B timing, or where the GPU wasn't monitored."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "command", mask_command_line(self.command))
@@ -180,7 +180,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRecord:
-    """One served row: the best variant known for a key, with how it was found."""
+    """The best variant for a key, with its provenance."""
 
     key: ProblemKey
     problem: Problem
@@ -189,18 +189,19 @@ class TuningRecord:
     baseline: Baseline | None = None
     ending: Ending | None = None
     twin: Outcome | None = None
-    """Where the outcome's kernel settles row maxima: the best measured trial of the same run that doesn't, for scores that mislead it."""
+    """The fallback kernel where the outcome freezes row maxima: the best measured trial of the same run that doesn't, for mispredicted
+    softmax."""
     origin: str = ""
-    """Which database it was read from: `shipped`, `overlay` or a path."""
+    """The database it was read from: `shipped`, `overlay` or a path."""
     precedence: int = 0
-    """How far up the layer lies that it was read from, of those that were asked for; 0 for the user's own results and the shipped ones."""
+    """Precedence of its layer among the requested ones; 0 for the user's own results and the shipped ones."""
 
     def as_twin(self) -> "TuningRecord | None":
-        """The record with its twin in its place; None where it has none."""
+        """The record of its fallback kernel; None where it has none."""
         return None if self.twin is None else replace(self, outcome=self.twin, twin=None)
 
     def as_result(self) -> "SearchResult":
-        """The result of a search that found the record and its twin, and nothing else."""
+        """The result of a search that found only the record and its fallback kernel."""
         return SearchResult(
             gpu=self.key.gpu,
             problem=self.problem,
@@ -218,18 +219,18 @@ class TuningRecord:
 
     @property
     def framework_us(self) -> float | None:
-        """The framework's time in the same run, in microseconds; None where it was not timed (a prediction)."""
+        """PyTorch's time in the same run, in microseconds; None where it was not timed (a prediction)."""
         return self.baseline.measurement.median_us if self.baseline else None
 
     @property
     def framework_call_us(self) -> float | None:
-        """The framework's time of a whole call, host included, in microseconds; None where it was not timed."""
+        """PyTorch's time of a whole call, host included, in microseconds; None where it was not timed."""
         return self.baseline.call_us if self.baseline else None
 
     @property
     def relative_time(self) -> float | None:
-        """This time over the framework's in the same run, below 1 where this is faster: as whole calls where both were measured, which is
-        what a caller sees (the slower of host and GPU), else on the GPU alone. None without the framework's time."""
+        """This time over PyTorch's in the same run, below 1 where this is faster: of whole calls where both were measured, as a caller
+        observes them (the slower of host and GPU), else on the GPU alone. None without PyTorch's time."""
         ours, theirs = self.outcome.call_us, self.framework_call_us
         if ours is not None and theirs is not None:
             return ours / theirs
@@ -243,8 +244,8 @@ class TuningRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits:
-    """What templates say of the bits that kernels write: whether a record's kernel `repeats` them every time, and whether one
-    that doesn't may serve its problem on its GPU (`may_vary`)."""
+    """Predicates of templates about reproducible bits: `repeats` is True if a record's kernel writes equal bits every time, `may_vary` if
+    one that doesn't may serve its problem on its GPU."""
 
     repeats: Callable[[TuningRecord], bool]
     may_vary: Callable[[TuningRecord], bool]
@@ -252,7 +253,7 @@ class Bits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """All that one search learned of one problem; what the store writes in one transaction."""
+    """The results of one search of one problem; the store writes them in one transaction."""
 
     gpu: str
     problem: Problem
@@ -263,13 +264,13 @@ class SearchResult:
 
     @property
     def best(self) -> Outcome | None:
-        """The winner: rank 1 of the closing race, else the fastest outcome with a time (ties by variant id)."""
+        """The winner: rank 1 of the closing A/B timing, else the fastest outcome with a time (ties by variant id)."""
         timed = [o for o in self.outcomes if o.fate.timed and o.measurement is not None]
         return min(timed, key=lambda o: (o.rank or 10**9, o.measurement.median_us if o.measurement else 0.0, o.variant_id), default=None)
 
     @property
     def twin(self) -> Outcome | None:
-        """Where the winner settles row maxima: the best measured outcome of its family that is right and doesn't (TuningRecord.twin)."""
+        """The fallback kernel of a winner with frozen row maxima: its family's best correct measured outcome without them."""
         best = self.best
         if best is None or not settles(best.config):
             return None

@@ -1,6 +1,6 @@
-"""Passwords out of texts: command lines are stored and shipped, and URLs of databases are printed in errors.
+"""Masking of passwords in stored command lines and in URLs of databases within error messages.
 
-Texts may be a stranger's, so masking takes a time that grows as they do: no pattern looks for an end from every possible beginning.
+Texts may be untrusted, so masking takes linear time: no pattern looks for an end from every possible beginning.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 MASK = "***"
 
-# Compiled when they are first used: every process that reads rows imports this, and hardly one holds a password.
+# Compiled at first use: every process that reads records imports this, and hardly any has a password.
 _WORD = r"\S+"
 _USER = r"(?<=[\w+.-]):/+[^\s:/@'\"]*:"
 _OPTION = r"[?&;][^=&;\s]*+"
@@ -23,24 +23,24 @@ def mask_secrets(text: str) -> str:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The words of a command as one would type them, with passwords masked."""
-    # As in `mask_command_line`.
+    """The shell command line of these words, with passwords masked."""
+    # Imported late, since most records have no password.
     import shlex
 
     return shlex.join(_masked_word(word) for word in words)
 
 
 def mask_command_line(text: str) -> str:
-    """A typed command with passwords masked; the same text where it holds none."""
+    """A command line with passwords masked, unchanged where it has none."""
     if not any(mark in text for mark in "@?&;"):
-        # No password is without one of these, however it is quoted; shlex takes its time, and every row has a command.
+        # Every password comes with one of these marks, and shlex is slow for every record's command.
         return text
     import shlex
 
     try:
         words = shlex.split(text)
     except ValueError:
-        # Cut short inside a quotation.
+        # The command was cut short inside a quotation.
         return mask_secrets(text)
     return command_line(words) if any(_masked_word(word) != word for word in words) else text
 
@@ -50,14 +50,14 @@ def _masked_word(word: str) -> str:
 
 
 def _without_password(word: str) -> str:
-    """user:password@ is masked up to the last @: a password that should have been quoted may hold / and @ itself."""
+    """The word with user:password@ masked up to the last @, since an unquoted password may contain / and @."""
     end = word.rfind("@")
     user = re.compile(_USER).search(word, 0, max(end, 0))
     return word if user is None or user.end() == end else f"{word[: user.end()]}{MASK}{word[end:]}"
 
 
 def _without_options(text: str, value: str) -> str:
-    """The values of all options with a secret's name are masked."""
+    """The text with the values of options with a secret's name masked."""
     parts, done = [], 0
     for option in re.finditer(_OPTION, text):
         if option.start() < done or text[option.end() : option.end() + 1] != "=" or not re.search(_SECRET, option[0]):

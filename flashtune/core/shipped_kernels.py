@@ -1,4 +1,4 @@
-"""The kernels that a package ships: its index, and the machine code of a variant, from the archive that the index pins."""
+"""The kernels that a package ships: its index, and the machine code of variants, from the archive that the index pins."""
 
 import functools
 import importlib
@@ -12,22 +12,22 @@ from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import Index, read_index
 
 PACKAGE = "flashtune.kernels_generated"
-"""Flashtune's own."""
+"""Package of flashtune's own kernels."""
 
 
 def folder_of(package: str) -> Path:
-    """Where a package of generated kernels lies."""
+    """The folder of a package of generated kernels."""
     [folder] = importlib.import_module(package).__path__
     return Path(folder)
 
 
 def archive_name(arch: str) -> str:
-    """The name of an architecture's archive in whatever folder it lies in."""
+    """The file name of an architecture's archive."""
     return f"sm{arch}.kernels" if arch.isdigit() else f"{arch}.kernels"
 
 
 def checkout_folder(generated: Path, arch: str) -> Path:
-    """Where a checkout keeps the archive of an architecture, beside the package whose generated kernels lie in this folder."""
+    """The folder of an architecture's archive in a checkout whose generated kernels lie in `generated`."""
     return generated.parents[1] / "kernels" / f"sm{arch}" / f"flashtune_kernels_sm{arch}"
 
 
@@ -47,14 +47,14 @@ def shipped_index(package: str) -> Index:
 def shipped_archive(package: str, arch: str) -> Archive | None:
     """The archive that a package's index names for an architecture; None where none is installed.
 
-    Raises EnvironmentProblem where it is another than the index names.
+    Raises EnvironmentProblem where it differs from the index.
     """
     return find_archive(folder_of(package), shipped_index(package), arch)
 
 
 def find_archive(folder: Path, index: Index, arch: str) -> Archive | None:
-    """The archive that a folder's index names: in the folder itself, in the checkout, or in the package that was installed for it; None
-    where there is none. Raises EnvironmentProblem where there are only others than the index names."""
+    """The archive that a folder's index names, in the folder itself, in the checkout, or in the installed package; None
+    where there is none. Raises EnvironmentProblem where all of them differ from the index."""
     facts, problem = index.archives.get(arch), None
     if facts is None:
         return None
@@ -73,20 +73,20 @@ def find_archive(folder: Path, index: Index, arch: str) -> Archive | None:
 
 
 def _installed(arch: str) -> Path | None:
-    """The folder of the installed package of an architecture's archive; nothing of it is run."""
+    """The folder of the installed package of an architecture's archive, which isn't imported."""
     found = importlib.util.find_spec(distribution(arch).replace("-", "_"))
     return None if found is None or not found.submodule_search_locations else Path(next(iter(found.submodule_search_locations)))
 
 
 def lacks_archive(package: str, variant_id: str, arch: str) -> bool:
-    """Whether machine code of a variant was compiled for an architecture, in an archive that isn't installed."""
+    """True if a variant's machine code for an architecture ships in an archive that isn't installed."""
     return shipped_index(package).manifest_of(variant_id, arch) is not None and shipped_archive(package, arch) is None
 
 
 def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | None:
     """The machine code that a package has of a variant for an architecture (Target.arch); None where there is none.
 
-    Raises EnvironmentProblem where the archive isn't the one that the package's index names.
+    Raises EnvironmentProblem where the archive differs from the package's index.
     """
     piece = shipped_index(package).manifest_of(variant_id, arch)
     archive = None if piece is None else shipped_archive(package, arch)

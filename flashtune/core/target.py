@@ -1,4 +1,4 @@
-"""GPUs as the tuner sees them, and the look-up by any of their names: a table of facts with sources (`flashtune.core.gpus`), and cards of
+"""GPU models (`Target`) and their look-up by any name: those of the table (`flashtune.core.gpus`), and cards of
 this machine beside it (`flashtune.core.cards`)."""
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ class Target:
 
     `arch` is what Triton's compiler takes: the compute capability as a number ("90") or a gfx name ("gfx942").
     `peak_tflops` maps fp32, tf32, bf16, fp16 and fp8 to 10^12 operations per second; a missing type has no matrix unit for it.
-    `exp_per_clock` is how many exponentials one SM (compute unit) starts per clock.
-    `driver_names` are the names that drivers report; `aliases` what people write.
+    `exp_per_clock` is the number of exponentials that one SM (compute unit) starts per clock.
+    `driver_names` are the names that drivers report; `aliases` are other names that users may type.
     """
 
     slug: str
@@ -42,7 +42,7 @@ class Target:
     sources: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Callable[..., "Target"], tuple[object, ...]]:
-        """Another process that is handed a GPU knows it from then on (`know`)."""
+        """Pickling by fields; the receiving process registers the GPU (`know`)."""
         return _handed, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -52,17 +52,17 @@ class Target:
 
     @property
     def has_tma(self) -> bool:
-        """Whether the GPU has the bulk tensor copy engine that descriptor kernels use."""
+        """True if the GPU has the bulk tensor copy engine that descriptor kernels use."""
         return self.capability is not None and self.capability >= 90
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether Triton compiles conversions of e4m3 (fp8) for it: on NVIDIA's GPUs from compute capability 8.9 on."""
+        """True if Triton compiles conversions of e4m3 (fp8) for it: on NVIDIA's GPUs from compute capability 8.9 on."""
         return self.capability is None or self.capability >= 89
 
     @property
     def is_hopper(self) -> bool:
-        """Whether warpgroup matrix instructions (wgmma) exist: compute capability 9.0 alone."""
+        """True if the GPU has warpgroup matrix instructions (wgmma): compute capability 9.0 alone."""
         return self.capability == 90
 
     @property
@@ -77,15 +77,15 @@ def _handed(*values: Any) -> Target:
 
 @cache
 def targets() -> dict[str, Target]:
-    """Every GPU that this process knows, by slug: those of the table, then cards that a driver described (`know`)."""
-    # Its rows are of this module's class.
+    """Every known GPU by slug: those of the table, then cards that a driver described (`know`)."""
+    # The table imports this module's class.
     from flashtune.core.gpus import GPUS
 
     return {target.slug: target for target in GPUS}
 
 
 def know(target: Target) -> Target:
-    """Have this GPU found by its names from now on, where its slug isn't known."""
+    """Register this GPU for look-ups, unless its slug is known; returns it."""
     targets().setdefault(target.slug, target)
     return target
 
@@ -122,7 +122,7 @@ def _names() -> dict[str, str]:
 
 @cache
 def _know_cards_here() -> None:
-    """Have the cards of this machine known that the table lacks, as their driver describes them."""
+    """Register the cards of this machine that the table lacks, as their driver describes them."""
     from flashtune.core import cards
 
     known = _names()

@@ -1,4 +1,4 @@
-"""Calls in threads that nobody waits for: neither the end of a block, as an executor does, nor the end of the process."""
+"""Calls in daemon threads, which neither the end of a block (as with an executor) nor of the process waits for."""
 
 import threading
 from collections.abc import Callable
@@ -9,13 +9,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def begun(call: Callable[P, T], *arguments: P.args, **words: P.kwargs) -> "Future[T]":
-    """The future of a call that a thread of its own makes from now on; an interruption of who waits for it leaves the thread behind."""
+def begun(call: Callable[P, T], *arguments: P.args, **kwargs: P.kwargs) -> "Future[T]":
+    """The future of a call in a new daemon thread, which an interruption of the waiting thread doesn't end."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(call(*arguments, **words))
+            future.set_result(call(*arguments, **kwargs))
         except BaseException as error:
             future.set_exception(error)
 

@@ -1,10 +1,10 @@
-"""The one table of tolerances: how far a kernel may stray from the float64 oracle, and why.
+"""Table of tolerances: a kernel's greatest error against the float64 oracle, and its derivation.
 
 A kernel with fp16/bf16 inputs rounds P to the input type before PV and O once at the end. With P <= 1 and the row's sum
 applied in float32, the error of an output is a weighted mean of |v| times one unit roundoff, plus one rounding of O; for
 inputs ~ N(0, 1) a few unit roundoffs cover it. TF32 rounds each operand to 10 bits of mantissa (like fp16).
 
-fp8 inputs are compared with the oracle on the values that they stand for, so that only the kernel's own rounding counts: of P to e4m3,
+fp8 inputs are compared with the oracle on their exact values, so that only the kernel's own rounding counts: of P to e4m3,
 unit roundoff u = 2^-4, where a kernel multiplies PV as fp8. Weights p_j (1 + e_j) with |e_j| <= u turn o = sum p_j v_j into o + sum p_j
 e_j v_j. For independent v_j, which are all but orthogonal, that is at most u |o|: the norm's bound. An element is off by u max|v| at
 worst; signs of e_j that don't agree make it a quarter of that. A simulation with N of 77 to 8192, D of 16 to 128, causal and full,
@@ -26,14 +26,14 @@ class Tolerance:
     rtol: float
     lse_atol: float
     relative_norm: float
-    """Bound on ||x - oracle|| / ||oracle||, which a wrong but small value can't hide from."""
+    """Bound on ||x - oracle|| / ||oracle||, which catches errors of small values."""
     gradient_norm: float
-    """The same for gradients of q, k and v."""
+    """The relative norm for gradients of q, k and v."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One tensor's tolerance: |x - oracle| <= atol + rtol |oracle|, and ||x - oracle|| <= relative_norm ||oracle|| if one is given."""
+    """One tensor's tolerance: |x - oracle| <= atol + rtol |oracle|, and ||x - oracle|| <= relative_norm ||oracle|| unless that is None."""
 
     atol: float
     rtol: float = 0.0

@@ -1,4 +1,4 @@
-"""Element types as torch knows them; apart from `flashtune.core.dtypes`, so that those who need no torch don't import it."""
+"""PyTorch's element types, apart from `flashtune.core.dtypes` so that its users needn't import PyTorch."""
 
 import torch
 
@@ -10,13 +10,13 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "fp32": torch.float32,
     "fp8": torch.float8_e4m3fn,
 }
-"""Torch's types of the element types that kernels take."""
+"""PyTorch's types of kernels' element types."""
 
 KERNEL_DTYPES: dict[torch.dtype, DType] = {kind: name for name, kind in TORCH_DTYPES.items()}
-"""The inverse; float64 is in neither, since it goes to the framework."""
+"""The inverse; float64 is in neither, since PyTorch serves it."""
 
 
 def output_torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`flashtune.core.dtypes.output_dtype` for torch's types; the type itself where kernels don't take it."""
+    """`flashtune.core.dtypes.output_dtype` for PyTorch's types; the type itself where no kernel takes it."""
     name = KERNEL_DTYPES.get(dtype)
     return dtype if name is None else TORCH_DTYPES[output_dtype(name)]

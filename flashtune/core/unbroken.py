@@ -1,4 +1,4 @@
-"""Work that an interruption must not break off in the middle."""
+"""Context that defers interruptions to its end."""
 
 import signal
 import threading
@@ -8,29 +8,29 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 PATIENCE_S = 3.0
-"""So long after one that is held back the next interruption breaks in: somebody doesn't want to wait."""
+"""Seconds after a deferred interruption from which the next one takes effect at once."""
 
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Interruptions that come meanwhile are heard at the end.
+    """A context whose signals of interruption are raised at its end.
 
-    Whatever a signal raises inside of a transaction leaves it half done, and its locks held for as long as the traceback lives. Of no
-    effect in other threads than the main one, where Python handles no signals.
+    An exception of a signal handler inside a transaction would leave it half done, and its locks taken as long as the traceback lives.
+    It has no effect outside the main thread, where Python handles no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[tuple[int, float]] = []
+    deferred: list[tuple[int, float]] = []
     working = True
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if working and (not held or time.monotonic() - held[0][1] < PATIENCE_S):
-            held.append((number, time.monotonic()))
+        if working and (not deferred or time.monotonic() - deferred[0][1] < PATIENCE_S):
+            deferred.append((number, time.monotonic()))
         else:
             handlers[number](number, frame)
 
-    # The alarm is that of an interruption which a finalizer swallowed (flashtune.cli.interrupts).
+    # SIGALRM repeats an interruption that a finalizer swallowed (flashtune.cli.interrupts).
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     handlers = {int(number): handler for number, handler in found.items() if callable(handler)}
     try:
@@ -42,6 +42,6 @@ def unbroken() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         with ExitStack() as heard:
-            # Each once, the first one first, also where the handler of one before raises.
-            for number in reversed(dict.fromkeys(number for number, _ in held)):
+            # Each signal once, in order, even where an earlier handler raises.
+            for number in reversed(dict.fromkeys(number for number, _ in deferred)):
                 heard.callback(signal.raise_signal, number)

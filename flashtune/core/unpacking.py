@@ -1,16 +1,16 @@
-"""Compressed machine code unpacked within bounds: a file of megabytes may hold gigabytes."""
+"""Bounded decompression of machine code: a file of megabytes may unpack to gigabytes."""
 
 import zlib
 from pathlib import Path
 
 MOST_BYTES = 16 << 20
-"""So large is no kernel, packed or not: the largest shipped one has 0.2 MiB."""
+"""Bytes of the largest kernel, packed or not, that is read; the largest shipped has 0.2 MiB."""
 GZIP = 31
-"""How zlib is told of gzip's header."""
+"""zlib's `wbits` for gzip's header."""
 
 
 def unpacked(content: bytes) -> bytes:
-    """What this gzipped content holds; raises zlib.error where it is damaged or holds more than MOST_BYTES."""
+    """The content of gzipped bytes; raises zlib.error where it is damaged or holds more than MOST_BYTES."""
     packer = zlib.decompressobj(wbits=GZIP)
     found = packer.decompress(content, MOST_BYTES)
     if not packer.eof:
@@ -19,6 +19,6 @@ def unpacked(content: bytes) -> bytes:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """What this gzipped file holds; raises OSError or zlib.error."""
+    """The content of a gzipped file; raises OSError or zlib.error."""
     with path.open("rb") as file:
         return unpacked(file.read(MOST_BYTES + 1))

@@ -1,4 +1,4 @@
-"""Words for people."""
+"""Phrases for messages."""
 
 
 def counted(number: int, noun: str) -> str:
