@@ -56,7 +56,7 @@ class ModelAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model: its slug is what `--model` takes. `sources` name the files that describe its attentions."""
+    """A model; `--model` takes its slug. `sources` name the files that describe its attentions."""
 
     slug: str
     name: str

@@ -1,4 +1,4 @@
-"""Reference attention in float64 and the dropout mask as plain arithmetic: these define what correct means.
+"""Reference attention in float64 and the dropout mask as plain arithmetic, the definition of correct results.
 
 Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of features that PyTorch lacks use it or compare with it.
 """

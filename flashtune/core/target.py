@@ -15,7 +15,7 @@ Vendor = Literal["nvidia", "amd"]
 class Target:
     """One GPU model. Peak figures are the vendor's dense ones (no sparsity), at boost clock.
 
-    `arch` is what Triton's compiler takes: the compute capability as a number ("90") or a gfx name ("gfx942").
+    `arch` is the argument of Triton's compiler: the compute capability as a number ("90") or a gfx name ("gfx942").
     `peak_tflops` maps fp32, tf32, bf16, fp16 and fp8 to 10^12 operations per second; a missing type has no matrix unit for it.
     `exp_per_clock` is the number of exponentials that one SM (compute unit) starts per clock.
     `driver_names` are the names that drivers report; `aliases` are other names that users may type.

@@ -1,4 +1,4 @@
-"""Template families: Jinja text beside the search space that it declares."""
+"""Template families: Jinja text beside its search space."""
 
 import functools
 
@@ -9,7 +9,7 @@ from flashtune.templates.family import Family
 
 
 def families() -> dict[str, Family]:
-    """Every family by name, in the order in which they are preferred when nothing was tuned."""
+    """Every family by name, in order of preference without tuned records."""
     return {family.name: family for family in _found()}
 
 
@@ -34,26 +34,26 @@ def family(name: str) -> Family:
 
 
 def repeats(record: TuningRecord) -> bool:
-    """Whether a record's kernel writes the same bits every time, as its family promises; one that isn't here promises nothing."""
+    """True if the family of a record's kernel guarantees equal bits at every launch; False for unknown families."""
     found = families().get(record.outcome.template)
     return found is not None and found.repeatable
 
 
 def may_vary(record: TuningRecord) -> bool:
-    """Whether a family whose bits vary may serve a record's problem on its GPU, so that dispatch takes rows that raced for the same bits
-    last (flashtune.dispatch.policy.Pool.exact)."""
+    """True if a family whose bits vary may serve a record's problem on its GPU, so that dispatch prefers records without that restriction
+    (flashtune.dispatch.policy.Pool.exact)."""
     problem, target = record.problem, targets().get(record.key.gpu)
     varying = [family for family in _found() if family.direction == problem.direction and not family.repeatable]
     return target is not None and any(family.refusal(problem, problem.spec(), target) is None for family in varying)
 
 
 BITS = Bits(repeats=repeats, may_vary=may_vary)
-"""Of the families here."""
+"""The predicates of these families."""
 
 
 def unservable(record: TuningRecord) -> str | None:
-    """Why this version's templates can't serve a record on its own GPU, as for one that an earlier version wrote; None where they can, as
-    far as that can be told of a card that isn't known here."""
+    """The reason why this version's templates can't serve a record, perhaps of an earlier version, on its own GPU; None where they can.
+    Of an unknown GPU only the config is checked."""
     target = targets().get(record.key.gpu)
     try:
         chosen = family(record.outcome.template)

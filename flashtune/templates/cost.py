@@ -1,8 +1,8 @@
-"""A cost model over what the real compiler says: an estimate of a candidate's time where it can't be run.
+"""A cost model over the compiler's resource usage: a candidate's estimated time.
 
 Per key block a program needs the matrix units, the exponential units, the vector units and the memory path. Programs that share an SM
-overlap these; a program alone does so only as far as its own warps and pipeline stages let it. Whole waves of programs then fill the GPU.
-The constants are fitted to the committed sweeps (benchmarks/sweeps), which a test replays.
+overlap these; a program alone only as far as its warps and pipeline stages allow. Whole waves of programs then fill the GPU.
+The constants are fitted to the sweeps in benchmarks/sweeps, which a test replays.
 """
 
 import math
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 MANY_TILES = 1 << 20
-"""More are even: a list of them takes seconds, and no SM has a thousandth more to do than another."""
+"""Tiles beyond which work counts as even: a list of them takes seconds, and SMs differ by less than a thousandth."""
 
 FEW_ROUNDS = 8
-"""Up to so many tiles of a band to a program it counts which of them end last; more fill all SMs evenly."""
+"""Tiles of a band per program up to which the last ones count; more fill all SMs evenly."""
 
 
 def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
-    """Key blocks that the query tiles of one head visit in all, given the causal and window bands."""
+    """Key blocks that the query tiles of one head visit in all, within the band."""
     return blocks_of_head(problem.band, problem.n_q, problem.n_kv, block_m, block_n)
 
 
 @lru_cache(maxsize=4096)
 def _unevenness(problem: Problem, block_m: int, block_n: int, section: int, sms: int, active: int, tile_blocks: float) -> float:
-    """How much longer the busiest SM works than the mean, where program p takes every (sms * active)-th tile from the p-th on.
+    """The busiest SM's work over the mean, where program p takes every (sms * active)-th tile from the p-th on.
 
-    A tile costs its blocks and `tile_blocks` more. Programs that share an SM make up for each other in part.
+    A tile costs its blocks and `tile_blocks` more. Programs that share an SM balance each other in part.
     """
     work = _work(problem, block_m, block_n, section) + tile_blocks
     slots = sms * active
@@ -54,15 +54,15 @@ def _unevenness(problem: Problem, block_m: int, block_n: int, section: int, sms:
 
 @lru_cache(maxsize=4096)
 def _last_ends(problem: Problem, block_m: int, block_n: int, section: int, sms: int, active: int, tile_blocks: float) -> float:
-    """The same where a program takes the next tile as soon as it is free: a GPU of few tiles is done no sooner than the longest of them.
+    """The busiest SM's work over the mean under dynamic scheduling, bounded below by the longest tile.
 
-    Halfway between the order of the indices and the best one, by which programs that have an SM's units to themselves come nearer.
+    Halfway between the order of the indices and the best order, which programs alone on an SM come near.
     """
     work = _work(problem, block_m, block_n, section) + tile_blocks
     ends = 0.0
     for slots in (sms, sms * active):
         busy = np.zeros(slots)
-        # A quarter of a round of tiles at a time, to those that are free first.
+        # A quarter of a round of tiles at a time, to the programs that are free first.
         for found in np.split(work, range(slots // 4, len(work), slots // 4)):
             busy.sort()
             busy[: len(found)] += found
@@ -71,7 +71,7 @@ def _last_ends(problem: Problem, block_m: int, block_n: int, section: int, sms: 
 
 
 def _work(problem: Problem, block_m: int, block_n: int, section: int) -> "NDArray[np.float64]":
-    """Blocks of each tile by the work indices of the Hopper family: sections of heads, in each the row tiles of all its heads, the longest
+    """Blocks of each tile in the Hopper family's work order: by sections of heads, in each the row tiles of all its heads, longest
     first."""
     blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1].astype(float)
     heads = problem.batch * problem.heads
@@ -100,7 +100,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     drawn = config.get("order", "fixed") == "drawn"
     moved = block_m * (padded(problem.d) + padded(problem.d_v)) * ITEMSIZE[problem.dtype] / c.tile_bytes_per_clock
     slots = target.sms * active
-    # A program's first tile follows none.
+    # A program's first tile has no predecessor to overlap with.
     first = min(1.0, slots / tiles)
     fill = block.matrix * c.fill * block.ahead * (c.chained_fill + (1 - c.chained_fill) * first if tiling == "chained" else 1.0)
     edges = _edge_blocks(problem, rows, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
@@ -114,7 +114,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     elif persistent:
         uneven = 1.0 + c.uneven_drawn * slots / tiles
     else:
-        # An SM that has a tile more than others ends last, whichever share it; tiles of a band, long ones first, fill all evenly.
+        # The SM with a tile more than others ends last; tiles of a band, longest first, fill all SMs evenly.
         uneven = 1.0 if problem.features.banded else math.ceil(tiles / target.sms) * target.sms / tiles
     clocks = (blocks * block.clocks + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
@@ -122,7 +122,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
 
 
 class Sharing(NamedTuple):
-    """How a launch of a kernel whose programs share the keys of a tile does that: tiles, parts of each, and blocks of keys of a part."""
+    """Split of a tile's keys among programs: tiles, splits of each, and blocks of keys of a split."""
 
     tiles: int
     splits: int
@@ -130,7 +130,7 @@ class Sharing(NamedTuple):
 
 
 def sharing(config: Config, problem: Problem, target: Target) -> Sharing:
-    """What the kernel's host code will find, but for bands, of which it knows less."""
+    """The split that the kernel's host code will choose, but for bands, which it knows less of."""
     block_m, block_n, heads = config.number("BLOCK_M"), config.number("BLOCK_N"), problem.batch * problem.kv_heads
     tiles = heads * math.ceil(problem.n_q * problem.gqa_ratio / block_m)
     blocks = max(1, math.ceil(key_blocks(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
@@ -139,9 +139,9 @@ def sharing(config: Config, problem: Problem, target: Target) -> Sharing:
 
 
 def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, resident: int, c: Constants) -> float:
-    """Microseconds of a kernel whose programs share the keys of a tile, with heads packed into its rows, beyond its launch.
+    """Microseconds, launch excluded, of a kernel with split keys and heads packed into its rows.
 
-    A block takes as long as its arithmetic or its way from memory, which is the longer the fewer bytes are in flight on an SM.
+    A block takes as long as its arithmetic or its load, which is slower the fewer bytes are in flight on an SM.
     """
     block_m, block_n, size = config.number("BLOCK_M"), config.number("BLOCK_N"), ITEMSIZE[problem.dtype]
     tiles, splits, share = sharing(config, problem, target)
@@ -167,13 +167,13 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
 
 
 def _edge_blocks(problem: Problem, block_m: int, block_n: int) -> int:
-    """Key blocks of a query tile that hold both keys that a row sees and keys that it doesn't."""
+    """Key blocks of a query tile with both visible and hidden keys."""
     edges = (problem.band.right is not None) + (problem.band.left is not None)
     return edges * math.ceil(block_m / block_n)
 
 
 def _score_ops(problem: Problem, c: Constants) -> tuple[float, float]:
-    """FP32 instructions and special functions that a problem's features take for each score."""
+    """FP32 instructions and special functions per score of a problem's features."""
     f = problem.features
     ops = c.softcap_ops_per_score * f.softcap + c.dropout_ops_per_score * f.dropout
     ops += c.bias_ops_per_score * (f.alibi + (f.mask != "none"))
@@ -181,35 +181,35 @@ def _score_ops(problem: Problem, c: Constants) -> tuple[float, float]:
 
 
 class _Block(NamedTuple):
-    """What one key block of one program takes, in clocks of its SM."""
+    """Cost of one key block of one program, in clocks of its SM."""
 
     clocks: float
     matrix: float
-    """The products alone."""
+    """Clocks of the products alone."""
     ahead: int
-    """How many products the kernel itself puts beside a softmax."""
+    """Products that the kernel issues beside a softmax."""
 
     @classmethod
     def of(cls, config: Config, facts: CompileFacts, problem: Problem, target: Target, active: int, c: Constants) -> "_Block":
-        """With `active` programs on the SM."""
+        """The cost with `active` programs on the SM."""
         block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
         d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
         scores = block_m * block_n
         kind = kind_of(problem)
         hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
         if kind == "fp8" and hopper is None:
-            # Plain kernels multiply it as fp16.
+            # Plain kernels multiply fp8 as fp16.
             kind = "fp16"
         narrow = target.is_hopper and facts.threads < 4 * target.warp_size
         products = sum(padded(size) for size in problem.contract.product_sizes(problem))
         if hopper:
-            # Its products leave out columns of padding.
+            # Hopper kernels leave columns of padding out of products.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         efficiency = c.narrow_efficiency if narrow else c.matrix_efficiency
         matrix = 2 * scores * products / peak_per_clock(kind, target) / efficiency
         asks = asks_first(config) and not settles(config)
         ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config) + c.asking_ops_per_score * asks
-        # Where no maximum changes, or not by much, nothing is rescaled.
+        # Without a maximum that grew far the accumulator isn't rescaled.
         rescaling = 0 if settles(config) or rescales_grown(config) else 2
         more_ops, more_functions = _score_ops(problem, c)
         ops_per_score += more_ops
@@ -224,7 +224,7 @@ class _Block(NamedTuple):
         else:
             overlap = c.overlap_shared if shared else c.overlap_alone
         busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
-        # Kernels with a copying warp have no loads of their own to wait for.
+        # Kernels with a copying warp don't wait for loads.
         latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
         clocks = busy + (c.block_overhead - c.maxima_wait * (asks or settles(config)) + latency) / active
         return cls(clocks, matrix, hopper.overlap if hopper else 0)

@@ -1,4 +1,4 @@
-"""What the cost model is made of: constants that the datasheets don't say, and what a target's figures are to it."""
+"""Constants of the cost model that datasheets lack, and peak rates derived from a target."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ from flashtune.core.target import Target
 
 
 class Constants(NamedTuple):
-    """What the datasheets don't say; fitted to the H200's sweeps."""
+    """Constants that the datasheets lack, fitted to the H200's sweeps."""
 
     matrix_efficiency: float = 0.9
     """Share of the peak that the matrix units reach at best within a block's products."""
     narrow_efficiency: float = 0.33
-    """The same on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
+    """That share on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
     vector_ops_per_score: float = 5.5
     """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
     maxima_ops_per_score: float = 0.75
-    """What of these is spared where row maxima settle; fitted to pairs of trials of the shipped rows, as `maxima_wait`."""
+    """FP32 instructions per score that frozen row maxima save; fitted to pairs of the shipped trials, as `maxima_wait`."""
     asking_ops_per_score: float = 2.5
-    """What comes to them where blocks ask whether a score outweighs all before it, which spares the wait for row maxima; by twelve pairs of
-    times at N = 4096 (benchmarks/results/2026-11-23-h200-scores/outgrown_first.txt)."""
+    """FP32 instructions per score of rescale=outgrown, which saves the wait for row maxima
+    (benchmarks/results/2026-11-23-h200-scores/outgrown_first.txt)."""
     vector_lanes: int = 128
     """FP32 instructions that an SM starts per clock."""
     l2_bytes_per_clock: float = 46.0
@@ -28,41 +28,41 @@ class Constants(NamedTuple):
     load_latency: float = 1200.0
     """Clocks from a load to its data; each pipeline stage of a plain kernel hides more of them."""
     block_overhead: float = 340.0
-    """Clocks of a key block that no unit is busy in: barriers and waits."""
+    """Clocks of a key block in which no unit is busy: barriers and waits."""
     maxima_wait: float = 150.0
-    """What of these is the wait for a block's row maxima."""
+    """Clocks of these for the wait for a block's row maxima."""
     tile_overhead: float = 4750.0
     """Clocks to start a tile, load Q, and store the output."""
     persistent_share: float = 0.45
-    """What of a tile's overhead stays where a program goes from tile to tile."""
+    """Share of a tile's overhead that stays in persistent kernels."""
     overlap_alone: float = 0.49
     """Share of the shorter of matrix and softmax work that a plain kernel hides with one warpgroup on the SM."""
     overlap_shared: float = 0.77
-    """The same with several warpgroups on the SM."""
+    """That share with several warpgroups on the SM."""
     overlap_lookahead: float = 0.62
-    """The same where the kernel itself puts products beside the softmax, with one warpgroup."""
+    """That share where the kernel issues products beside the softmax, with one warpgroup."""
     overlap_lookahead_shared: float = 0.98
-    """The same with several."""
+    """That share with several warpgroups."""
     overlap_twice: float = 0.8
-    """The same where scores of the next block are under way, too, with several."""
+    """That share with the scores of the next block in flight, too, and several warpgroups."""
     fill: float = 0.5
-    """What a tile pays to begin and end such an overlap, for each step of it: a share of a block's products."""
+    """Share of a block's products that a tile loses to begin and end such an overlap, for each step of it."""
     chained_fill: float = 0.7
-    """What of this is left where tiles are chained."""
+    """Share of `fill` that stays with chained tiles."""
     edge_ops_per_score: float = 3.0
-    """FP32 instructions more per score of a block at the edge of a band."""
+    """Extra FP32 instructions per score of a block at the edge of a band."""
     softcap_ops_per_score: float = 12.0
-    """The same for a soft cap, beside its second special function."""
+    """Extra FP32 instructions per score for a soft cap, beside its second special function."""
     dropout_ops_per_score: float = 20.0
-    """The same for dropout: a quarter of a Philox call of ten rounds, and the comparison."""
+    """Extra FP32 instructions per score for dropout: a quarter of a Philox call of ten rounds, and the comparison."""
     bias_ops_per_score: float = 3.0
-    """The same for ALiBi, a mask or a bias."""
+    """Extra FP32 instructions per score for ALiBi, a mask or a bias."""
     tile_bytes_per_clock: float = 40.0
-    """At what rate an SM loads queries and stores outputs."""
+    """Bytes per clock at which an SM loads queries and stores outputs."""
     uneven_drawn: float = 0.39
-    """The share of a wave that is lost in the end where programs draw their tiles."""
+    """Share of a wave that is idle at the end under dynamic scheduling."""
     draw_clocks: float = 300.0
-    """Clocks to draw a tile."""
+    """Clocks to fetch a tile dynamically."""
     spill_clocks_per_byte: float = 0.019
     """Clocks per key block for each byte that all threads of a program spill together."""
     sum_bytes_per_clock: float = 17.0
@@ -72,16 +72,16 @@ class Constants(NamedTuple):
     memory_latency: float = 1600.0
     """Clocks from a load to its data where all SMs read from memory at once; an estimate, as the two that follow."""
     second_launch_us: float = 2.5
-    """What a launch that waits for another one adds."""
+    """Microseconds of a launch that waits for another one."""
     part_us: float = 0.5
-    """What the last program of a tile takes for each split that it adds up."""
+    """Microseconds of the last program of a tile for each split that it adds up."""
 
 
 CONSTANTS = Constants()
 
 
 def programs_per_sm(facts: CompileFacts, target: Target) -> int:
-    """How many programs fit on one SM by registers, shared memory and threads; 0 where not even one fits."""
+    """The number of programs that fit on one SM by registers, shared memory and threads; 0 where none fits."""
     registers = max(1, facts.registers) * facts.threads
     by_registers = target.registers_per_sm // registers
     by_shared = target.shared_bytes_per_sm // (facts.shared_bytes + 1024) if facts.shared_bytes else 32
@@ -89,10 +89,10 @@ def programs_per_sm(facts: CompileFacts, target: Target) -> int:
 
 
 def kind_of(problem: Problem) -> str:
-    """The element type by which the peak of matrix products is known."""
+    """The element type that determines the peak rate of matrix products."""
     return "tf32" if problem.features.tf32 else problem.dtype
 
 
 def peak_per_clock(kind: str, target: Target) -> float:
-    """Operations of matrix products of this kind that an SM does in a clock at its peak."""
+    """Peak operations per SM and clock of matrix products of this kind."""
     return target.peak_tflops.get(kind, target.peak_tflops["fp32"]) * 1e6 / target.sms / target.boost_mhz

@@ -1,4 +1,4 @@
-"""The cost model of the backward pass (`cost.py` has the forward's): its kernels one after another, and what prepares and follows them."""
+"""The cost model of the backward pass (`cost.py` has the forward's): its kernels one after another, with preparation and finish."""
 
 import math
 from dataclasses import replace
@@ -41,12 +41,12 @@ def _plain_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
 
 
 def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of one kernel, with what prepares its rows and what converts the sums of dQ."""
+    """Microseconds of a whole backward of one kernel, with row preparation and conversion of dQ's sums."""
     if programs_per_sm(facts, target) == 0:
         return math.inf
     size, d, d_v = ITEMSIZE[problem.dtype], padded(problem.d), padded(problem.d_v)
     latency, balanced = c.load_latency if config.number("num_stages") == 1 else 0.0, config["section"] != 1
-    # O and dO are read, and where there are sums these are zeroed, then read, and dQ is written.
+    # Traffic: O and dO are read; sums are zeroed, then read; dQ is written.
     sums = config["dq_sums"] != "own"
     total = _rows_us(problem, target, 2 * d_v * size + sums * 8 * d + d * size, c)
     divisions = divisions_of(config, problem, target)
@@ -67,7 +67,7 @@ def _fused_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
 
 
 def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of a whole backward of Hopper's two kernels, with what prepares their rows. `facts` are of that of dK and dV."""
+    """Microseconds of a whole backward of Hopper's two kernels, with row preparation. `facts` are of the kernel of dK and dV."""
     if programs_per_sm(facts, target) == 0:
         return math.inf
     total = _rows_us(problem, target, 2 * padded(problem.d_v) * ITEMSIZE[problem.dtype] + 12, c)
@@ -90,13 +90,13 @@ def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
 
 
 def _rows_us(problem: Problem, target: Target, row_bytes: int, c: Constants) -> float:
-    """Microseconds of a backward's launches, and of what prepares its rows and moves so many bytes for each."""
+    """Microseconds of a backward's launches and of its row preparation, which moves `row_bytes` for each."""
     rows = problem.batch * problem.heads * problem.n_q
     return c.launch_us + 2 * c.second_launch_us + rows * row_bytes / (target.bandwidth_gbs * 1e3)
 
 
 def _tiles_of_gradients(problem: Problem, tile: Config, of_keys: bool) -> int:
-    """Programs to a batch of a backward's kernel that holds the keys of a tile, or its queries."""
+    """Programs per batch of a backward's kernel whose tiles are of keys (`of_keys`) or of queries."""
     p = problem
     return p.kv_heads * math.ceil(p.n_kv / tile.number("BLOCK_N")) if of_keys else p.heads * math.ceil(p.n_q / tile.number("BLOCK_M"))
 
@@ -117,12 +117,12 @@ def _gradients_us(
     sums: bool = False,
     divisions: int = 1,
 ) -> float:
-    """Microseconds of a backward's kernel that holds the keys of a tile, and makes dQ (`of_queries`), with `sums` in memory or without, or
-    that holds its queries.
+    """Microseconds of a backward's kernel whose tiles are of keys (`of_keys`), with dQ (`of_queries`) and its `sums` in memory or
+    without, or of queries.
 
-    `latency` are clocks that a block waits for its loads; `balanced` says that a band's long tiles come first; `divisions` programs share a
-    tile, whose parts of dK and dV are then read and written once more. The forward's constants, at
-    other products; nothing of it was fitted to measured backward kernels yet.
+    `latency` are clocks that a block waits for its loads; with `balanced` a band's long tiles come first; with split-Q `divisions` programs
+    share a tile, and their partial dK and dV are written and read once more. The constants are the forward's; none is fitted to
+    backward kernels.
     """
     p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
     blocks = p.heads * (blocks_of_head(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else blocks_of_head(p.band, p.n_q, p.n_kv, m, n))
@@ -142,7 +142,7 @@ def _gradients_us(
 
 
 def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Constants) -> float:
-    """Microseconds of the kernel of a bias's or of slopes' gradient: S and dP anew, from tiles that come anew, too."""
+    """Microseconds of the kernel of a bias's or of slopes' gradient, which loads tiles and computes S and dP again."""
     p, size = problem, ITEMSIZE[problem.dtype]
     d, d_v = padded(p.d), padded(p.d_v)
     block_m, block_n = (64, 64) if d + d_v > 256 else (128, 64)

@@ -1,4 +1,4 @@
-"""What the cost model says of a config at sizes at which nobody measured it. Pure functions of configs and problems."""
+"""Predicted times of configs at sizes without measurements. Pure functions of configs and problems."""
 
 import math
 from collections.abc import Sequence
@@ -34,32 +34,30 @@ LEFT_OUT = {
     "tall tiles": 0.35,
     "padding": -0.26,
 }
-"""What the model leaves out of a Hopper kernel's time, logarithms.
+"""Corrections to the cost model of Hopper kernels, logarithms of time.
 
-Settling a tile's row maxima, and besides for heads of up to 64 columns, and beside dropout or a soft cap; running maxima that rescale
-only what grew; an output in pieces; tiles in chunks of columns, without padding; products and softmax in turns, for such heads; tiles of
-64 rows where a row of Q is an odd number of 16 bytes (D = 40 and 72); four warpgroups for a tile of wider heads, whose registers don't
-suffice; tiles of 64 rows under a soft cap; warpgroups that take turns; three stages or more; tiles that are drawn, chained, or chained
-beside another program's; a program for each tile; how much taller than 128 rows a tile is (a share of them); and the logarithm of what
-padding adds to the rows. Of settling, of a program for each tile and of tall tiles it is that for tiles of one block of keys, and as much
-less as they have more.
-From the trials of an H200's rows (benchmarks/run.py fit_expected); searches of random shapes agree in every sign
-(benchmarks/results/2026-11-23-stand-in/expected.json)."""
+In order: frozen row maxima, also for heads of up to 64 columns, also beside dropout or a soft cap; running maxima with thresholded
+rescale; a split accumulator; swizzle-width tiles without padding; no overlap of products and softmax for such heads; tiles of 64 rows
+where a row of Q is an odd number of 16 bytes (D = 40 and 72); four warpgroups for a tile of wider heads, which run out of registers; tiles
+of 64 rows under a soft cap; ping-pong; three stages or more; tiles that are scheduled dynamically, chained, or chained with several
+programs on an SM; one tile per program; a tile's excess over 128 rows (a share of them); and the logarithm of the rows' padding. Those of
+frozen maxima, of one tile per program and of tall tiles shrink with the blocks of keys of a tile.
+Fitted to trials on an H200 (benchmarks/run.py fit_expected; benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
 LIKENESSES = (FORWARDS, STEPS)
-"""What trials are learned from, each for problems of its own."""
+"""Sets of trials for the learned residual, each for its own problems."""
 
 SMALL = 64
-"""Columns of heads: up to so many."""
+"""Greatest head size of small heads."""
 
 LOG_HOST = math.log(22.0)
-"""Calls that take the GPU no longer wait for the host, which needs 15 to 22 us for one of torch's
-(benchmarks/results/2026-11-22-h200-steps/steps.json): of these the GPU's time tells little. A logarithm of microseconds."""
+"""Logarithm of the host's microseconds of a PyTorch call: shorter kernels wait for the host
+(benchmarks/results/2026-11-22-h200-steps/steps.json)."""
 
 
 def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target, *, caution: float = 0.0) -> list[float | None]:
-    """`log_us` of each of these, and by how much longer trials of such problems took than that (flashtune.templates.learned); `caution`
-    is for a choice that nobody measures (`Residual.of`)."""
+    """`log_us` of each candidate plus the learned residual (flashtune.templates.learned); `caution` is for choices without a
+    measurement (`Residual.of`)."""
     found = [log_us(family, config, problem, target) for family, config in candidates]
     for likeness in LIKENESSES:
         places = [
@@ -76,8 +74,8 @@ def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, targe
 
 
 def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:
-    """The logarithm of the microseconds that the GPU is expected to take; None where nothing can be said of a family, or of a config that
-    doesn't fit."""
+    """The logarithm of the predicted microseconds on the GPU; None for families without estimates and for configs that
+    don't fit."""
     facts = family.expected(config, problem.spec(), target)
     if facts is None:
         return None
@@ -86,15 +84,15 @@ def log_us(family: Family, config: Config, problem: Problem, target: Target) -> 
 
 
 def left_out(config: Config, problem: Problem) -> float:
-    """The logarithm of what a config takes beside what the cost model says; 0 for families other than Hopper's, and for decoding steps, to
-    which nothing of it was fitted."""
+    """The sum of LEFT_OUT for a config; 0 for families other than Hopper's and for decoding steps, to
+    which it wasn't fitted."""
     if "intra_wg_overlap" not in config or problem.n_q <= DECODE_ROWS:
         return 0.0
     return sum(constant * share for constant, share in zip(LEFT_OUT.values(), shares(config, problem), strict=True))
 
 
 def shares(config: Config, problem: Problem) -> tuple[float, ...]:
-    """How much of each of LEFT_OUT a Hopper kernel of this config has, in their order."""
+    """Factors of LEFT_OUT for a Hopper kernel of this config, in order."""
     f, settled, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
     rows, keys, queries = config.number("BLOCK_M"), config.number("BLOCK_N"), tile_queries(config)
     tiles = math.ceil(problem.n_q / queries)
@@ -117,6 +115,6 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         config["tiles"] == "chained" and config["ctas_per_sm"] != 1,
         (config["tiles"] == "one") * of_a_block,
         (rows / 128 - 1) * of_a_block,
-        # Of heads that aren't packed, too, for packing spares whole tiles, which the cost model counts.
+        # For packed heads, too: packing saves whole tiles, which the cost model counts.
         math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q),
     )

@@ -1,8 +1,8 @@
-"""What a template family declares: its axes as data, its constraints as named predicates, and what it can serve.
+"""A template family: its axes as data, its constraints as named predicates, and the problems it can serve.
 
-The rendered file of a family is a module of kernels. Their host side is Python of the package (`Family.host`): which tensors a kernel
-takes, and its launches as a pure function of shapes, strides and numbers (`flashtune.core.launches`). `flashtune.templates.loading` puts
-both together.
+The rendered file of a family is a module of kernels. Their host side is Python of the package (`Family.host`): the tensors a kernel
+takes, and its launches as a pure function of shapes, strides and numbers (`flashtune.core.launches`). `flashtune.templates.loading`
+joins both.
 `flashtune.core.reference` defines the numbers.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Axis(NamedTuple):
-    """One dimension of the search space; `why` says in a line what it trades.
+    """One dimension of the search space; `why` is its trade-off in a line.
 
-    `absent` is what configs did that were written before this axis was declared; None for one that was there from the start.
-    `formerly` is the name that it has in configs of earlier versions; None where it was always called so.
-    Where it doesn't `refit`, `Family.refitted` gives it no other value than `absent`: those are a search's to measure first.
+    `absent` is the value of configs older than this axis; None for one that was there from the start.
+    `formerly` is its name in configs of earlier versions; None where that is equal.
+    Unless it `refits`, `Family.refitted` gives it no value but `absent`: others need a measurement.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Axis(NamedTuple):
 class Constraint(NamedTuple):
     """A named predicate over (config, spec, target): True where the candidate may be built.
 
-    `axes` are those that it reads, so that a space is enumerated by asking it once for each combination of them; it is then given configs
+    `axes` are the axes that it reads: enumeration calls it once for each combination of them, with configs
     of these alone. None where it must see whole configs.
     """
 
@@ -57,36 +57,35 @@ class Constraint(NamedTuple):
 
 
 def constraint(*axes: str) -> Callable[[Callable[[Config, KernelSpec, Target], bool]], Constraint]:
-    """Makes a predicate the `Constraint` of its name, for the reason that its docstring gives; without `axes` it sees whole configs."""
+    """Decorator of a predicate: the `Constraint` of its name, with its docstring as the reason; without `axes` it sees whole configs."""
     return lambda holds: Constraint(name=holds.__name__, holds=holds, why=holds.__doc__ or "", axes=axes or None)
 
 
 MOST_REFITTED = 4
-"""So many axes of a config change at most where it serves in another kernel's place: the ways to change more are too many to try. Of 4000
-pairs of shipped records 34 took more, from heads of 40 columns to heads of 192 and 256."""
+"""Most axes that refitting a config changes; 34 of 4000 pairs of shipped records needed more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """A template with its search space.
 
-    `direction` is the pass that it computes. `supports` returns why a spec can't be served on a target, or None where it can.
-    `suits` returns why a problem's sizes are better left to other families, or None where this one competes. It is a rule of thumb for
-    what nobody measured: it says which families a search tries unless they are named, whose default is offered and which records of
-    other sizes stand in. A measured record of exactly the problem's key is served whatever it says.
+    `direction` is the pass that it computes. `supports` returns the reason why a spec can't be served on a target, or None where it can.
+    `suits` returns the reason why a problem's sizes are better left to other families, or None where this one competes. It is a heuristic
+    for sizes without measurements: it selects the families that a search tries unless they are named, the default on offer, and near
+    records of other sizes. A measured record of exactly the problem's key is served in any case.
     `tried_first` are configs worth trying first (the field's published tiles, say), in or out of the constraints; of those that keep them
-    `pick` takes a sound one for when nothing was ever tuned. `interpretable` says whether Triton's interpreter runs it. `folder` is where
-    its template lies.
-    `layout` is what follows from a spec and a config; the template knows it as `layout`.
-    `gone` are axes of earlier versions, with the value at which they did what kernels do without them.
-    `successor` is what searches try in place of a config that rows of earlier versions have, which are served as they are.
-    `resized` is a config with what follows from a problem's sizes on a target: searches try no other, and where it serves in another
-    problem's place a config is moved to it. It keeps the constraints that the config keeps.
-    `path_axes` are the axes that change which code is rendered, so that two configs that agree in them share a code path.
-    `repeatable` says whether launches on the same inputs write the same bits, wherever scores are within float32 of one another (decision
-    0009): not with sums in memory, whose order is left to chance. The gate holds a family to it, and deterministic calls ask for it.
+    `pick` takes a safe one for use without tuning. `interpretable` is True if Triton's interpreter runs it. `folder` is that of its
+    template.
+    `layout` makes the facts derived from a spec and a config; the template knows them as `layout`.
+    `gone` are axes of earlier versions, with the value that equals today's kernels without them.
+    `successor` is the config that searches try in place of one of earlier versions, whose records are served unchanged.
+    `resized` adapts a config to a problem's sizes on a target: searches try no other, and a config that serves another problem is moved
+    to it. It keeps the constraints that the config keeps.
+    `path_axes` are the axes that change the rendered code: configs that agree in them share a code path.
+    `repeatable` is True if launches on equal inputs write equal bits, wherever scores are within float32 of one another (decision 0009):
+    not with atomic sums in memory, whose order varies. Verification checks it, and deterministic calls require it.
     `host` makes the host side of its kernels; None for a template whose text defines that itself (`flashtune.templates.loading`).
-    `expected` is what the compiler will say of a config, as far as it can be told before it is asked; searches order candidates by it.
+    `expected` estimates the compiler's resource usage of a config; searches order candidates by it.
     """
 
     name: str
@@ -109,7 +108,7 @@ class Family:
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = lambda config, spec, target: None
 
     def __reduce__(self) -> tuple[Callable[[str], "Family"], tuple[str]]:
-        """Families travel to other processes by their names: what they are made of is code."""
+        """Pickling by name, since families consist of functions."""
         return _named, (self.name,)
 
     @property
@@ -118,11 +117,11 @@ class Family:
         return f"{self.folder}/{self.name}.py.jinja" if self.folder else f"{self.name}.py.jinja"
 
     def starts(self, spec: KernelSpec, target: Target) -> list[Config]:
-        """Configs worth trying first, those that keep the constraints."""
+        """Configs worth trying first that keep the constraints."""
         return [config for config in self.tried_first(spec, target) if self.violated(config, spec, target) is None]
 
     def default(self, spec: KernelSpec, target: Target) -> Config:
-        """A sound config for when nothing was ever tuned, one of `starts`."""
+        """A safe config for use without tuning, one of `starts`."""
         return self.pick(self.starts(spec, target), spec, target)
 
     def violated(self, config: Config, spec: KernelSpec, target: Target) -> Constraint | None:
@@ -130,20 +129,20 @@ class Family:
         return next((c for c in self.constraints if not c.holds(config, spec, target)), None)
 
     def refusal(self, problem: Problem, spec: KernelSpec, target: Target) -> str | None:
-        """Why this family can't serve a problem, whose spec takes a while to make, or doesn't suit its sizes; None where it does."""
+        """The reason why this family can't serve a problem, or doesn't suit its sizes; None where it does. `spec` is the problem's."""
         return self.supports(spec, target) or self.suits(problem, target)
 
     def unfit(self, config: Config, spec: KernelSpec, target: Target) -> str | None:
-        """Why a config of the declared space can't serve `spec` on `target`, or None where it can."""
+        """The reason why a config of the declared space can't serve `spec` on `target`, or None where it can."""
         if (why := self.supports(spec, target)) is not None:
             return why
         broken = self.violated(config, spec, target)
         return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
 
     def completed(self, config: Config) -> Config:
-        """A config that an earlier version wrote, under today's names and with the axes that came later at what it did without them.
+        """An earlier version's config under today's names, with newer axes at their values `absent`.
 
-        It loses axes that are gone where it did what is left; where it did anything else it stays outside the declared space.
+        It loses axes that are `gone` at the values there; with other values it stays outside the declared space.
         """
         left_over = {name for name, value in self.gone.items() if name in config and config[name] == value}
         if left_over:
@@ -157,29 +156,29 @@ class Family:
     def validate(self, config: Config) -> None:
         """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""
         declared = {axis.name: axis for axis in self.axes}
-        given = config.as_dict()
-        if strange := sorted(given.keys() - declared.keys()):
+        values = config.as_dict()
+        if strange := sorted(values.keys() - declared.keys()):
             raise InputError(
                 f"config of {self.name} has the undeclared axis {strange[0]!r}: it was not written by this version of flashtune"
             )
         for name, axis in declared.items():
-            if name not in given:
+            if name not in values:
                 raise InputError(f"config of {self.name} lacks the axis {name!r}: it was not written by this version of flashtune")
-            if not any(given[name] == value and type(given[name]) is type(value) for value in axis.values):
+            if not any(values[name] == value and type(values[name]) is type(value) for value in axis.values):
                 raise InputError(
-                    f"{name}={given[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}"
+                    f"{name}={values[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}"
                 )
 
     def refitted(self, config: Config, spec: KernelSpec, target: Target, held: "Held | None" = None) -> Config | None:
         """The valid config nearest to one of the declared space: itself, or one with as few axes changed as possible, by as few steps.
 
-        Among equals the axes that are declared first, which matter most, stay; those that don't refit take no new value. None where that
-        leaves no valid config, or none with at most MOST_REFITTED axes changed. Who refits several configs shares what is `held`.
+        Among equals the axes that are declared first, which matter most, stay; those that don't refit take no new value. None where no
+        valid config has at most MOST_REFITTED axes changed. `held` caches constraints for several configs.
         """
         return self.refit(config, spec, target, held or Held(spec, target)).config
 
     def refit(self, config: Config, spec: KernelSpec, target: Target, held: "Held") -> "Refit":
-        """The same, with the work that it took, which doesn't depend on what was `held` before."""
+        """The result of `refitted` with its work, which doesn't depend on the contents of `held`."""
         values = config.as_dict()
         broken = [constraint for constraint in self.constraints if not held.holds(constraint, values)]
         if not broken:
@@ -192,7 +191,7 @@ class Family:
         ]
 
         def moves(places: Sequence[int]) -> Iterator[tuple[int, dict[str, Value]]]:
-            """All new values of these axes, with how many steps they are away."""
+            """All other values of these axes, with their numbers of steps."""
             nonlocal looked
             for made in product(*(others[place] for place in places)):
                 looked += 1
@@ -203,7 +202,7 @@ class Family:
 
         @cache
         def mends(constraint: Constraint, places: tuple[int, ...]) -> bool:
-            """Whether new values of all these axes, which are all of the changed ones that it reads, make a constraint hold."""
+            """True if other values of these axes, all the changed ones that it reads, satisfy a constraint."""
             return bool(places) and any(held.holds(constraint, values | changes) for _, changes in moves(places))
 
         for count in range(1, MOST_REFITTED + 1):
@@ -219,7 +218,7 @@ class Family:
         return Refit(None, looked)
 
     def _read(self, constraint: Constraint, places: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of these axes, by their places, that a constraint reads."""
+        """The axes among these that a constraint reads, by index."""
         return places if constraint.axes is None else tuple(place for place in places if self.axes[place].name in constraint.axes)
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
@@ -231,7 +230,7 @@ class Family:
                 yield config
 
     def _allowed(self, spec: KernelSpec, target: Target) -> "NDArray[np.bool_]":
-        """Whether each point of the space, an axis to a dimension, keeps the constraints that say which axes they read."""
+        """Mask of the space, an axis to a dimension: True where a point keeps the constraints with declared `axes`."""
         allowed = np.ones([len(axis.values) for axis in self.axes], dtype=bool)
         for constraint in self.constraints:
             if constraint.axes is None:
@@ -245,22 +244,21 @@ class Family:
 
 
 class Refit(NamedTuple):
-    """A config moved to where it keeps the constraints, None where nothing near does, and how many ways to change it were looked at."""
+    """A config moved to keep the constraints, None where no near one does, and the number of changes that were tried."""
 
     config: Config | None
     looked: int
 
 
 class Held:
-    """Which constraints hold in the place of a spec on a target, by the values that each reads; computed once for all configs that share
-    these."""
+    """Cache of constraints for a spec on a target, by the axis values that each reads."""
 
     def __init__(self, spec: KernelSpec, target: Target) -> None:
         self._spec, self._target = spec, target
         self._known: dict[tuple[Constraint, tuple[Value, ...]], bool] = {}
 
     def holds(self, constraint: Constraint, values: Mapping[str, Value]) -> bool:
-        """Whether it does for a config of these values."""
+        """True if the constraint holds for a config of these values."""
         names = values.keys() if constraint.axes is None else constraint.axes
         read = (constraint, tuple(values[name] for name in names))
         if read not in self._known:
@@ -275,12 +273,12 @@ def wave_efficiency(tiles: int, sms: int) -> float:
 
 @lru_cache(maxsize=4096)
 def blocks_of_head(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> int:
-    """Blocks of columns that the tiles of rows of one head visit in all."""
+    """Blocks of columns that the row tiles of one head visit in all."""
     return int(blocks_of_tiles(band, rows, columns, block_rows, block_columns).sum())
 
 
 def blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> "NDArray[np.int64]":
-    """Blocks of columns that each tile of rows visits, in the order of the tiles."""
+    """Blocks of columns that each row tile visits, in order."""
     first = np.arange(0, rows, block_rows, dtype=np.int64)
     last = np.minimum(first + block_rows, rows) - 1
     start = np.zeros_like(first) if band.left is None else np.maximum(0, first + band.diagonal - band.left)

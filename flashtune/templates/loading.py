@@ -1,4 +1,4 @@
-"""Kernels ready to be launched: a rendered module joined with the host side of its family."""
+"""Loader of kernels for launches: a rendered module joined with the host side of its family."""
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Host
@@ -8,7 +8,7 @@ from flashtune.templates import families
 from flashtune.templates.family import Family
 
 CONSTANT = "KERNEL"
-"""Name of the constant in a rendered module that says which template, spec and config it is of."""
+"""Name of the constant in a rendered module with its template, spec and config."""
 
 
 def load_kernel(text: str, stem: str) -> LoadedKernel:
@@ -18,14 +18,14 @@ def load_kernel(text: str, stem: str) -> LoadedKernel:
     `launches(q, k, v, out, lse, *, ...)`, which returns (kernel, grid, arguments, options) of each launch.
     """
     module = load_source(text, stem)
-    said = getattr(module, CONSTANT, None)
-    if said is None:
+    described = getattr(module, CONSTANT, None)
+    if described is None:
         return LoadedKernel(None, module)
-    family = families()[said["template"]]
-    return LoadedKernel(host_of(family, KernelSpec(**said["spec"]), Config.of(said["config"])), module)
+    family = families()[described["template"]]
+    return LoadedKernel(host_of(family, KernelSpec(**described["spec"]), Config.of(described["config"])), module)
 
 
 def host_of(family: Family, spec: KernelSpec, config: Config) -> Host:
-    """The host side of a family's kernel; raises InputError for a family that has none."""
+    """The host side of a family's kernel; the family must have one."""
     assert family.host is not None, f"{family.name} has its host side in its text"
     return family.host(spec, family.completed(config))

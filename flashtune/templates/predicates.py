@@ -8,12 +8,12 @@ from flashtune.templates.family import constraint, padded
 
 
 def operand_bytes(spec: KernelSpec) -> int:
-    """Bytes per element of the products' operands: fp8 is multiplied as fp16, which holds it exactly."""
+    """Bytes per element of the products' operands: fp8 is multiplied as fp16, which represents it exactly."""
     return 2 if spec.dtype == "fp8" else ITEMSIZE[spec.dtype]
 
 
 def live_registers(config: Config, spec: KernelSpec, target: Target) -> float:
-    """Registers a thread needs for scores, probs in the operands' type and acc at once.
+    """Registers per thread for scores, probs in the operands' type and acc at once.
 
     The rule of FlashAttention's `AI/SM90_BLOCK_SIZE_TUNING.md`.
     """
@@ -22,14 +22,14 @@ def live_registers(config: Config, spec: KernelSpec, target: Target) -> float:
 
 
 def has_scalar_products(spec: KernelSpec, target: Target) -> bool:
-    """Whether products are multiply-adds of single threads: NVIDIA's tensor cores take no IEEE fp32 (AMD's matrix cores do)."""
+    """True if products are multiply-adds of single threads: NVIDIA's tensor cores take no IEEE fp32 (AMD's matrix cores do)."""
     return target.vendor == "nvidia" and spec.dtype == "fp32" and not spec.tf32
 
 
 def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
     """Shared memory that Triton 3.6 allocates for Q, the K and V blocks in flight, and P where its layout has to change.
 
-    Read off its allocations. Tensor cores that read operands from shared memory (sm_90 and sm_100) keep Q and `num_stages` blocks
+    By its observed allocations. Tensor cores that read operands from shared memory (sm_90 and sm_100) keep Q and `num_stages` blocks
     there; others copy the block at work to registers first and need one block less. Barriers come on top, less than 1 KiB, and on
     older tensor cores P at some tile sizes.
     """
@@ -45,29 +45,29 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
         return q + in_flight + probs_bytes(config, spec)
     if target.capability is not None and 90 <= target.capability < 120:
         if spec.dtype == "fp8":
-            # What was converted lies beside what is in flight: K and V in turn on sm_90, both on sm_100.
+            # Converted operands lie beside blocks in flight: K and V in turn on sm_90, both on sm_100.
             return q + kv * (stages - 1) + block_n * size * (d + d_v if target.capability >= 100 else max(d, d_v))
-        # sm_100 reads TF32 operands in one order only, so that it keeps V a second time, transposed.
+        # sm_100 reads TF32 operands in one order only, so a transposed V is stored, too.
         transposed = 2 * v if spec.tf32 and target.capability >= 100 else 0
         return q + transposed + (kv * stages if stages > 1 else in_flight)
     return q + in_flight
 
 
 def probs_bytes(config: Config, spec: KernelSpec) -> int:
-    """What P takes in shared memory on its way from one product's layout to the other's."""
+    """Bytes of P in shared memory for its conversion between the products' layouts."""
     return config.number("BLOCK_M") * config.number("BLOCK_N") * operand_bytes(spec)
 
 
 def expected_facts(config: Config, spec: KernelSpec, target: Target, *, shared: int, beside: int) -> CompileFacts:
-    """What Triton will say of a kernel of `shared` bytes, with `beside` registers a thread beside `live_registers`.
+    """Expected resource usage of a kernel of `shared` bytes, with `beside` registers per thread beside `live_registers`.
 
-    `beside` is what the committed sweeps hold in the middle, by family.
+    `beside` is the median over benchmarks/sweeps, by family.
     """
     return capped_facts(config, target, needed=live_registers(config, spec, target) + beside, shared=shared)
 
 
 def capped_facts(config: Config, target: Target, *, needed: float, shared: int) -> CompileFacts:
-    """The same of one whose threads need so many registers: what a thread can't have is spilled."""
+    """Expected resource usage of a kernel with `needed` registers per thread, the excess spilled."""
     threads = config.number("num_warps") * target.warp_size
     most = int(config.get("maxnreg", 0)) or (255 if target.vendor == "nvidia" else 512)
     cap = min(most, target.registers_per_sm // threads)
@@ -80,14 +80,14 @@ def capped_facts(config: Config, target: Target, *, needed: float, shared: int) 
 
 
 def warpgroup_facts(target: Target, *, registers: int, shared: int, consumers: int = 2) -> CompileFacts:
-    """What the compiler will say of a kernel that shares out the register file itself, to a producer and so many consumers, and whose tiles
-    are all of its memory."""
+    """Expected resource usage of a warp-specialised kernel of a producer and `consumers` warpgroups, whose shared memory are its
+    tiles."""
     shared = min(shared, target.shared_bytes_per_block)
     return CompileFacts(registers=registers, spills=0, shared_bytes=shared, threads=128 * (consumers + 1))
 
 
 def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first of `configs` (best first, the last the smallest) that fits with room to spare: sound where nothing was ever tried."""
+    """The first of `configs` (best first, smallest last) that fits with room to spare, for use without tuning."""
 
     def fits(config: Config) -> bool:
         return shared_bytes(config, spec, target) + probs_bytes(config, spec) + 1024 <= target.shared_bytes_per_block
@@ -105,7 +105,7 @@ def warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:
 @constraint("BLOCK_M", "BLOCK_N", "num_warps")
 def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
     """scores, probs and acc fit into a thread's registers"""
-    # CDNA's accumulation registers double what a thread has.
+    # CDNA's accumulation registers double a thread's.
     return live_registers(config, spec, target) <= (232 if target.vendor == "nvidia" else 448)
 
 
@@ -160,9 +160,9 @@ def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target) 
     if not has_scalar_products(spec, target):
         return True
     products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
-    # With more of them a thread spills kilobytes, and the compiler unrolls and takes its time.
+    # With more a thread spills kilobytes, and unrolling slows the compiler.
     return products <= 1024 * config.number("num_warps") * target.warp_size
 
 
 ORDERS = ("rows", "heads", "longest_first", "grouped")
-"""Values of the axis ORDER; `_program_order.jinja` says what each does."""
+"""Values of the axis ORDER; `_program_order.jinja` implements them."""

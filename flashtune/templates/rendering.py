@@ -1,4 +1,4 @@
-"""The one strict Jinja environment: variant in, source text out; pure, and the same bytes every time."""
+"""Rendering of variants to source text in one strict Jinja environment; pure and deterministic to the byte."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from flashtune.templates.family import Family, padded
 
 @cache
 def environment() -> Environment:
-    """Strict: an undefined name is an error, never an empty string."""
+    """The strict environment: an undefined name is an error, never an empty string."""
     return Environment(
         loader=PackageLoader("flashtune.templates", "."),
         undefined=StrictUndefined,
@@ -27,7 +27,7 @@ def environment() -> Environment:
 
 
 def add_folder(folder: Path) -> None:
-    """Render templates of this folder too, for families of one's own; names that flashtune has are its own."""
+    """Add a folder of templates for families outside the package; flashtune's own names take precedence."""
     loader = environment().loader
     assert loader is not None
     environment().loader = ChoiceLoader([loader, FileSystemLoader(folder)])
@@ -72,11 +72,11 @@ def render(family: Family, variant: Variant) -> str:
 
 @lru_cache(maxsize=4096)
 def text_hash(family: Family, variant: Variant) -> str:
-    """16 hex digits over the text of a variant: they change when this kernel does, not when its template does."""
+    """16 hex digits over the text of a variant: they change with this kernel, not with its template."""
     try:
         return hashlib.sha256(_text(family, variant).encode()).hexdigest()[:16]
     except TemplateError:
-        # What can't be rendered still has a name to fail under.
+        # A variant that can't be rendered still needs a hash for its failed trial.
         return sources_hash(family.template_file)
 
 
@@ -95,7 +95,7 @@ def _text(family: Family, variant: Variant) -> str:
         )
     )
     if family.host is not None:
-        # By this constant `flashtune.templates.loading` finds the host side of a text.
+        # `flashtune.templates.loading` finds the host side by this constant.
         kernel = {"template": variant.template, "spec": variant.spec.as_dict(), "config": variant.config.as_dict()}
         text += f"\n\nKERNEL = {_literal(kernel)}"
     return re.sub(r"\n{3,}", "\n\n\n", text).rstrip("\n") + "\n"

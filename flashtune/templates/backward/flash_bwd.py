@@ -38,35 +38,35 @@ _TILE = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 def _reads_shared(target: Target) -> bool:
-    """Whether products read operands from shared memory; others copy them to registers first."""
+    """True if products read operands from shared memory; others copy them to registers first."""
     return target.capability is not None and 90 <= target.capability < 120
 
 
 def key_registers(config: Config, spec: KernelSpec, target: Target) -> float:
-    """Registers a thread of dK and dV needs for both score tiles, one of them once more as an operand, both sums, and K and V."""
+    """Registers per thread of the kernel of dK and dV: both score tiles, one again as an operand, both sums, and K and V."""
     return _registers(
         config, spec, target, stays=config.number("BLOCK_N"), passes=config.number("BLOCK_M"), sums=padded(spec.d) + padded(spec.d_v)
     )
 
 
 def query_registers(config: Config, spec: KernelSpec, target: Target) -> float:
-    """The same of the kernel of dQ, with its one sum, Q and dO; takes `query_config`."""
+    """Registers per thread of the kernel of dQ, with its one sum, Q and dO; takes `query_config`."""
     return _registers(config, spec, target, stays=config.number("BLOCK_M"), passes=config.number("BLOCK_N"), sums=padded(spec.d))
 
 
 def _registers(config: Config, spec: KernelSpec, target: Target, *, stays: int, passes: int, sums: int) -> float:
     words = ITEMSIZE[spec.dtype] / 4
-    held = 0.0 if _reads_shared(target) else (padded(spec.d) + padded(spec.d_v)) * words
-    return stays / (config.number("num_warps") * target.warp_size) * (passes * (2 + words) + sums + held)
+    in_registers = 0.0 if _reads_shared(target) else (padded(spec.d) + padded(spec.d_v)) * words
+    return stays / (config.number("num_warps") * target.warp_size) * (passes * (2 + words) + sums + in_registers)
 
 
 def key_shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
-    """An estimate of the shared memory of the kernel of dK and dV: K and V, blocks of Q and dO in flight, and dS on its way."""
+    """Estimated bytes of shared memory of the kernel of dK and dV: K and V, blocks of Q and dO in flight, and dS."""
     return _shared_bytes(config, spec, target, stays=config.number("BLOCK_N"), passes=config.number("BLOCK_M"))
 
 
 def query_shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
-    """The same of the kernel of dQ: Q and dO, and blocks of K and V in flight; takes `query_config`."""
+    """Estimated bytes of shared memory of the kernel of dQ: Q and dO, and blocks of K and V in flight; takes `query_config`."""
     return _shared_bytes(config, spec, target, stays=config.number("BLOCK_M"), passes=config.number("BLOCK_N"))
 
 
@@ -74,17 +74,17 @@ def _shared_bytes(config: Config, spec: KernelSpec, target: Target, *, stays: in
     row, scores = (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype], stays * passes * ITEMSIZE[spec.dtype]
     stages = config.number("num_stages")
     if _reads_shared(target):
-        # TF32 operands are read in one order only, so that both that pass by lie there a second time, transposed.
+        # TF32 operands are read in one order only, so both streamed ones are stored transposed, too.
         return (stays + (stages + spec.tf32) * passes) * row
     if target.vendor == "amd":
-        # What stays passes through before the loop.
+        # The resident tiles pass through shared memory before the loop.
         return max(stays * max(padded(spec.d), padded(spec.d_v)) * ITEMSIZE[spec.dtype], max(1, stages - 1) * passes * row + scores)
-    # What is at work was copied to registers, and scores change their layout on the way from product to product.
+    # The current blocks are in registers, and scores change their layout between products.
     return (stays + max(1, stages - 1) * passes) * row + (scores if stages > 1 else 2 * scores)
 
 
 def _of_both(holds: Callable[[Config, KernelSpec, Target, bool], bool]) -> Callable[[Config, KernelSpec, Target], bool]:
-    """A predicate over one kernel's axes as one over a config: True where it holds for both kernels. Its last argument says for dQ's."""
+    """A predicate over configs from one over a kernel's axes: True where it holds for both kernels. Its last argument is True for dQ's."""
 
     @functools.wraps(holds)
     def of_both(config: Config, spec: KernelSpec, target: Target) -> bool:
@@ -107,14 +107,14 @@ def warps_own_rows(config: Config, spec: KernelSpec, target: Target, of_queries:
 def registers_fit(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
     """both score tiles and the sums fit into a thread's registers"""
     registers = (query_registers if of_queries else key_registers)(config, spec, target)
-    # CDNA's accumulation registers double what a thread has; on Hopper addresses take more of them.
+    # CDNA's accumulation registers double a thread's; on Hopper addresses take more.
     return registers <= (448 if target.vendor == "amd" else 200 if _reads_shared(target) else 232)
 
 
 @constraint()
 @_of_both
 def shared_memory_fits(config: Config, spec: KernelSpec, target: Target, of_queries: bool) -> bool:
-    """what stays and what is in flight fit into shared memory"""
+    """resident tiles and blocks in flight fit into shared memory"""
     return (query_shared_bytes if of_queries else key_shared_bytes)(config, spec, target) <= target.shared_bytes_per_block
 
 
@@ -152,14 +152,14 @@ def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target, 
 
 @constraint()
 def tile_of_scores_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """what the gradient of a bias or of slopes adds up, and all that it multiplies, fit beside each other"""
+    """sums and operands of the gradient of a bias or of slopes fit beside each other"""
     if not (spec.dbias or spec.dslopes):
         return True
     queries = query_config(config)
     block_m, block_n, stages = (queries.number(name) for name in ("BLOCK_M", "BLOCK_N", "num_stages"))
     size = ITEMSIZE[spec.dtype]
     registers = block_m * block_n / (queries.number("num_warps") * target.warp_size) * (3 + size / 4)
-    # Nothing stays from step to step: a stage has Q, dO, K and V.
+    # No tile stays from step to step: a stage has Q, dO, K and V.
     stage = (block_m + block_n) * (padded(spec.d) + padded(spec.d_v)) * size * (1 + spec.tf32)
     limit = 448 if target.vendor == "amd" else 200
     return registers <= limit and stages * stage + block_m * block_n * size <= target.shared_bytes_per_block
@@ -185,7 +185,7 @@ CONSTRAINTS = (
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None."""
+    """The reason why this family can't serve `spec` on `target`, or None."""
     if spec.direction != "bwd":
         return f"flash_bwd computes the backward pass, not {spec.direction!r}"
     if not target.compilable:
@@ -232,7 +232,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first that leaves a quarter of the shared memory free: the estimate of it is rough."""
+    """The first config that leaves a quarter of the shared memory free, as its estimate is rough."""
 
     def fits(config: Config) -> bool:
         keys, queries = key_config(config), query_config(config)
@@ -243,19 +243,19 @@ def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say of the kernel of dK and dV, which is the larger one."""
+    """Expected resource usage of the kernel of dK and dV, which is the larger one."""
     keys = key_config(config)
     return _expected(keys, target, key_registers(keys, spec, target), key_shared_bytes(keys, spec, target))
 
 
 def expected_of_queries(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say of the kernel of dQ."""
+    """Expected resource usage of the kernel of dQ."""
     queries = query_config(config)
     return _expected(queries, target, query_registers(queries, spec, target), query_shared_bytes(queries, spec, target))
 
 
 def _expected(config: Config, target: Target, registers: float, shared: int) -> CompileFacts:
-    # Addresses, and what the compiler loads ahead, by a look at what it made of the published tiles.
+    # 70 for addresses and early loads, as compiled from the published tiles.
     return capped_facts(config, target, needed=registers + 70, shared=shared)
 
 

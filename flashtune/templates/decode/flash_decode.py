@@ -1,6 +1,6 @@
 """The family `flash_decode`: attention forward for few query rows, whose keys are split over many programs; for every GPU.
 
-Decoding reads all of K and V for a row or two, so that the memory's bandwidth is the limit, and a grid over rows and heads alone leaves
+Decoding reads all of K and V for a row or two, so that memory bandwidth is the limit, and a grid over rows and heads alone leaves
 most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See docs/decisions/0010-dispatch.md.
 """
 
@@ -40,27 +40,27 @@ AXES = (
 )
 
 SMALL_TILE = 64
-"""Query rows of the smallest tiles that families which don't split keys are good with."""
+"""Query rows of the smallest tiles at which families without split keys are efficient."""
 
 BUSY = 0.5
-"""Wave efficiency from which on keys are left whole: an estimate. Splits could win at most a factor of two there, and adding them up costs.
+"""Wave efficiency from which on keys aren't split, an estimate: splits could gain at most a factor of two, less the cost of adding them up.
 
-FlashAttention-3 splits below 0.8 of one wave (`num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention); its
-kernels for whole and for split keys are the same, ours are not.
+FlashAttention-3 splits below 0.8 of one wave (`num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention); it
+has one kernel for whole and for split keys, flashtune hasn't.
 """
 
 FEWEST_KEYS = 1024
-"""Fewer keys are read in a few microseconds by one program, which is no more than what splitting them costs."""
+"""Least keys worth splitting: one program reads fewer in the few microseconds that splitting costs."""
 
 COMBINE_WARPS = 4
-"""Warps of a program of the second launch."""
+"""Warps of a program of the combining launch."""
 
 
 def _needs_room(config: Config, spec: KernelSpec, target: Target) -> int:
     """Bytes of shared memory: K and V in flight, Q, and P where warps share its rows."""
     if config.number("BLOCK_M") >= 64 or target.vendor == "amd" or has_scalar_products(spec, target):
         return shared_bytes(config, spec, target)
-    # Tensor cores take small tiles from registers, so that the block at work is in shared memory no more.
+    # Tensor cores take small tiles from registers, so the current block has left shared memory.
     d, d_v, size = padded(spec.d), padded(spec.d_v), ITEMSIZE[spec.dtype]
     in_flight = config.number("BLOCK_N") * (d + d_v) * size * max(1, config.number("num_stages") - 1)
     return config.number("BLOCK_M") * d * size + probs_bytes(config, spec) + in_flight
@@ -76,7 +76,7 @@ def shared_memory_fits(config: Config, spec: KernelSpec, target: Target) -> bool
 def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
     """scores, probs, acc and the addresses of K and V fit into a thread's registers"""
     chunks = config.number("BLOCK_N") * (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype] / 16
-    # Read off Triton 3.6's code: each 16 bytes that a thread loads take six registers for their address and place.
+    # In Triton 3.6's code each 16 bytes that a thread loads take six registers for addresses.
     addresses = 6 * chunks / (config.number("num_warps") * target.warp_size) if config["loads"] == "pointer" else 0
     return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
@@ -97,18 +97,18 @@ CONSTRAINTS = (shared_memory_fits, registers_fit, warps_have_work, copy_engine, 
 
 
 def few_rows(config: Config) -> int:
-    """How many rows are added up at a time: by a program of the second launch, or by the last program of a tile."""
+    """Rows that are combined at a time, by a program of the combining launch or by the last program of a tile."""
     return 2 if config["combine"] == "rows" else 1
 
 
 def row_splits(config: Config, d_v: int) -> int:
-    """How many splits of `few_rows` rows are read at once: a tile of 32 numbers a thread."""
+    """Splits of `few_rows` rows that are read at once: a tile of 32 numbers per thread."""
     warps = config.number("num_warps") if config["combine"] == "rows" else COMBINE_WARPS
     return max(1, min(32 * 32 * warps // (few_rows(config) * padded(d_v)), 64))
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None: what flash_fwd's loop can't compile, and dropout."""
+    """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, and dropout."""
     if spec.direction != "fwd":
         return f"flash_decode computes the forward pass, not {spec.direction!r}"
     if spec.dropout:
@@ -117,7 +117,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def suits(problem: Problem, target: Target) -> str | None:
-    """Why splitting keys is thought to give nothing to `problem` on `target`, or None: a decoding step, or tiles that leave SMs idle."""
+    """The reason why splitting keys won't help `problem` on `target`, or None for a decoding step, or where tiles leave SMs idle."""
     if problem.n_q <= DECODE_ROWS:
         return None
     # Heads that share keys fill tiles together, here and where flash_fwd_hopper packs them.
@@ -130,16 +130,16 @@ def suits(problem: Problem, target: Target) -> str | None:
 
 
 def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
-    """(BLOCK_M, BLOCK_N, num_warps, num_stages) for any strides: some 64 KiB in flight on each SM, down to one that always fits."""
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) for any strides: about 64 KiB in flight on each SM, down to one that always fits."""
     small = [(16, 64, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2), (16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1)]
     if has_scalar_products(spec, target):
         return small
-    # Rows of matrix products cost nothing here, and 64 of them hold the heads of a group for several queries.
+    # Rows of matrix products are free here, and 64 fit the heads of a group for several queries.
     return [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), *small]
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
-    """Plain loads in tiles of several sizes, then what else keeps enough of K and V in flight: few deep programs, or many small ones."""
+    """Plain loads in tiles of several sizes, then others with enough of K and V in flight: few deep programs, or many small ones."""
     plain = [(*tile, 2, "kernel", "pointer") for tile in _tiles(spec, target)]
     others = [
         (16, 64, 4, 4, 2, "rows", "tma"),
@@ -154,13 +154,13 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first of the plain ones, which take any strides, that leaves some shared memory free."""
+    """The first config with plain loads, which take any strides, that leaves some shared memory free."""
     plain = [config for config in starts if config["loads"] == "pointer" and config["combine"] == "kernel"]
     return first_with_room(plain, spec, target)
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say, estimated."""
+    """Expected resource usage."""
     return expected_facts(config, spec, target, shared=_needs_room(config, spec, target), beside=72)
 
 

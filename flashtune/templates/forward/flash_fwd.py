@@ -48,7 +48,7 @@ CONSTRAINTS = (
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None."""
+    """The reason why this family can't serve `spec` on `target`, or None."""
     if not target.compilable:
         return f"Triton doesn't compile for {target.name}"
     if spec.dtype == "fp8" and not target.has_e4m3:
@@ -61,7 +61,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
-    """(BLOCK_M, BLOCK_N, num_warps, num_stages) by what the products run on, best known first, down to one that always fits."""
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) by the units of the products, best known first, down to one that always fits."""
     if has_scalar_products(spec, target):
         return [(64, 32, 8, 1), (64, 64, 8, 1), (32, 32, 4, 1), (64, 16, 4, 1), (32, 32, 8, 1), (32, 16, 4, 1)]
     small = [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 32, 1, 1), (64, 16, 4, 1)]
@@ -82,7 +82,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say, estimated."""
+    """Expected resource usage."""
     return expected_facts(config, spec, target, shared=shared_bytes(config, spec, target), beside=56)
 
 

@@ -41,7 +41,7 @@ CONSTRAINTS = (
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None."""
+    """The reason why this family can't serve `spec` on `target`, or None."""
     if not target.compilable:
         return f"Triton doesn't compile for {target.name}"
     if not target.has_tma:
@@ -71,7 +71,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say, estimated."""
+    """Expected resource usage."""
     return expected_facts(config, spec, target, shared=shared_bytes(config, spec, target), beside=28)
 
 

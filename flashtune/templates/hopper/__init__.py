@@ -1,1 +1,1 @@
-"""Kernels written for Hopper: the family `flash_fwd_hopper`, and what follows from its configs."""
+"""Kernels written for Hopper: the family `flash_fwd_hopper`, and the layout of its configs."""

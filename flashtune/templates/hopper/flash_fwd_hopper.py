@@ -17,15 +17,14 @@ from flashtune.templates.launches.hopper_forward import HopperForwardHost
 from flashtune.templates.predicates import warpgroup_facts
 
 PACKED_HEADS = (1, 2, 4, 8)
-"""Heads that share keys, in one tile."""
+"""Numbers of heads in one tile with pack_gqa."""
 
 PACKED_TILES, PACKED_TILES_OF_PROMPTS = 0.9, 0.67
-"""Heads are packed where no more tiles than this share are left of those that each head has for itself: FlashAttention-3's bound
-(`should_pack_gqa` in hopper/heuristics.h of Dao-AILab/flash-attention), and a lower one for prompts, whose kernels ship unpacked, so that
-little gain isn't worth waiting for a compiler."""
+"""Greatest share of tiles that pack_gqa may leave: FlashAttention-3's bound (`should_pack_gqa` in hopper/heuristics.h of
+Dao-AILab/flash-attention), and a lower one for prompts, whose kernels ship unpacked and would have to be compiled."""
 
 LONG_CACHE = 4
-"""With so many times as many keys as queries it isn't a prompt's own keys that are read."""
+"""Keys per query from which a problem isn't a prompt."""
 
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
@@ -82,27 +81,27 @@ AXES = (
 
 
 def _may_settle(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
-    """Whether a tile's maxima can be those of its first blocks, the diagonal's or the last keys'.
+    """True if row maxima may be frozen after a tile's first blocks, the diagonal's or the last keys'.
 
-    They tell about how large its rows' scores are, but for biases, which often hide keys with huge negative numbers, and ALiBi without a
+    Those blocks predict the size of scores, except with biases, which often hide keys by huge negative numbers, and ALiBi without a
     band, which is smallest at the last keys.
     """
     return intra_wg_overlap != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
 def _may_pack(spec: KernelSpec) -> bool:
-    """Whether a tile may hold queries of several heads: what is per head is then per row."""
+    """True if pack_gqa is possible, by which values per head become values per row."""
     return spec.dtype != "fp8" and spec.mask == "none" and not spec.alibi and not spec.dropout
 
 
 def _registers_fit(layout: HopperLayout) -> bool:
-    # The constraint on programs comes first.
+    # 0 where the constraint on programs is broken.
     allowed = layout.consumer_registers or 0
     return layout.live_registers + (16, 24, 32)[layout.overlap] <= allowed
 
 
 def _leaves_padding_out(layout: HopperLayout) -> bool:
-    # Products of values read whole tiles where their columns aren't in pieces; a second block ahead needs no more room.
+    # Without a split accumulator products of values read whole tiles; a second block ahead is never combined with this.
     usable = layout.size == 2 and layout.v_columns <= layout.stored_dv and layout.overlap != 2
     spared = layout.block_d + layout.block_dv - layout.stored_d - layout.stored_dv
     return usable and min(layout.block_d, layout.block_dv) >= layout.chunk and spared > 0
@@ -214,7 +213,7 @@ CONSTRAINTS = (
 
 
 def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """With as many heads packed into a tile as leaves the fewest tiles, or none where that spares too few of them, or where all tiles run
+    """The config with pack_gqa of the fewest tiles, or without where that saves too few, or where all tiles run
     at once anyway."""
     packed = _heads_to_pack(config.number("BLOCK_M"), problem, target.sms)
     return config if packed_heads(config) == packed else config.replace(packed_heads=packed)
@@ -231,12 +230,12 @@ def _heads_to_pack(block_m: int, problem: Problem, sms: int) -> int:
 
 
 def successor(config: Config) -> Config:
-    """Kernels that settle maxima count tiles with peaked rows, too, where they rescale only what grew: those of earlier rows don't."""
+    """The config with thresholded rescale for frozen maxima, whose kernels also count tiles with peaked rows."""
     return config.replace(rescale="grown") if settles(config) and not rescales_grown(config) else config
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve a spec on a target, or None where it can."""
+    """The reason why this family can't serve a spec on a target, or None where it can."""
     if not target.is_hopper:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
     if spec.direction != "fwd":
@@ -247,7 +246,7 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     if spec.d % step or spec.d_v % 8:
         return f"flash_fwd_hopper needs head sizes that are multiples of {step} (TMA), not {spec.d} and {spec.d_v}"
     if spec.dtype == "fp8" and padded(spec.d_v) > 128:
-        # Its products have an accumulator of their own, beside the output's.
+        # Its products need another accumulator beside the output's.
         return f"flash_fwd_hopper has registers for fp8 values of head sizes up to 128, not {spec.d_v}"
     return None
 
@@ -275,7 +274,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
-    """Tiles that the field's fastest Hopper kernels use, and what won searches on an H200, the most general first."""
+    """Tiles of the field's fastest Hopper kernels, and winners of searches on an H200, the most general first."""
     wide = max(padded(spec.d), padded(spec.d_v))
     found = []
     if spec.dtype == "fp8":
@@ -311,12 +310,12 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     if spec.dtype != "fp8":
         found += [_config(128, 64, 2, "loop", spec, pingpong=not spec.banded, maximum="running", rescale="grown")]
     found += [_config(64, 64, 2, "one", spec, intra_wg_overlap=0, maximum="running")]
-    # No default rests on these. Fewer columns leave registers for larger tiles.
+    # Fewer columns leave registers for larger tiles; no default uses them.
     usual = [config for config in found if config["maximum"] == "first"][:4]
     found += [config.replace(v_columns="pieces") for config in usual]
     found += [_config(192, 64, 2, "one", spec, intra_wg_overlap=overlap, v_columns="pieces") for overlap in (1, 0)]
     if wide > 128 and spec.dtype != "fp8":
-        # Behind the padded tiles, so that none of these moves up or down.
+        # Last, so that the order of padded tiles stays.
         columns: dict[str, Value] = {"smem_columns": "chunks", "v_columns": "padded" if spec.d_v <= 128 else "pieces"}
         found += [_config(128, 64, 3, tiles, spec, pingpong=True, **columns) for tiles in ("loop", "one")]
         found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", **columns)]
@@ -326,12 +325,12 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first with running maxima: where nothing was measured, nothing was checked either, and that is the simpler kernel."""
+    """The first config with running maxima, the simpler kernel, as unmeasured ones are unverified, too."""
     return next(config for config in starts if config["maximum"] == "running")
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say."""
+    """Expected resource usage."""
     layout = HopperLayout.of(spec, config)
     return warpgroup_facts(target, registers=layout.entry_registers, shared=layout.shared_bytes, consumers=layout.consumers)
 

@@ -14,7 +14,7 @@ SMALL = {"num_warps": 4, **FUSED}
 """Compiler options of the small kernels before and after the products."""
 
 MOST_PARTS = 512
-"""Programs among which the gradient of a small bias is divided; the same on every GPU, because it fixes the order of the additions."""
+"""Most programs that share the gradient of a small bias; equal on every GPU, since it fixes the order of the additions."""
 
 
 class PointerBackward:
@@ -36,7 +36,7 @@ class PointerBackward:
         return Launch("row_deltas", (cdiv(i.n_q, 32) * i.batch * i.heads,), arguments, SMALL)
 
     def tensors(self, deltas: Operand) -> tuple[Any, ...]:
-        """What kernels take before what they write."""
+        """Kernel arguments before the output tensors."""
         i = self.inputs
         masks = [] if self.spec.mask == "none" else [needed(i.mask)]
         read = (i.q, i.k, i.v, needed(i.dout))
@@ -47,7 +47,7 @@ class PointerBackward:
         return tuple(found)
 
     def numbers(self) -> tuple[Any, ...]:
-        """What kernels take after what they write."""
+        """Kernel arguments after the output tensors."""
         i = self.inputs
         scores = score_numbers(self.spec, i)
         return (i.heads, i.heads // i.kv_heads, i.n_q, i.n_kv, i.scale, *scores, wide((i.q, i.k, i.v, needed(i.dout))), *self.aligned)
@@ -66,7 +66,7 @@ class PointerBackward:
         return found
 
     def _bias_gradients(self, dbias: Operand, deltas: Operand, scratch: Scratch) -> list[Launch]:
-        """One launch; of a small bias it sums parts, which a second launch adds up, so that a GPU is kept busy."""
+        """The launch of the kernel; for a small bias it makes partial sums, which a second launch adds up, to fill the GPU."""
         i, (m, n) = self.inputs, self.tile
         repeats = [size > 1 and not stride for size, stride in zip(dbias.shape, dbias.strides, strict=True)]
         own = [1 if repeated else size for size, repeated in zip(dbias.shape, repeats, strict=True)]
@@ -101,13 +101,13 @@ class BackwardHost:
         self.spec, self.config = spec, config
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
-        """Any strides will do unless tiles are narrow."""
+        """True if the kernel takes these strides: any, unless tiles are narrow."""
         if interpreted:
             return interpretable(self.spec)
         return accepts_narrow(min(padded(self.spec.d), padded(self.spec.d_v)), q, k)
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
-        """None are needed."""
+        """0: the kernel needs no counts."""
         return 0
 
     def narrowed_bias(self, mask: Operand) -> Operand | None:
@@ -115,7 +115,7 @@ class BackwardHost:
         return None
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
-        """Row deltas, then the gradients that are requested."""
+        """Launches of row deltas, then of the requested gradients."""
         i, number = inputs, self.config.number
         deltas = scratch.empty((i.batch, i.heads, i.n_q), "fp32")
         dq_options = {"num_warps": number("DQ_num_warps"), "num_stages": number("DQ_num_stages"), **FUSED}

@@ -1,4 +1,4 @@
-"""Arguments that kernels of several families take alike."""
+"""Kernel arguments that several families share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from flashtune.core.launches import LaunchInputs, Operand
 
 LOG2_E = 1.4426950408889634
 DROPOUT_STEPS = 32768
-"""Dropout rates are rounded to this many steps, the resolution of the random bits that are compared with them."""
+"""Steps of dropout rates: the resolution of the random bits that are compared with them."""
 FAR = 2**30
-"""Window side that no sequence reaches."""
+"""Window side beyond any sequence's length."""
 
 
 def rounded_rate(dropout_p: float) -> int:
@@ -37,24 +37,24 @@ def per_head(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
 
 
 def score_numbers(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
-    """Scale, soft cap, band and dropout, as kernels with plain pointers take them."""
+    """Scale, soft cap, band and dropout for kernels with plain pointers."""
     found: list[Any] = [inputs.softcap * LOG2_E, inputs.scale / inputs.softcap] if spec.softcap else [inputs.scale * LOG2_E]
     found += band_sizes(spec, inputs)
     if spec.dropout:
         steps = rounded_rate(inputs.dropout_p)
-        # In the kernel's register the threshold of a rate of 1 wraps to 0; this factor then drops everything.
+        # At a rate of 1 the kernel's threshold wraps to 0; a factor of 0 then drops every pair.
         kept = 1.0 / (1.0 - inputs.dropout_p) if steps < DROPOUT_STEPS else 0.0
         found += [kept, steps, inputs.seed & (2**64 - 1), inputs.offset & (2**32 - 1)]
     return found
 
 
 def wide(tensors: Sequence[Operand]) -> bool:
-    """Whether offsets within a tile may reach 2^31: a tile has up to 2^8 rows and columns."""
+    """True if offsets within a tile may reach 2^31: a tile has up to 2^8 rows and columns."""
     return max(stride for x in tensors for stride in x.strides[2:]) >= 2**22
 
 
 def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[bool]:
-    """Whether `KernelSpec.stride_unit` divides all strides but the last; empty for specs without a unit."""
+    """One flag, True if `KernelSpec.stride_unit` divides all strides but the last; empty for specs without a unit."""
     if not spec.stride_unit:
         return []
     steps = [(size, stride) for x in tensors if x is not None for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)]
@@ -62,7 +62,7 @@ def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[
 
 
 def magic_divisor(divisor: int) -> tuple[int, int]:
-    """The factor and the shift by which a kernel divides (Granlund and Montgomery, 1994, "Division by invariant integers")."""
+    """The factor and the shift of a kernel's integer division (Granlund and Montgomery, 1994, "Division by invariant integers")."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 

@@ -1,4 +1,4 @@
-"""Launches of flash_bwd_hopper and flash_bwd_hopper_split: a preparing kernel, the products, and what adds up or finishes parts."""
+"""Launches of flash_bwd_hopper and flash_bwd_hopper_split: preparation, the products, and kernels that add up or finish partial sums."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_st
 
 
 class HopperBackwardHost:
-    """What both families' hosts have in common."""
+    """Base of both families' hosts."""
 
     positive_scale = False
     counts_misses = False
@@ -21,11 +21,11 @@ class HopperBackwardHost:
         self.block_m, self.block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
-        """Whether the copy engine takes these tensors."""
+        """True if the copy engine takes these tensors."""
         return accepts_tiles(self.spec, (q, k, v), mask)
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
-        """None are needed."""
+        """0: the kernel needs no counts."""
         return 0
 
     def narrowed_bias(self, mask: Operand) -> Operand | None:
@@ -33,16 +33,16 @@ class HopperBackwardHost:
         return mask.narrowed((1, 1, 128, 128)) if self.spec.mask == "bias" else None
 
     def keep(self, inputs: LaunchInputs) -> float:
-        """The share of pairs that dropout keeps; scores' gradients grow by its inverse with what is made of them."""
+        """The share of pairs that dropout keeps, by whose inverse gradients of scores grow."""
         return 1 - inputs.dropout_p if rounded_rate(inputs.dropout_p) < DROPOUT_STEPS else 1.0
 
     def numbers(self, call: "_Call", bits: Operand | None, m_tiles: int, n_tiles: int) -> list[Any]:
-        """What a kernel of gradients takes after its tensors; `bits` is the packed mask."""
+        """Arguments of a kernel of gradients after its tensors; `bits` is the packed mask."""
         i, spec, layout = call.inputs, self.spec, self._layout
         found: list[Any] = [i.n_q, i.n_kv, i.kv_heads, i.heads // i.kv_heads, m_tiles, n_tiles]
         found += [n_tiles * i.batch * i.kv_heads] if layout.persistent else []
         found += [call.divisions] if layout.divides else []
-        # 0 where the same one is meant for all.
+        # 0 where the bias repeats.
         found += [int(stride > 0) for stride in needed(i.mask).strides] if spec.mask == "bias" else []
         found += [*band_sizes(spec, i), i.scale, (i.softcap if spec.softcap else i.scale) * LOG2_E]
         found += [2 * LOG2_E * i.scale / i.softcap] if spec.softcap else []
@@ -55,7 +55,7 @@ class HopperBackwardHost:
         return found
 
     def add_divisions(self, call: "_Call") -> Launch:
-        """The launch that adds up what programs found of dK and dV where they share a tile's queries."""
+        """The launch that adds up partial dK and dV of split-Q."""
         i = call.inputs
         keys = call.n_tiles * self.block_n
         dk, dv = needed(i.dk), needed(i.dv)
@@ -67,7 +67,7 @@ class HopperBackwardHost:
         return Launch("add_divisions", (keys // 16 * i.batch * i.kv_heads,), arguments, SMALL)
 
     def score_gradients(self, call: "_Call", found: list[Launch]) -> list[Launch]:
-        """All launches, with those of the gradients of a bias and of slopes by plain pointers."""
+        """The launches `found`, followed by those for gradients of a bias and of slopes by plain pointers."""
         i = call.inputs
         if not (self.spec.dbias or self.spec.dslopes):
             return found
@@ -75,13 +75,13 @@ class HopperBackwardHost:
         options = {"num_warps": 8, "num_stages": 1 if large else 2, **FUSED}
         pointers = PointerBackward(self.spec, i, (64, 64) if large else (128, 64), options)
         deltas = call.scratch.empty((i.batch, i.heads, i.n_q), "fp32")
-        # Without dQ, dK and dV nothing of what goes before is needed.
+        # Without dQ, dK and dV the earlier launches aren't needed.
         before = [] if i.dq is None and i.dk is None else found
         return [*before, pointers.row_deltas(deltas), *pointers.score_gradients(deltas, call.scratch)]
 
 
 class _Call:
-    """Sizes and scratch memory of one call that several of its launches share."""
+    """Sizes and scratch memory that several launches of a call share."""
 
     def __init__(self, host: HopperBackwardHost, inputs: LaunchInputs, scratch: Scratch) -> None:
         i = inputs
@@ -95,18 +95,18 @@ class _Call:
         self.parts: tuple[Operand, ...] = ()
 
     def divide(self, layout: HopperBackward) -> None:
-        """Decide among how many programs queries are divided, and where each leaves its part of dK and dV."""
+        """Choose the number of split-Q programs, and allocate their partial dK and dV."""
         i, host = self.inputs, self.host
         tiles = self.n_tiles * i.batch * i.kv_heads
         sides = (i.window_left, i.window_right)
         self.divisions = query_divisions(self.m_tiles, i.heads // i.kv_heads, tiles, *sides, host.block_m, host.block_n, i.sms)
-        # A kernel that also makes dQ is given parts by every call; nothing is written to those of one without dK and dV.
+        # A kernel that also makes dQ takes partial sums at every call, unwritten without dK and dV.
         if i.dk is not None or not isinstance(layout, SplitLayout):
             keys = tiles * self.divisions * host.block_n if i.dk is not None else 1
             self.parts = tuple(self.scratch.empty((keys, columns), "fp32") for columns in layout.divided_columns.values())
 
     def preprocess(self, *more: Any, tail: tuple[Any, ...] = ()) -> Launch:
-        """The launch that makes each row's delta and its LSE in units of log 2, padded to whole tiles."""
+        """The launch that computes each row's delta and its LSE in units of log 2, padded to whole tiles."""
         i = self.inputs
         dout = needed(i.dout)
         arguments = (
@@ -124,7 +124,7 @@ class _Call:
         return Launch("preprocess", (self.rows // 64 * i.batch * i.heads,), arguments, SMALL)
 
     def matrices(self) -> Operand:
-        """The boolean mask as bytes, one matrix of each batch and head that it repeats."""
+        """The boolean mask as bytes, one matrix where it repeats over batches or heads."""
         return needed(self.inputs.mask).narrowed((1, 1, None, None)).viewed("u8")
 
     def bits_of_keys(self, found: list[Launch]) -> Operand:
@@ -151,14 +151,14 @@ class BackwardHopperHost(HopperBackwardHost):
         super().__init__(spec, config, self.layout)
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
-        """The gradients that are requested."""
+        """Launches of the requested gradients."""
         i, layout = inputs, self.layout
         call = _Call(self, inputs, scratch)
         whole = self._whole(call)
         sums = self._sums(call, whole)
         if layout.divides:
             call.divide(layout)
-        # The place of the next tile, and how often a key head's tiles were done by a warpgroup.
+        # The index of the next tile, and counts of the warpgroups that finished a key head's tiles.
         work = [scratch.empty((call.rows // 64 * i.batch * i.heads + 1,), "i32")] if layout.drawn else []
         found = [call.preprocess(sums, *work, tail=(i.dq is not None and not whole,))]
         bits = call.bits_of_keys(found) if self.spec.mask == "bool" else None
@@ -172,7 +172,7 @@ class BackwardHopperHost(HopperBackwardHost):
         return self.score_gradients(call, found)
 
     def _whole(self, call: _Call) -> bool:
-        """Whether what a program makes of dQ is all of it, and of every query, because each sees a key."""
+        """True if a program computes all of dQ for every query, each of which sees a key."""
         i, layout = call.inputs, self.layout
         if not layout.owns:
             return False
@@ -188,7 +188,7 @@ class BackwardHopperHost(HopperBackwardHost):
         return (min(tiles, i.sms) if layout.persistent else tiles) * call.divisions
 
     def _sums(self, call: _Call, whole: bool) -> Operand:
-        """Memory for sums of dQ, in rows of 256; nothing is written to those of a call without them."""
+        """Memory for sums of dQ, in rows of 256, unwritten in calls without them."""
         i, layout = call.inputs, self.layout
         least = layout.part_m * layout.part_d // 256
         summed = i.batch * i.heads
@@ -203,7 +203,7 @@ class BackwardHopperHost(HopperBackwardHost):
         tiles = [swizzled(i.q, self.block_m, d), swizzled(i.k, 64, d), swizzled(i.v, 64, d_v), swizzled(needed(i.dout), self.block_m, d_v)]
         found: list[Any] = [*tiles, call.numbers_of(call.lse_2), call.numbers_of(call.deltas)]
         if not layout.divides:
-            # Nothing is written to what stands for gradients that nobody requests.
+            # Substitutes for gradients that nobody requests stay unwritten.
             found += [swizzled(i.dk or i.k, 64, d), swizzled(i.dv or i.v, 64, d_v)]
         found += [*call.bias(), *call.parts]
         if layout.by_tma:
@@ -228,7 +228,7 @@ class BackwardHopperSplitHost(HopperBackwardHost):
         self._d, self._d_v = (self.layout.chunk, self.layout.chunk) if self.layout.chunked else (self.layout.block_d, self.layout.block_dv)
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
-        """The gradients that are requested."""
+        """Launches of the requested gradients."""
         i = inputs
         call = _Call(self, inputs, scratch)
         found = [call.preprocess()]

@@ -1,4 +1,4 @@
-"""Launches of flash_fwd_hopper: its operands go through the copy engine, masks are packed and fp8 values transposed ahead."""
+"""Launches of flash_fwd_hopper: operands go through the copy engine, after masks are packed and fp8 values transposed."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.launches.common import LOG2_E, cdiv, magic_divisor, per_head, rounded_rate
 
 PACKED_BITS_LIMIT = 2**32
-"""Elements of a mask with repeated rows that may be written out as bits: half a GiB."""
+"""Most elements of a mask with repeated rows that is packed to bits: half a GiB."""
 
 BITS_TYPES = {64: "i16", 128: "i32", 256: "i64"}
-"""Type of a packed word by the columns of a block."""
+"""Type of a packed mask word by the columns of a block."""
 
 
 def swizzled(x: Operand, rows: int, columns: int) -> Descriptor:
-    """A descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine fills what is outside with zeros."""
+    """A descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine reads zeros outside."""
     strides = (*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)), 1)
     return Descriptor(x, x.shape, strides, (1, 1, rows, columns), "swizzled")
 
 
 def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand | None) -> bool:
-    """Whether the copy engine takes these tensors and, where it repeats rows, a mask is small enough to be packed."""
+    """True if the copy engine takes these tensors and, where it repeats rows, a mask is small enough to be packed."""
     if not all(copyable(x) and x.shape[3] % (16 // x.item_bytes) == 0 for x in tensors):
         return False
     if spec.mask == "bool":
@@ -41,15 +41,15 @@ class HopperForwardHost:
         self.counts_misses = self.layout.settles
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
-        """Whether the copy engine takes these tensors."""
-        # fp8 values are transposed ahead by a kernel that takes any strides.
+        """True if the copy engine takes these tensors."""
+        # The kernel that transposes fp8 values takes any strides.
         if not accepts_tiles(self.spec, (q, k) if self.layout.fp8 else (q, k, v), mask):
             return False
-        # Rows that repeat one row of a bias would have to be written out.
+        # The copy engine can't repeat a row of a bias.
         return self.spec.mask != "bias" or (mask is not None and (mask.strides[2] > 0 or mask.shape[2] == 1))
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
-        """One where programs draw tiles from a common count."""
+        """1 under dynamic scheduling, where programs take tiles from a common count, else 0."""
         return 1 if self.layout.drawn else 0
 
     def narrowed_bias(self, mask: Operand) -> Operand | None:
@@ -57,7 +57,7 @@ class HopperForwardHost:
         return mask.narrowed((1, 1, None, None)) if self.spec.mask == "bias" else None
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
-        """What goes ahead (packed masks, transposed values), then the kernel."""
+        """Launches of preparations (packed masks, transposed values), then of the kernel."""
         layout = self.layout
         found: list[Launch] = []
         heads = inputs.heads
@@ -112,7 +112,7 @@ class HopperForwardHost:
         return found
 
     def _queries(self, x: Operand, kv_heads: int, columns: int) -> Descriptor:
-        """A descriptor of queries or outputs; with packed heads (B, Hkv, Hq / Hkv, N, D), a warpgroup's tile holding rows of each head."""
+        """A descriptor of queries or outputs; with pack_gqa over (B, Hkv, Hq / Hkv, N, D), with rows of each head in a warpgroup's tile."""
         if not self.layout.packs:
             return swizzled(x, 64, columns)
         packed = self.layout.packed
@@ -125,7 +125,7 @@ class HopperForwardHost:
     def _divisors(self, inputs: LaunchInputs, m_tiles: int, heads: int) -> list[int]:
         section = self.config.number("section")
         by = [m_tiles * section, inputs.batch if self.spec.mask != "none" else heads]
-        # The heads of the last section, where that isn't whole.
+        # The last section may have fewer heads.
         by += [inputs.batch * heads % section or 1] if section > 1 else []
         return [number for divisor in by for number in magic_divisor(divisor)]
 
@@ -162,7 +162,7 @@ def matrix_steps(matrices: Operand) -> list[int]:
 
 
 def _transpose_values(v: Operand, scratch: Scratch, found: list[Launch]) -> Operand:
-    """Launch the kernel that writes fp8 values with the keys innermost, in rows of whole swizzle units; returns these."""
+    """Launch the kernel that transposes fp8 values to keys innermost, in rows of whole swizzle units; returns the result."""
     batch, heads, n_kv, d_v = v.shape
     n_padded = cdiv(n_kv, 16) * 16
     transposed = scratch.empty((batch, heads, d_v, n_padded), "u8")

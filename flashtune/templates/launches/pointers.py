@@ -8,11 +8,11 @@ from flashtune.templates.family import padded
 from flashtune.templates.launches.common import cdiv, per_head, score_numbers, strides_divide, wide
 
 NARROW_TILE_BYTES = 128
-"""Rows of a tile that are narrower than this were seen to be misread by Triton 3.6 beside wider ones, unless Q and K are aligned."""
+"""Bytes of a tile's row below which Triton 3.6 misreads it beside wider ones, unless Q and K are aligned."""
 
 
 def raw_maxima(spec: KernelSpec) -> bool:
-    """Whether a forward takes row maxima of raw scores, which needs a positive scale."""
+    """True if a forward takes row maxima of raw scores, which needs a positive scale."""
     return not spec.softcap and not (spec.mask == "bias" or spec.alibi or spec.dtype == "fp8")
 
 
@@ -28,7 +28,7 @@ class PointerHost:
         self.positive_scale = raw_maxima(spec)
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
-        """Whether strides and alignment can be taken."""
+        """True if the kernel takes these strides and alignments."""
         if interpreted and not interpretable(self.spec):
             return False
         if self._described:
@@ -36,7 +36,7 @@ class PointerHost:
         return interpreted or accepts_narrow(self.block_dv, q, k)
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
-        """None are needed."""
+        """0: the kernel needs no counts."""
         return 0
 
     def narrowed_bias(self, mask: Operand) -> Operand | None:
@@ -44,7 +44,7 @@ class PointerHost:
         return None
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
-        """One launch."""
+        """The launch of the kernel."""
         tiles = cdiv(inputs.n_q, self.config.number("BLOCK_M")) * inputs.batch * inputs.heads
         return [Launch("attention_forward", (tiles,), self._arguments(inputs, ()), self._options())]
 
@@ -73,7 +73,7 @@ class PointerHost:
 
 
 class DecodeHost(PointerHost):
-    """Host side of flash_decode: several programs share the keys of a tile, and their parts are combined."""
+    """Host side of flash_decode: several programs split the keys of a tile, and their partial results are combined."""
 
     def __init__(self, spec: KernelSpec, config: Config) -> None:
         super().__init__(spec, config, described="kv" if config["loads"] == "tma" else "")
@@ -85,7 +85,7 @@ class DecodeHost(PointerHost):
         return cdiv(q.shape[2] * group, self.config.number("BLOCK_M")) * q.shape[0] * k.shape[1] if self._last_combines else 0
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
-        """One launch, and one that combines the parts where no program of the first does."""
+        """The launch of the kernel, and of `combine_splits` where no program of the first combines."""
         group = inputs.heads // inputs.kv_heads
         tiles = cdiv(inputs.n_q * group, self.config.number("BLOCK_M")) * inputs.batch * inputs.kv_heads
         blocks = cdiv(self._most_keys(inputs, group), self.config.number("BLOCK_N"))
@@ -108,7 +108,7 @@ class DecodeHost(PointerHost):
         return found
 
     def _most_keys(self, inputs: LaunchInputs, group: int) -> int:
-        """The most keys that a tile sees."""
+        """The greatest number of keys that a tile sees."""
         n_q, n_kv = inputs.n_q, inputs.n_kv
         if self.spec.window:
             left, right = (side if side >= 0 else n_kv + n_q for side in (inputs.window_left, inputs.window_right))
@@ -117,26 +117,26 @@ class DecodeHost(PointerHost):
 
 
 def split_count(blocks: int, tiles: int, programs: int) -> int:
-    """How many programs share a tile's blocks of keys: the fewest whose longest share is as short as where `programs` share all tiles."""
+    """The number of programs that share a tile's blocks of keys: the fewest with the longest share of `programs` over all tiles."""
     splits = min(max(programs // tiles, 1), blocks)
     share = -(-blocks // splits)
     return -(-blocks // share)
 
 
 def interpretable(spec: KernelSpec) -> bool:
-    """Whether Triton's interpreter, which can't multiply bf16, runs a kernel with plain pointers."""
+    """True if Triton's interpreter, which can't multiply bf16, runs a kernel with plain pointers."""
     return spec.dtype != "bf16"
 
 
 def accepts_narrow(columns: int, q: Operand, k: Operand) -> bool:
-    """Whether a kernel with plain pointers takes Q and K; any strides will do unless a tile of `columns` is narrow."""
+    """True if a kernel with plain pointers takes Q and K: any strides, unless a tile of `columns` is narrow."""
     if columns * q.item_bytes >= NARROW_TILE_BYTES:
         return True
     return all(x.aligned and x.strides[3] == 1 and all(step * x.item_bytes % 16 == 0 for step in x.strides[:3]) for x in (q, k))
 
 
 def _described_strides(x: Operand) -> tuple[int, ...]:
-    """Strides of `x` (B, H, N, D); 16 in place of those of dimensions of size 1, which have no meaning."""
+    """Strides of `x` (B, H, N, D), with 16 for dimensions of size 1, whose strides have no meaning."""
     return (*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)), x.strides[3])
 
 

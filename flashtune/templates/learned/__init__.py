@@ -1,1 +1,1 @@
-"""What trials of like problems and configs say of the cost model's errors."""
+"""Residuals of the cost model, learned from trials of similar problems and configs."""

@@ -1,4 +1,4 @@
-"""When trials of Hopper's forward kernels are alike."""
+"""Similarity of trials of Hopper's forward kernels."""
 
 import math
 
@@ -115,4 +115,4 @@ FORWARDS = Likeness(
     noise=0.03,
     offset=0.1,
 )
-"""Rounded by hand: scales of the greatest likelihood choose no better (benchmarks/run.py fit_residual)."""
+"""The similarity of forwards; scales are rounded, as those of the greatest likelihood choose no better (benchmarks/run.py fit_residual)."""

@@ -1,7 +1,7 @@
-"""What the cost model is still wrong by for kernels of some families, told by the trials of similar problems and configs.
+"""Residual of the cost model for kernels of some families, learned from trials of similar problems and configs.
 
 Gaussian process regression (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, chapter 2) of the logarithm of measured
-over expected time. benchmarks/run.py fit_residual solves for the weights; here they are only multiplied with how alike trials are.
+over expected time. benchmarks/run.py fit_residual solves for the weights; here they are only multiplied with covariances of trials.
 """
 
 import math
@@ -20,26 +20,25 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 
 if TYPE_CHECKING:
-    # A first call does without.
+    # A first call needn't import this.
     from numpy.typing import NDArray
 
 
 Tried = tuple[str, Config]
-"""A completed config of the family of a name."""
+"""A family's name, and a completed config of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Likeness:
-    """When two trials of kernels of some families are alike.
+    """Similarity of two trials of kernels of some families.
 
-    `of_problem` gives a problem's coordinates, and `of_config` those of a family's completed config at a problem on a GPU: numbers in
-    the order of `problem_scales` and `config_scales`, which say by how much two of them differ in each for one to say little of the
-    other. What is beyond all trials in one of `lengths` is told of by the longest.
+    `of_problem` returns a problem's coordinates, and `of_config` those of a family's completed config at a problem on a GPU: numbers in
+    the order of `problem_scales` and `config_scales`, the length scales of their covariance. Coordinates of `lengths` are capped at the
+    longest of all trials.
 
-    `families` are these with what each takes longer than the model says, beside the others, where nothing near is known; `together` and
-    `alone` are how far off the model then is (a standard deviation of logarithms): of a config at a problem, and of a config at
-    all problems alike; `noise` how far off a trial is by chance, and `offset` all trials of a problem together, which says nothing of its
-    configs.
+    `families` maps each family to its prior mean, a logarithm of time over the model's. `together` and `alone` are prior standard
+    deviations of logarithms: of a config at a problem, and of a config over all problems; `noise` is that of a trial, and `offset` that
+    of all trials of a problem together.
     """
 
     families: Mapping[str, float]
@@ -60,17 +59,17 @@ class Likeness:
         return [value / scale for value, scale in zip(self.of_problem(problem), self.problem_scales.values(), strict=True)]
 
     def config(self, problem: Problem, tried: Tried, target: Target) -> list[float]:
-        """A config's in units of theirs."""
+        """A config's coordinates in units of their scales."""
         return [value / scale for value, scale in zip(self.of_config(problem, tried, target), self.config_scales.values(), strict=True)]
 
 
 _AT_ONCE = 1024
-"""So many configs are compared at once: a search asks of 20,000."""
+"""Configs that are compared at once; a search has up to 20,000."""
 
 
 def alike(ours: "NDArray[np.float64]", theirs: "NDArray[np.float64]") -> "NDArray[np.float64]":
-    """The squared exponential covariance of coordinates, (n, c) and (m, c): 1 for the same, towards 0 for what differs."""
-    # Without a product of matrices: a BLAS wakes all its threads for that, which takes longer than a call's few configs do.
+    """The squared exponential covariance (n, m) of coordinates (n, c) and (m, c): 1 for equal ones, towards 0 for distant ones."""
+    # A matrix product would wake all threads of a BLAS, which takes longer than a call's few configs.
     squares = np.zeros((len(ours), len(theirs)))
     for mine, other in zip(ours.T, theirs.T, strict=True):
         squares += np.square(mine[:, None] - other)
@@ -78,10 +77,10 @@ def alike(ours: "NDArray[np.float64]", theirs: "NDArray[np.float64]") -> "NDArra
 
 
 class Residual:
-    """What is known of a set of trials: coordinates of distinct problems (p, .) and configs (c, .), of each trial the places of its
-    problem and config in these, and its weight.
+    """Regression over a set of trials: coordinates of distinct problems (p, .) and configs (c, .), and of each trial the indices of its
+    problem and config, and its weight.
 
-    Raises KeyError or ValueError where these don't belong together.
+    Raises KeyError or ValueError for inconsistent arrays.
     """
 
     def __init__(self, likeness: Likeness, known: "Mapping[str, NDArray[Any]]") -> None:
@@ -101,10 +100,10 @@ class Residual:
         self._most = np.array([most if name in likeness.lengths else math.inf for name, most in longest])
 
     def of(self, problem: Problem, configs: Sequence[Tried], target: Target, *, caution: float = 0.0) -> list[float]:
-        """By how much longer than expected these take, logarithms; all of a problem are off by the same besides.
+        """Logarithms of the configs' times over the model's, up to an offset common to a problem.
 
-        With `caution` so many standard deviations are added of what the most alike single trial leaves open, so that a config that is
-        like none isn't chosen for what the cost model alone expects of it.
+        `caution` adds that many standard deviations given the nearest single trial, so that a config far from all trials isn't chosen by
+        the cost model alone.
         """
         likeness = self._likeness
         there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
@@ -119,8 +118,8 @@ class Residual:
         return [more + likeness.families[name] for (name, _), more in zip(configs, found, strict=True)]
 
     def _left_open(self, same: "NDArray[np.float64]", covariances: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        """The standard deviation that the most alike trial leaves to each config; `same` is how alike these are to those that are known
-        (n, c), and `covariances` those of a problem with each trial's."""
+        """The standard deviation of each config given its nearest trial; `same` are covariances with known configs (n, c), `covariances`
+        those of a problem with each trial's."""
         variance, nearest = self._likeness.together**2 + self._likeness.alone**2, np.zeros(len(self._configs))
         np.maximum.at(nearest, self._config_of, covariances / variance)
         found: NDArray[np.float64] = np.sqrt(variance * np.maximum(0.0, 1.0 - np.square((same * nearest).max(1))))
@@ -129,16 +128,16 @@ class Residual:
 
 @cache
 def learned(likeness: Likeness) -> Residual | None:
-    """What was learned from the trials of an H200, for all GPUs with these kernels; None, with a warning, where the package's file is
+    """The residual learned from trials on an H200, for all GPUs with these kernels; None, with a warning, where the package's file is
     damaged or missing."""
     path = Path(str(resources.files("flashtune.templates.learned"))) / likeness.file
     try:
         with np.load(path, allow_pickle=False) as known:
             return Residual(likeness, known)
     except Exception as error:
-        # A damaged archive is met with errors of zipfile, zlib, numpy and its parser of headers alike.
+        # A damaged archive raises errors of zipfile, zlib, numpy or its parser of headers.
         warnings.warn(
-            f"flashtune: {path} can't be read ({error}), so stand-ins are chosen by the cost model alone: install flashtune again",
+            f"flashtune: {path} can't be read ({error}), so near records are chosen by the cost model alone: install flashtune again",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""When trials of decoding steps are alike.
+"""Similarity of trials of decoding steps.
 
-What a config does hangs on how a launch shares out its keys, of which `programs` alone says little: the number of parts, how many programs
-an SM has at a time, in how many rounds, and how many bytes they have in flight.
+A config's time depends on the split of a launch's keys, more than on `programs` itself: the number of splits, programs
+per SM, rounds, and bytes in flight.
 """
 
 import math
@@ -45,7 +45,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     facts = family(name).expected(config, problem.spec(), target)
     assert facts is not None, "what nothing is expected of isn't asked about"
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    # Kernels for many rows read the keys that heads share once for each tile of them, whole.
+    # Kernels for many rows don't split keys, and read shared ones once per tile.
     tiles, splits, share = (
         sharing(config, problem, target) if decodes else (tiles_of(config, problem), 1, math.ceil(problem.n_kv / block_n))
     )
@@ -72,8 +72,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
 
 
 FAMILIES = {"flash_decode": 0.0, "flash_fwd_hopper": 0.25, "flash_fwd_tma": 0.35, "flash_fwd": 0.77}
-"""By how much the cost model flatters each beside flash_decode, in the mean of 414 such pairs of rows and of drawn shapes: a
-logarithm (benchmarks/run.py fit_expected)."""
+"""The cost model's mean optimism for each relative to flash_decode, a logarithm (benchmarks/run.py fit_expected)."""
 
 STEPS = Likeness(
     families=FAMILIES,
@@ -120,4 +119,4 @@ STEPS = Likeness(
     noise=0.03,
     offset=0.15,
 )
-"""Rounded by hand, as FORWARDS: half and twice of each come to nearly the same, but for what is idle in the last round."""
+"""The similarity of decoding steps; scales are rounded, and halving or doubling matters only for the idle share of the last round."""

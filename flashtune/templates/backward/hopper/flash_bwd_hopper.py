@@ -1,7 +1,7 @@
 """The family `flash_bwd_hopper`: warp-specialised attention backward for Hopper in Gluon, in five products.
 
-Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as far as Triton can express them; what is shared, a program's
-tile of keys and two warpgroups of 64 of them, is in `_roles.jinja`.
+Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as far as Triton can express them; the roles of a
+program's warpgroups are in `_roles.jinja`.
 """
 
 from flashtune.core.config import Config, KernelSpec, Value
@@ -118,13 +118,13 @@ CONSTRAINTS = (
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None."""
+    """The reason why this family can't serve `spec` on `target`, or None."""
     return refusal("flash_bwd_hopper", 128, spec, target)
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
-    """The tiles that fit, with both ways for dQ."""
-    # What is changed of the first.
+    """Tiles that fit, with dQ's sums by threads and by the copy engine."""
+    # Changes to the first config.
     tiles: list[dict[str, Value]] = [
         {},
         {"held": "k"},
@@ -146,7 +146,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
             {"held": "both", "dq_sums": "tma", "num_stages": 3},
         ]
     elif min(len(pieces) for pieces in (layout.pieces, layout.v_pieces)) > 1:
-        # Sums of fewer columns leave registers for all that can be held.
+        # Sums of fewer columns leave registers for K and V.
         tiles = [
             {},
             {"held": "both"},
@@ -164,14 +164,14 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say."""
+    """Expected resource usage."""
     layout = BackwardLayout.of(spec, config)
     return warpgroup_facts(target, registers=168, shared=layout.shared_bytes, consumers=layout.consumers)
 
 
 def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """With queries divided where tiles are few, by programs that take no second tile, else with all tiles of a head for one program where
-    that pays."""
+    """The config with split-Q where tiles are few, by programs that take no second tile, else with exclusive dQ (all tiles of a head for
+    one program) where that pays."""
     config, spec = divided(config, problem, target, dq_sums="registers", persistent=False), problem.spec()
     if not every_query_sees_a_key(problem):
         return shared(config)
@@ -184,26 +184,25 @@ def resized(config: Config, problem: Problem, target: Target) -> Config:
 
 
 def shared(config: Config) -> Config:
-    """The same with sums of dQ that programs share."""
+    """The config with shared sums of dQ in place of exclusive ones."""
     return config.replace(dq_sums="registers") if config["dq_sums"] == "own" else config
 
 
 MOST_OWN_KEYS = 512
-"""Of several tiles: with D = 64 it takes 11 and 4 % off 512 keys (causal and full), and costs 6 and 24 % at 1024; with D = 128 it costs
-12 % and more (race.txt in benchmarks/results/2026-11-26-h200-own-sums)."""
+"""Most keys of exclusive dQ over several tiles (race.txt in benchmarks/results/2026-11-26-h200-own-sums)."""
 
 LEAST_FILLED = 0.9
-"""The least share of programs' time in which they may have heads to take."""
+"""Least share of busy programs for exclusive dQ."""
 
 
 def heads_fill(problem: Problem, target: Target) -> bool:
-    """Whether key heads keep so many programs as there are multiprocessors busy."""
+    """True if key heads keep a program on each multiprocessor busy."""
     heads = problem.batch * problem.kv_heads
     return heads >= LEAST_FILLED * target.sms * -(-heads // target.sms)
 
 
 def every_query_sees_a_key(problem: Problem) -> bool:
-    """Whether the band leaves each query a key: it does where it leaves one to the first and to the last."""
+    """True if each query sees a key, which holds if the first and the last do."""
     return all(problem.band.keys(row, row, problem.n_kv) for row in (0, problem.n_q - 1))
 
 

@@ -1,7 +1,7 @@
 """The family `flash_bwd_hopper_split`: warp-specialised attention backward for Hopper in two kernels, bit for bit repeatable.
 
-One kernel holds keys and makes dK and dV in four products, the other holds queries and makes dQ in three. Nothing is added up in memory,
-so that there is no order to vary; and head sizes above 128, whose programs hold too few keys for such sums, cost two products instead.
+One kernel's tiles are of keys and give dK and dV in four products, the other's are of queries and give dQ in three. Without sums in memory
+no order of additions varies; for head sizes above 128, whose tiles have too few keys for such sums, two more products are cheaper.
 """
 
 from flashtune.core.config import Config, KernelSpec
@@ -66,12 +66,12 @@ CONSTRAINTS = (
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
-    """Why this family can't serve `spec` on `target`, or None."""
+    """The reason why this family can't serve `spec` on `target`, or None."""
     return refusal("flash_bwd_hopper_split", 256, spec, target)
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
-    """What was the fastest on an H200 without columns in registers, then the same with them, and other depths and tiles."""
+    """Winners on an H200 without columns in registers, then with them, and other depths and tiles."""
     keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2, 0)]
     block_d = SplitLayout.of(spec, Config.of()).block_d
     if block_d == 128:
@@ -79,13 +79,13 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     elif block_d == 64:
         keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2, 0), (128, 128, 2, 64), (192, 64, 3, 64)]
     elif max(spec.d, spec.d_v) <= 192:
-        # Chunks of columns leave room for more blocks in flight.
+        # Swizzle-width tiles leave room for more blocks in flight.
         keys, queries = [(64, 64, 3, 128), (64, 64, 3, 0), (64, 64, 2, 0)], [(128, 64, 3, 0), (128, 64, 2, 0)]
     pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
     if len(keys) > 2:
         pairs.append((keys[-1], queries[-1]))
     elif block_d == 256:
-        # With a bias and dropout there is shared memory for no more.
+        # A bias with dropout leaves no more shared memory.
         pairs.append(((64, 64, 1, 0), queries[0]))
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
     dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
@@ -97,7 +97,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
-    """What the compiler will say of the kernel of dK and dV."""
+    """Expected resource usage of the kernel of dK and dV."""
     return warpgroup_facts(target, registers=168, shared=SplitLayout.of(spec, config).key_shared_bytes)
 
 

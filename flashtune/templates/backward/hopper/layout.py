@@ -1,4 +1,4 @@
-"""What follows from a spec and a config of the backward families for Hopper, stated once for templates, constraints and the cost model."""
+"""Layout facts derived from a spec and a config of Hopper's backward families, for templates, constraints and the cost model."""
 
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from flashtune.templates.hopper.layout import ROWS, HopperTiles
 
 
 def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
-    """Why the family of this name, whose tiles take head sizes up to `widest`, can't serve `spec` on `target`, or None."""
+    """The reason why a family, whose tiles take head sizes up to `widest`, can't serve `spec` on `target`, or None."""
     if spec.direction != "bwd":
         return f"{name} computes the backward pass, not {spec.direction!r}"
     if not target.is_hopper:
@@ -32,27 +32,27 @@ DIVIDED_QUERIES = Axis(
     why="whether programs share the queries of a tile of keys where tiles are few: all at work against sums that are added up",
     absent=False,
 )
-"""An axis of both families. `divided` sets it: no search asks for it."""
+"""The axis of split-Q in both families, set by `divided` and never searched."""
 
 WORTH_DIVIDING = 0.85
-"""The share of its time that dividing may leave a kernel at most: what is counted is rough, and another kernel must be compiled."""
+"""Greatest share of a kernel's time that split-Q may leave: the estimate is rough, and another kernel must be compiled."""
 
 
 def query_divisions(
     m_tiles: int, group: int, tiles: int, left: int, right: int, block_m: int, block_n: int, sms: int, worth: float = 1.0
 ) -> int:
-    """Among how many programs the queries of each of so many tiles of keys are divided: as leaves the busiest multiprocessor the
-    least, or 1 where that is more than `worth` of what it has undivided. A side of the window without a bound is -1."""
+    """The number of split-Q programs for each tile of keys that minimises the busiest multiprocessor's work, or 1 where that exceeds
+    `worth` of the work without. A side of the window without a bound is -1."""
     seen = m_tiles if min(left, right) < 0 else min(m_tiles, (left + right + block_n) // block_m + 1)
     triangle = (left < 0) != (right < 0)
 
     def busiest(divisions: int) -> float:
-        # In blocks of queries: a program takes four beside its own, and its part of dK and dV five (fitted, divided_queries.py).
+        # In blocks of queries: a program's overhead is four, its partial dK and dV cost five (fitted, divided_queries.py).
         longest, programs = group * seen / divisions + 4, tiles * divisions
         adding = 5 * programs / sms if divisions > 1 else 0
         if not triangle:
             return adding + -(-programs // sms) * longest
-        # The longest go first, and the mean has half as many.
+        # The longest tiles go first, and the mean has half as many blocks.
         return adding + max(longest, programs * (longest / 2 + 2) / sms)
 
     if tiles >= 2 * sms:
@@ -62,7 +62,7 @@ def query_divisions(
 
 
 def divided(config: Config, problem: Problem, target: Target, **where_divided: Value) -> Config:
-    """With queries divided among programs where that leaves the busiest multiprocessor much less to do, and then with `where_divided`."""
+    """The config with split-Q where that leaves the busiest multiprocessor much less work, and then with `where_divided`."""
     divides = _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
     if bool(config.get("divided_queries", False)) == divides:
         return config
@@ -70,7 +70,7 @@ def divided(config: Config, problem: Problem, target: Target, **where_divided: V
 
 
 def divisions_of(config: Config, problem: Problem, target: Target) -> int:
-    """How many programs share a tile's queries in a launch, as the host will find."""
+    """The number of split-Q programs for each tile of a launch, as the host computes it."""
     divided = config.get("divided_queries", False)
     return _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, 1.0) if divided else 1
 
@@ -83,18 +83,18 @@ def _divisions(block_m: int, block_n: int, problem: Problem, sms: int, worth: fl
 
 
 class HopperBackward(HopperTiles):
-    """What both families have in common: what their kernels take."""
+    """Base of both families' layouts: tiles and parameters of their kernels."""
 
     __slots__ = ()
 
     @property
     def block_d(self) -> int:
-        """Columns of a tile of q and k: no fewer than of v, whose sums are the first to be divided, and no fewer than a swizzle has."""
+        """Columns of a tile of q and k: no fewer than of v, whose sums are divided first, and no fewer than a swizzle."""
         return max(padded(self.spec.d), self.block_dv)
 
     @property
     def block_dv(self) -> int:
-        """The same of v and dO."""
+        """Columns of a tile of v and dO."""
         return max(padded(self.spec.d_v), 64)
 
     @property
@@ -104,12 +104,12 @@ class HopperBackward(HopperTiles):
 
     @property
     def columns_dv(self) -> int:
-        """The same of v and dO."""
+        """Columns of v and dO that products work through."""
         return sum(width for _, width in self.v_pieces)
 
     @property
     def sizes(self) -> list[str]:
-        """The kernel's parameters that are sizes, which travel through it as `Sizes`."""
+        """The kernel's size parameters, which it passes on as `Sizes`."""
         s = self.spec
         found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent + ["divisions"] * self.divides
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
@@ -117,7 +117,7 @@ class HopperBackward(HopperTiles):
 
     @property
     def params(self) -> list[str]:
-        """The kernel's parameters that are numbers for scores and gradients, and what each head has of its own in memory."""
+        """The kernel's parameters for scores and gradients, with pointers to tensors per head."""
         s = self.spec
         found = ["scale", "score_scale", *self.score_params] + ["slopes_ptr", "slopes_by_batch", "slopes_by_head"] * s.alibi
         if s.mask == "bool":
@@ -127,64 +127,64 @@ class HopperBackward(HopperTiles):
 
     @property
     def persistent(self) -> bool:
-        """Whether a program takes one tile of keys after another, and copies the next one's keys and values ahead."""
+        """True if a program takes several tiles of keys, and prefetches the next one's keys and values."""
         return bool(self.config.get("persistent", False))
 
     @property
     def drawn(self) -> bool:
-        """Whether it draws them."""
+        """True under dynamic scheduling of tiles."""
         return self.config.get("persistent", False) in ("drawn", "taken")
 
     @property
     def finishes(self) -> bool:
-        """Whether it finishes dQ of heads that are done."""
+        """True if a program also finishes dQ of completed heads."""
         return self.config.get("persistent", False) == "drawn"
 
     @property
     def owns(self) -> bool:
-        """Whether sums of dQ are a program's own, or none are needed, where it has all keys of a head."""
+        """True for exclusive dQ: a program with all keys of a head has sums of its own, or needs none."""
         return self.config.get("dq_sums", "") == "own"
 
     @property
     def by_heads(self) -> bool:
-        """Whether a program takes all tiles of a key head, one after another."""
+        """True if a program takes all tiles of a key head, one after another."""
         return self.owns and self.config.get("persistent", False) is True
 
     @property
     def divides(self) -> bool:
-        """Whether several programs share the queries of a tile of keys, and dK and dV are added up from what each of them found."""
+        """True for split-Q: several programs share the queries of a tile of keys, and their partial dK and dV are added up."""
         return bool(self.config.get("divided_queries", False))
 
     @property
     def divided_columns(self) -> dict[str, int]:
-        """Columns of what such a program leaves in memory of dK and dV."""
+        """Columns of a split-Q program's partial dK and dV."""
         return {"dk": self.columns_d, "dv": self.columns_dv}
 
     @property
     def bias_by_pointer(self) -> bool:
-        """Whether a kernel reads a bias from where it is, not as tiles in shared memory."""
+        """True if a kernel reads a bias by pointer, not as tiles in shared memory."""
         return False
 
     @property
     def unspecialized(self) -> list[str]:
-        """Those of `params` that are integers, of which each value would be compiled for."""
+        """Integers of `params`, for whose values Triton mustn't specialise the code."""
         return [name for name in self.params if "_by_" in name or "_stride_" in name or name in ("seed", "offset", "threshold")]
 
     @property
     def head_params(self) -> list[str]:
-        """What the blocks of a head work with beside `params`, of which each head has its own."""
+        """Values per head that its blocks use beside `params`."""
         s = self.spec
         found = ["index"] * s.dropout + ["slope"] * s.alibi
         return found + ["matrix"] * (s.mask == "bool") + ["bias_ptr"] * self.bias_by_pointer
 
     @property
     def consumer_registers(self) -> int:
-        """What a thread of a warpgroup that computes may hold: the register file less the share of the copying warps."""
+        """Registers of a consumer thread: the register file less the producer's share."""
         return 240
 
 
 class BackwardLayout(HopperBackward):
-    """How a program of `flash_bwd_hopper` is divided among warpgroups, and where its tiles live."""
+    """Layout of a program of `flash_bwd_hopper`: its warpgroups, tiles and memory."""
 
     __slots__ = ()
 
@@ -195,7 +195,7 @@ class BackwardLayout(HopperBackward):
 
     @property
     def by_columns(self) -> bool:
-        """Whether warpgroups share a tile of dQ by columns: 64 rows can't be divided, matrix instructions have as many."""
+        """True if warpgroups share a tile of dQ by columns, since matrix instructions don't divide 64 rows."""
         return self.config.number("BLOCK_M") < ROWS * self.consumers
 
     @property
@@ -210,60 +210,60 @@ class BackwardLayout(HopperBackward):
 
     @property
     def last_part_d(self) -> int:
-        """The same of the last warpgroup's, which needn't have the columns that only fill a tile up to a power of two."""
+        """Columns of the last warpgroup's part, which may leave out padding."""
         narrow = self.by_columns and not self.by_tma
         return padded(self.columns_d - self.part_d * (self.consumers - 1)) if narrow else self.part_d
 
     @property
     def summed_d(self) -> int:
-        """Columns of dQ's sums in memory: what all parts have, beside each other."""
+        """Columns of dQ's sums in memory, those of all parts side by side."""
         return self.part_d * (self.consumers - 1) + self.last_part_d if self.by_columns else self.part_d
 
     @property
     def v_products(self) -> int:
-        """In how many products the gradients of probabilities are made."""
+        """The number of products of the gradients of probabilities."""
         return 2 if len(self.v_pieces) == 1 and 0 < self.v_held < self.block_dv else len(self.v_pieces)
 
     @property
     def by_tma(self) -> bool:
-        """Whether the copy engine adds parts of dQ to the sums, from memory of their own."""
+        """True if the copy engine adds parts of dQ to the sums, from their own shared memory."""
         return self.config["dq_sums"] == "tma"
 
     @property
     def exp_early(self) -> bool:
-        """Whether all exponentials of a block end before dP is waited for."""
+        """True if all exponentials of a block end before the wait for dP."""
         return bool(self.config.get("exp_early", False))
 
     @property
     def exp_poly(self) -> bool:
-        """Whether a quarter of exponentials is made by a polynomial."""
+        """True if a polynomial computes a quarter of the exponentials."""
         return bool(self.config.get("exp_poly", False))
 
     @property
     def wait_early(self) -> bool:
-        """Whether a block is waited for before dQ of the block before is added up."""
+        """True if the wait for a block precedes the addition of the previous block's dQ."""
         return bool(self.config.get("wait_early", False))
 
     @property
     def k_held(self) -> int:
-        """The columns of its keys that a warpgroup has in registers, too, from which scores take them."""
+        """Columns of its keys that a warpgroup keeps in registers for scores."""
         return min(64, self.pieces[0][1]) if self.config.get("held", "none") in ("k", "both") else 0
 
     @property
     def v_held(self) -> int:
-        """The same of values, for the gradients of probabilities."""
+        """Columns of its values that a warpgroup keeps in registers for gradients of probabilities."""
         return min(64, self.v_pieces[0][1]) if self.config.get("held", "none") in ("v", "both") else 0
 
     @property
     def held_tiles(self) -> list[str]:
-        """The names of what is held."""
+        """Names of the tiles kept in registers."""
         return ["k_held"] * (self.k_held > 0) + ["v_held"] * (self.v_held > 0)
 
     @property
     def live_registers(self) -> int:
-        """Accumulators and operands that a consumer thread holds at once: both scores, one as an operand, dK and dV, what is held."""
+        """Registers of a consumer thread's accumulators and operands: both scores, one as an operand, dK, dV, tiles kept in registers."""
         m, narrow = self.config.number("BLOCK_M"), len(self.pieces) > 1 and len(self.v_pieces) > 1
-        # Beside a whole one a sum in pieces spares the compiler nothing.
+        # Beside a whole sum a split accumulator saves no registers.
         sums = self.columns_d + self.columns_dv if narrow else self.block_d + self.block_dv
         return m + m // 4 + sums // 2 + (self.k_held + self.v_held) // 4
 
@@ -281,28 +281,28 @@ class BackwardLayout(HopperBackward):
 
 
 class SplitLayout(HopperBackward):
-    """The same of the two kernels of `flash_bwd_hopper_split`: that of dK and dV, then that of dQ."""
+    """Layout of the two kernels of `flash_bwd_hopper_split`: that of dK and dV, then that of dQ."""
 
     __slots__ = ()
 
     @property
     def bias_by_pointer(self) -> bool:
-        """That of dQ does, which has no room left for tiles of a bias at head size 256."""
+        """True with a bias: the kernel of dQ has no shared memory for its tiles at head size 256."""
         return self.spec.mask == "bias"
 
     @property
     def wide(self) -> bool:
-        """Whether one warpgroup has dV of 64 keys and the other dK: both, as wide as tiles are, don't fit one's registers."""
+        """True if one warpgroup has dV of 64 keys and the other dK, since one's registers don't fit both."""
         return self.block_d + self.block_dv > 256
 
     @property
     def chunked(self) -> bool:
-        """Where that leaves out a chunk: at head sizes from 129 to 192."""
+        """True where swizzle-width tiles leave out padding: at head sizes from 129 to 192."""
         return self.wide and (self.in_chunks(self.spec.d) < self.block_d or self.in_chunks(self.spec.d_v) < self.block_dv)
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of ROWS keys that a program holds."""
+        """Tiles of ROWS keys of a program."""
         return self.config.number("BLOCK_N") // ROWS
 
     @property
@@ -312,7 +312,7 @@ class SplitLayout(HopperBackward):
 
     @property
     def query_consumer_registers(self) -> int:
-        """What a thread of one of these warpgroups may hold."""
+        """Registers of a thread of these warpgroups."""
         return {2: 240, 3: 160}[self.row_tiles]
 
     @property
@@ -322,27 +322,27 @@ class SplitLayout(HopperBackward):
 
     @property
     def k_held(self) -> int:
-        """Columns of keys that their warpgroup has in registers; at head size 128 only those of values fit beside both sums."""
+        """Columns of keys that their warpgroup keeps in registers; at head size 128 only values fit beside both sums."""
         return min(self.config.number("held_columns"), self.pieces[0][1]) if self.wide or self.block_d <= 64 else 0
 
     @property
     def v_held(self) -> int:
-        """The same of values."""
+        """Columns of values that their warpgroup keeps in registers."""
         return min(self.config.number("held_columns"), self.v_pieces[0][1])
 
     @property
     def q_held(self) -> int:
-        """The same of queries in the kernel of dQ."""
+        """Columns of queries that the kernel of dQ keeps in registers."""
         return min(self.config.number("DQ_held_columns"), self.pieces[0][1])
 
     @property
     def dout_held(self) -> int:
-        """The same of dO."""
+        """Columns of dO that the kernel of dQ keeps in registers."""
         return min(self.config.number("DQ_held_columns"), self.v_pieces[0][1])
 
     @property
     def halved(self) -> bool:
-        """Whether what is held is none, half or all of a tile, or none or all of the first of its pieces."""
+        """True if the columns kept in registers are none, half or all of a tile, or none or all of a split accumulator's first part."""
 
         def holds(held: int, pieces: list[tuple[int, int]]) -> bool:
             width = pieces[0][1]
@@ -353,16 +353,16 @@ class SplitLayout(HopperBackward):
 
     @property
     def key_registers(self) -> int:
-        """Accumulators and operands that a thread of the kernel of dK and dV holds at once."""
+        """Registers of accumulators and operands in a thread of the kernel of dK and dV."""
         m = self.config.number("BLOCK_M")
         if self.wide:
-            # Scores or their gradients, again as an operand, beside one sum.
+            # Scores or their gradients, once more as an operand, and one sum.
             return m // 2 + m // 4 + max(self.columns_d, self.columns_dv) // 2 + self.k_held // 4
         return m + m // 4 + (self.columns_d + self.columns_dv) // 2 + (self.k_held + self.v_held) // 4
 
     @property
     def query_registers(self) -> int:
-        """The same of the kernel of dQ: both scores, one of them as an operand, and dQ."""
+        """Registers of accumulators and operands in a thread of the kernel of dQ: both scores, one as an operand, and dQ."""
         n = self.config.number("DQ_BLOCK_N")
         return n + n // 4 + self.columns_d // 2 + (self.q_held + self.dout_held) // 4
 
