@@ -117,20 +117,20 @@ JUNK: dict[str, tuple[str, str]] = {
     "a card": ('{"format": 1, "sha256": "0"}', "lacks a format or a list of calls"),
     "newer": ('{"format": 2, "calls": []}', "has the format 2, and this flashtune knows 1"),
     "a format that is none": ('{"format": true, "calls": []}', "has the format True"),
-    "an entry that is none": ('{"format": 1, "calls": [[1]]}', "call 1 of calls.json makes no sense (it is [1]"),
-    "a field more": (entry(more=1), "has to have batch, heads"),
-    "a size that is none": (entry(batch=1.5), "batch is 1.5, which is no size"),
-    "a truth value": (entry(n_q=True), "n_q is True, which is no size"),
+    "an entry that is none": ('{"format": 1, "calls": [[1]]}', "call 1 of calls.json is invalid (it is [1]"),
+    "a field more": (entry(more=1), "not an object of batch, heads"),
+    "a size that is none": (entry(batch=1.5), "batch is 1.5, not an integer"),
+    "a truth value": (entry(n_q=True), "n_q is True, not an integer"),
     "nothing to attend to": (entry(n_kv=0), "n_kv must be at least 1, not 0"),
     "heads": (entry(heads=3, kv_heads=2), "3 query heads can't share 2 key heads"),
     "a head size": (entry(d=257), "d=257 is too large"),
     "an unknown type": (entry(dtype="fp4"), "unknown dtype 'fp4'"),
-    "a type that is no name": (entry(dtype=[1]), "dtype is [1], which is no name"),
+    "a type that is no name": (entry(dtype=[1]), "dtype is [1], not a string"),
     "a direction": (entry(direction="up"), "unknown direction 'up'"),
-    "features that are none": (entry(features="causal"), "features are 'causal', which name none"),
+    "features that are none": (entry(features="causal"), "features are 'causal', not an object"),
     "an unknown feature": (entry(features={"paged": True}), "unknown feature 'paged'"),
     "a feature's value": (entry(features={"causal": "yes"}), "feature 'causal' has the impossible value 'yes'"),
-    "a gradient of a forward's": (entry(features={"mask": "bias", "dbias": True}), "can't be asked of a forward"),
+    "a gradient of a forward's": (entry(features={"mask": "bias", "dbias": True}), "can't be requested from a forward"),
     "long": (entry(dtype=["x" * 500]), "dtype is ['xxx"),
 }
 
@@ -195,5 +195,5 @@ def test_places_that_hold_no_file_are_named_with_a_remedy(tmp_path: Path) -> Non
         calls.add(tmp_path, [])
     with pytest.raises(EnvironmentProblem, match=r"can't be written \(No such file or directory\)"):
         calls.add(tmp_path / "none" / "calls.json", [])
-    with pytest.raises(InputError, match="/dev/null is no file that could hold calls"):
+    with pytest.raises(InputError, match="/dev/null is no regular file"):
         calls.add(Path("/dev/null"), [])

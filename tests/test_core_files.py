@@ -57,7 +57,7 @@ def test_what_is_no_file_or_too_large_is_refused_before_it_is_waited_for_or_held
     (tmp_path / "large").write_bytes(b" " * 101)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
-    for name, said in (("large", "more than 100 bytes"), ("pipe", "no ordinary file"), ("zeros", "no ordinary file")):
+    for name, said in (("large", "more than 100 bytes"), ("pipe", "no regular file"), ("zeros", "no regular file")):
         with pytest.raises(ValueError, match=said):
             read_json(tmp_path / name, 100)
     assert len(read_bounded(tmp_path / "large", 101)) == 101

@@ -113,9 +113,9 @@ def test_gradients_that_are_asked_for_are_written_and_checked_too() -> None:
     torch.testing.assert_close(inputs.operands["dslopes"].double().sum(-1), dslopes, atol=1e-4, rtol=1e-5)
     assert "bias's gradient" in check(lambda *x, **w: write(*x, spoil=True, **w), inputs, expected).reason
     for features in ({"dbias": True}, {"mask": "bool", "dbias": True}, {"dslopes": True}):
-        with pytest.raises(InputError, match="asks for the gradient"):
+        with pytest.raises(InputError, match="requests the gradient"):
             Features(**features)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="can't be asked of a forward"):
+    with pytest.raises(InputError, match="can't be requested from a forward"):
         replace(p, direction="fwd")
 
 

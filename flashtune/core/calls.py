@@ -108,7 +108,7 @@ def _added(path: Path, problems: Iterable[Problem]) -> bool:
     with path.open("a+b") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path} is no file that could hold calls: name another")
+            raise InputError(f"{path} is no regular file: name another")
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             if not os.path.samestat(status, path.stat()):
@@ -152,22 +152,22 @@ def _parsed(text: bytes, path: Path) -> list[Problem]:
         try:
             problems[_problem(one)] = None
         except InputError as error:
-            raise InputError(f"call {place} of {path} makes no sense ({error}): save the calls again, or remove it") from error
+            raise InputError(f"call {place} of {path} is invalid ({error}): save the calls again, or remove it") from error
     return list(problems)
 
 
 def _problem(found: Any) -> Problem:
     """One entry; raises InputError for one that `_text` would not write."""
     if not isinstance(found, dict) or found.keys() != set(_FIELDS):
-        raise InputError(f"it is {_shown(found)}, and has to have {', '.join(_FIELDS)} alone")
+        raise InputError(f"it is {_shown(found)}, not an object of {', '.join(_FIELDS)}")
     for name in _SIZES:
         if type(found[name]) is not int:
-            raise InputError(f"{name} is {_shown(found[name])}, which is no size")
+            raise InputError(f"{name} is {_shown(found[name])}, not an integer")
     for name in ("dtype", "direction"):
         if not isinstance(found[name], str):
-            raise InputError(f"{name} is {_shown(found[name])}, which is no name")
+            raise InputError(f"{name} is {_shown(found[name])}, not a string")
     if not isinstance(found["features"], dict):
-        raise InputError(f"features are {_shown(found['features'])}, which name none")
+        raise InputError(f"features are {_shown(found['features'])}, not an object")
     return Problem(**{**found, "features": Features.from_json(found["features"])})
 
 

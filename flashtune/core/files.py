@@ -13,11 +13,11 @@ DEEPEST = 32
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of an ordinary file of at most `most` bytes; raises OSError, or ValueError if it is larger or no regular file."""
+    """The content of a regular file of at most `most` bytes; raises OSError, or ValueError if it is larger or no regular file."""
     # Opening a pipe without a writer would block.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no ordinary file")
+            raise ValueError("it is no regular file")
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")

@@ -182,7 +182,7 @@ class Arguments:
 
     def _tensor(self, x: Operand) -> torch.Tensor:
         tensor = [*self._tensors, *self._scratch][x.source]
-        assert tensor is not None, "launches name tensors that the call has"
+        assert tensor is not None, "launches use only tensors of their call"
         if tensor.dtype != TYPES[x.dtype]:
             tensor = tensor.view(TYPES[x.dtype])
         same = tuple(tensor.shape) == x.shape and tuple(tensor.stride()) == x.strides

@@ -192,9 +192,9 @@ the sum of its rows' parts, which the caller adds up.
 
 
 @lru_cache
-def backward_with(asked: tuple[str, ...]) -> Pass:
+def backward_with(requested: tuple[str, ...]) -> Pass:
     """`BACKWARD` with the requested ones of `MORE_GRADIENTS`."""
-    return BACKWARD._replace(operands=(*BACKWARD.operands, *(operand for operand in MORE_GRADIENTS if operand.name in asked)))
+    return BACKWARD._replace(operands=(*BACKWARD.operands, *(operand for operand in MORE_GRADIENTS if operand.name in requested)))
 
 
 PASSES: dict[Direction, Pass] = {"fwd": FORWARD, "bwd": BACKWARD}

@@ -52,9 +52,9 @@ class Features:
 
     def __post_init__(self) -> None:
         if self.dbias and self.mask != "bias":
-            raise InputError(f"dbias asks for the gradient of a bias, and the mask is {self.mask!r}: give mask='bias' or drop dbias")
+            raise InputError(f"dbias requests the gradient of a bias, but the mask is {self.mask!r}: use mask='bias' or drop dbias")
         if self.dslopes and not self.alibi:
-            raise InputError("dslopes asks for the gradient of ALiBi's slopes, and there are none: switch alibi on or drop dslopes")
+            raise InputError("dslopes requests the gradient of ALiBi's slopes, but alibi is off: switch alibi on or drop dslopes")
         if self.alignment not in ALIGNMENTS:
             raise InputError(f"unknown causal alignment {self.alignment!r}: use one of {', '.join(ALIGNMENTS)}")
         if self.mask not in MASK_KINDS:
@@ -215,8 +215,8 @@ class Problem:
             raise InputError(f"{self.heads} query heads can't share {self.kv_heads} key heads: make heads a multiple of kv_heads")
         if self.features.tf32 and self.dtype != "fp32":
             raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
-        if self.direction == "fwd" and (asked := self.features.asked):
-            raise InputError(f"{' and '.join(asked)} can't be asked of a forward: take the direction bwd")
+        if self.direction == "fwd" and (requested := self.features.asked):
+            raise InputError(f"{' and '.join(requested)} can't be requested from a forward: use the direction bwd")
 
     @property
     def gqa_ratio(self) -> int:

@@ -214,7 +214,7 @@ class TuningRecord:
     @property
     def median_us(self) -> float:
         """The recorded time, in microseconds."""
-        assert self.outcome.measurement is not None, "a record holds a correct outcome"
+        assert self.outcome.measurement is not None, "a record has a correct outcome"
         return self.outcome.measurement.median_us
 
     @property

@@ -97,7 +97,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     block = _Block.of(config, facts, problem, target, active, c)
     tiling = config.get("tiles", "one")
     persistent = tiling != "one"
-    drawn = config.get("order", "fixed") == "drawn"
+    dynamic = config.get("order", "fixed") == "drawn"
     moved = block_m * (padded(problem.d) + padded(problem.d_v)) * ITEMSIZE[problem.dtype] / c.tile_bytes_per_clock
     slots = target.sms * active
     # A program's first tile has no predecessor to overlap with.
@@ -105,11 +105,11 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     fill = block.matrix * c.fill * block.ahead * (c.chained_fill + (1 - c.chained_fill) * first if tiling == "chained" else 1.0)
     edges = _edge_blocks(problem, rows, block_n) * c.edge_ops_per_score * block_m * block_n / c.vector_lanes
     per_tile = c.tile_overhead / active * (c.persistent_share + (1 - c.persistent_share) * first if persistent else 1.0)
-    per_tile += moved + fill + edges + drawn * c.draw_clocks / active
+    per_tile += moved + fill + edges + dynamic * c.draw_clocks / active
     place = (of_tiles, rows, block_n, int(config.get("section", 1)), target.sms, active, round(per_tile / block.clocks, 2))
-    if problem.features.banded and (drawn or not persistent) and tiles <= FEW_ROUNDS * slots:
+    if problem.features.banded and (dynamic or not persistent) and tiles <= FEW_ROUNDS * slots:
         uneven = _last_ends(*place)
-    elif persistent and not drawn:
+    elif persistent and not dynamic:
         uneven = _unevenness(*place) if tiles <= MANY_TILES else 1.0
     elif persistent:
         uneven = 1.0 + c.uneven_drawn * slots / tiles
@@ -207,8 +207,8 @@ class _Block(NamedTuple):
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         efficiency = c.narrow_efficiency if narrow else c.matrix_efficiency
         matrix = 2 * scores * products / peak_per_clock(kind, target) / efficiency
-        asks = asks_first(config) and not settles(config)
-        ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config) + c.asking_ops_per_score * asks
+        checks_first = asks_first(config) and not settles(config)
+        ops_per_score = c.vector_ops_per_score - c.maxima_ops_per_score * settles(config) + c.asking_ops_per_score * checks_first
         # Without a maximum that grew far the accumulator isn't rescaled.
         rescaling = 0 if settles(config) or rescales_grown(config) else 2
         more_ops, more_functions = _score_ops(problem, c)
@@ -226,5 +226,5 @@ class _Block(NamedTuple):
         busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads
         # Kernels with a copying warp don't wait for loads.
         latency = 0.0 if hopper else c.load_latency / max(1, int(config.get("num_stages", 1))) ** 2
-        clocks = busy + (c.block_overhead - c.maxima_wait * (asks or settles(config)) + latency) / active
+        clocks = busy + (c.block_overhead - c.maxima_wait * (checks_first or settles(config)) + latency) / active
         return cls(clocks, matrix, hopper.overlap if hopper else 0)

@@ -93,15 +93,15 @@ def left_out(config: Config, problem: Problem) -> float:
 
 def shares(config: Config, problem: Problem) -> tuple[float, ...]:
     """Factors of LEFT_OUT for a Hopper kernel of this config, in order."""
-    f, settled, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
+    f, frozen, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
     rows, keys, queries = config.number("BLOCK_M"), config.number("BLOCK_N"), tile_queries(config)
     tiles = math.ceil(problem.n_q / queries)
     of_a_block = tiles / max(tiles, blocks_of_head(problem.band, problem.n_q, problem.n_kv, queries, keys))
     return (
-        settled * of_a_block,
-        settled and narrow,
-        settled and (f.dropout or f.softcap),
-        not settled and rescales_grown(config),
+        frozen * of_a_block,
+        frozen and narrow,
+        frozen and (f.dropout or f.softcap),
+        not frozen and rescales_grown(config),
         config.get("v_columns", "padded") == "pieces",
         config.get("smem_columns", "padded") == "chunks",
         config["intra_wg_overlap"] == 0 and narrow,

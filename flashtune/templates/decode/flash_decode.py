@@ -34,7 +34,7 @@ AXES = (
     Axis(
         name="combine",
         values=("kernel", "last", "rows"),
-        why="who adds up the splits: a second launch, or the last program of a tile, for all its rows at once or for two at a time",
+        why="combination of splits: by a second launch, or by the last program of a tile, for all its rows at once or for two at a time",
     ),
     Axis(name="loads", values=("pointer", "tma"), why="how K and V are read: any strides, against no address arithmetic"),
 )
@@ -75,9 +75,9 @@ def shared_memory_fits(config: Config, spec: KernelSpec, target: Target) -> bool
 @constraint("BLOCK_M", "BLOCK_N", "num_warps", "loads")
 def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
     """scores, probs, acc and the addresses of K and V fit into a thread's registers"""
-    chunks = config.number("BLOCK_N") * (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype] / 16
+    loads = config.number("BLOCK_N") * (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype] / 16
     # In Triton 3.6's code each 16 bytes that a thread loads take six registers for addresses.
-    addresses = 6 * chunks / (config.number("num_warps") * target.warp_size) if config["loads"] == "pointer" else 0
+    addresses = 6 * loads / (config.number("num_warps") * target.warp_size) if config["loads"] == "pointer" else 0
     return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
 

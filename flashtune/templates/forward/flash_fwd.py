@@ -30,7 +30,7 @@ AXES = (
     Axis(name="num_stages", values=(1, 2, 3, 4), why="key blocks in flight: latency hidden against shared memory"),
     Axis(name="maxnreg", values=(0, 128, 168), why="a cap on registers a thread (0: the compiler's choice): occupancy against spills"),
     Axis(name="ORDER", values=ORDERS, why="which tiles run first: balance of a triangle's rows, and whose K and V stay in L2"),
-    Axis(name="LOAD_V_EARLY", values=(False, True), why="V before the softmax: its latency hidden, its registers held longer"),
+    Axis(name="LOAD_V_EARLY", values=(False, True), why="V before the softmax: its latency hidden, its registers occupied longer"),
 )
 
 CONSTRAINTS = (

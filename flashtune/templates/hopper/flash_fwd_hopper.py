@@ -34,12 +34,12 @@ AXES = (
         name="intra_wg_overlap",
         formerly="lookahead",
         values=(0, 1, 2),
-        why="products under way beside a softmax: none, values before it, also the scores after it",
+        why="products in flight beside a softmax: none, values before it, also the scores after it",
     ),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
     Axis(name="section", values=(1, 8, 32), why="heads that run side by side: balance against K/V that stay in L2"),
-    Axis(name="order", values=("fixed", "drawn"), why="who takes which tile of a band: settled at launch, or drawn when a program is free"),
+    Axis(name="order", values=("fixed", "drawn"), why="schedule of a band's tiles: fixed at launch, or dynamic as programs become free"),
     Axis(
         name="ctas_per_sm",
         formerly="residents",
@@ -50,37 +50,37 @@ AXES = (
         name="maximum",
         values=("running", "first"),
         absent="running",
-        why="row maxima of all blocks, or of a tile's first ones until a row outgrows them: no wait for maxima, against a vote",
+        why="running row maxima, or frozen after a tile's first blocks until exceeded: no wait for maxima, against a vote",
     ),
     Axis(
         name="rescale",
         values=("always", "grown", "outgrown"),
         absent="always",
-        why="what came before a larger maximum: multiplied always, where that grew past 2^2, or where it outweighs all: work against votes",
+        why="rescale for a new maximum: always, where it grew past 2^2, or where a score exceeds all before: work against votes",
     ),
     Axis(
         name="v_columns",
         values=("padded", "pieces"),
         absent="padded",
-        why="the output's columns: one product, padded to a power of two, or one for each power of two in them, against narrow products",
+        why="the output's accumulator: padded to a power of two, or split by powers of two: less padding against narrow products",
     ),
     Axis(
         name="smem_columns",
         values=("padded", "chunks"),
         absent="padded",
-        why="columns of tiles in shared memory: a power of two, or chunks of 64 without those past the head size: room against more copies",
+        why="columns of tiles in shared memory: a power of two, or swizzle-width tiles up to the head size: room against more copies",
     ),
     COLUMN_UNIT,
     Axis(
         name="packed_heads",
         values=PACKED_HEADS,
         absent=1,
-        why="heads that share keys and have their queries in one tile: rows that few queries leave empty, against tiles of many heads",
+        why="heads of a key head in one tile (pack_gqa): fewer empty rows with few queries, against tiles of many heads",
     ),
 )
 
 
-def _may_settle(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
+def _may_freeze_maxima(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
     """True if row maxima may be frozen after a tile's first blocks, the diagonal's or the last keys'.
 
     Those blocks predict the size of scores, except with biases, which often hide keys by huge negative numbers, and ALiBi without a
@@ -89,7 +89,7 @@ def _may_settle(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
     return intra_wg_overlap != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
-def _may_pack(spec: KernelSpec) -> bool:
+def _can_pack_gqa(spec: KernelSpec) -> bool:
     """True if pack_gqa is possible, by which values per head become values per row."""
     return spec.dtype != "fp8" and spec.mask == "none" and not spec.alibi and not spec.dropout
 
@@ -138,13 +138,13 @@ CONSTRAINTS = (
     Constraint(
         name="unit of columns",
         holds=lambda c, s, t: HopperLayout.of(s, c).unit_fits,
-        why="another unit is for head sizes of which it leaves out columns",
+        why="another unit is for head sizes whose padding it shortens",
         axes=("v_columns", "column_unit"),
     ),
     Constraint(
         name="chunks of columns",
         holds=lambda c, s, t: not (layout := HopperLayout.of(s, c)).chunked or _leaves_padding_out(layout),
-        why="two-byte head sizes of 136 to 192 have chunks of padding, which products have to leave out, too; one block is ahead at most",
+        why="only two-byte head sizes of 136 to 192 have whole tiles of padding, which products must leave out, too; one block ahead at most",
         axes=("smem_columns", "v_columns", "intra_wg_overlap", "column_unit"),
     ),
     Constraint(
@@ -180,13 +180,13 @@ CONSTRAINTS = (
     Constraint(
         name="order of a band",
         holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and s.banded),
-        why="tiles are drawn where programs work through many of unequal length",
+        why="dynamic scheduling needs many tiles of unequal length per program",
         axes=("order", "tiles"),
     ),
     Constraint(
         name="maxima that settle",
-        holds=lambda c, s, t: c["maximum"] == "running" or _may_settle(c["intra_wg_overlap"], s),
-        why="probs grow far above 1 where a row's largest score comes late, which e4m3 can't hold",
+        holds=lambda c, s, t: c["maximum"] == "running" or _may_freeze_maxima(c["intra_wg_overlap"], s),
+        why="probs grow far above 1 where a row's largest score comes late, which e4m3 can't represent",
         axes=("intra_wg_overlap", "maximum"),
     ),
     Constraint(
@@ -197,7 +197,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="packed heads",
-        holds=lambda c, s, t: packed_heads(c) == 1 or _may_pack(s),
+        holds=lambda c, s, t: packed_heads(c) == 1 or _can_pack_gqa(s),
         why="rows of several heads have no mask, bias, ALiBi or dropout of their own",
         axes=("packed_heads",),
     ),
@@ -221,7 +221,7 @@ def resized(config: Config, problem: Problem, target: Target) -> Config:
 
 @lru_cache(maxsize=4096)
 def _heads_to_pack(block_m: int, problem: Problem, sms: int) -> int:
-    if problem.gqa_ratio == 1 or not _may_pack(problem.spec()):
+    if problem.gqa_ratio == 1 or not _can_pack_gqa(problem.spec()):
         return 1
     tiles = {heads: tiles_of(Config.of(BLOCK_M=block_m, packed_heads=heads), problem) for heads in PACKED_HEADS}
     fewest = min(tiles, key=lambda heads: (tiles[heads], heads))
@@ -268,7 +268,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "packed_heads": 1,
         **more,
     }
-    values.setdefault("maximum", "first" if _may_settle(values["intra_wg_overlap"], spec) else "running")
+    values.setdefault("maximum", "first" if _may_freeze_maxima(values["intra_wg_overlap"], spec) else "running")
     values.setdefault("rescale", "grown" if values["maximum"] == "first" else "always")
     return Config.of(values)
 

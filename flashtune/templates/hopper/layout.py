@@ -23,7 +23,7 @@ COLUMN_UNIT = Axis(
     values=(32, 16),
     absent=32,
     refits=False,
-    why="what products round head sizes up to: D = 40 to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
+    why="MMA N granularity of head sizes: D = 40 rounds up to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
 )
 """MMA N granularity of `flash_fwd_hopper` and `flash_bwd_hopper`. Refitted configs never get 16, whose worth depends on head size and
 features: only records measured with it have it."""

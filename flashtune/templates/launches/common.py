@@ -31,7 +31,7 @@ def per_head(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
     found: list[Any] = []
     for name in spec.per_head:
         tensor = tensors[name]
-        assert tensor is not None, f"a kernel with {name} is given them"
+        assert tensor is not None, f"a kernel with {name} needs them"
         found += [tensor, *tensor.strides]
     return found
 

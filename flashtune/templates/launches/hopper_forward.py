@@ -25,7 +25,7 @@ def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand 
     if not all(copyable(x) and x.shape[3] % (16 // x.item_bytes) == 0 for x in tensors):
         return False
     if spec.mask == "bool":
-        assert mask is not None, "a kernel with a mask is given one"
+        assert mask is not None, "a kernel with a mask needs one"
         matrices = (mask.shape[0] if mask.strides[0] else 1) * (mask.shape[1] if mask.strides[1] else 1)
         return mask.strides[2] > 0 or matrices * mask.shape[2] * mask.shape[3] <= PACKED_BITS_LIMIT
     return spec.mask != "bias" or (mask is not None and mask.item_bytes <= 2)
@@ -69,12 +69,12 @@ class HopperForwardHost:
         if layout.fp8:
             values = _transpose_values(inputs.v, scratch, found)
         if self.spec.mask == "bool":
-            assert inputs.mask is not None, "a kernel with a mask is given one"
+            assert inputs.mask is not None, "a kernel with a mask needs one"
             matrices = inputs.mask.narrowed((1, 1, None, None)).viewed("u8")
             bits = pack_mask(matrices, inputs.n_q, m_tiles * self.config.number("BLOCK_M"), self.config.number("BLOCK_N"), scratch, found)
             mask_bits, mask_numbers = [bits], matrix_steps(matrices)
         elif self.spec.mask == "bias":
-            assert inputs.bias is not None, "a kernel with a bias is given one"
+            assert inputs.bias is not None, "a kernel with a bias needs one"
             mask_numbers = [int(inputs.bias.shape[0] > 1), int(inputs.bias.shape[1] > 1)]
         arguments = [
             *self._descriptors(inputs, values),
@@ -107,7 +107,7 @@ class HopperForwardHost:
             self._queries(inputs.out, inputs.kv_heads, d_out),
         ]
         if self.spec.mask == "bias":
-            assert inputs.bias is not None, "a kernel with a bias is given one"
+            assert inputs.bias is not None, "a kernel with a bias needs one"
             found.append(swizzled(inputs.bias, 64, block_n))
         return found
 

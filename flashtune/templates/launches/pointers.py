@@ -61,7 +61,7 @@ class PointerHost:
         ]
         found += [inputs.out, inputs.lse, *parts]
         if self.spec.mask != "none":
-            assert inputs.mask is not None, "a kernel with a mask is given one"
+            assert inputs.mask is not None, "a kernel with a mask needs one"
             found.append(inputs.mask)
             named["mask"] = inputs.mask
         found += [stride for name, x in named.items() if name not in self._described for stride in x.strides]
@@ -98,7 +98,7 @@ class DecodeHost(PointerHost):
             part_lse = scratch.empty((splits * rows,), "fp32")
         parts = (part_out, part_lse)
         if self._last_combines:
-            assert inputs.counts is not None, "a kernel whose programs count is given counts"
+            assert inputs.counts is not None, "a kernel whose programs count needs counts"
             parts = (*parts, inputs.counts)  # type: ignore[assignment]
         found = [Launch("attention_forward", (tiles, splits), self._arguments(inputs, parts), self._options())]
         if splits > 1 and not self._last_combines:

@@ -90,12 +90,12 @@ class Residual:
         scales = (len(likeness.problem_scales),), (len(likeness.config_scales),)
         shapes = (self._problems.shape[1:], self._configs.shape[1:], self._problem_of.shape, self._config_of.shape)
         if shapes != (*scales, self._weights.shape, self._weights.shape):
-            raise ValueError(f"arrays of these shapes don't belong together: {shapes}")
+            raise ValueError(f"inconsistent shapes of arrays: {shapes}")
         if not all(np.isfinite(one).all() for one in (self._problems, self._configs, self._weights)):
             raise ValueError("some of its numbers aren't finite")
         for places, there in ((self._problem_of, self._problems), (self._config_of, self._configs)):
             if not len(places) or places.min() < 0 or places.max() >= len(there):
-                raise ValueError("some of its trials are of nothing")
+                raise ValueError("some of its trials lack a problem or a config")
         longest = zip(likeness.problem_scales, self._problems.max(0), strict=True)
         self._most = np.array([most if name in likeness.lengths else math.inf for name, most in longest])
 

@@ -43,7 +43,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     name, config = tried
     decodes = name == flash_decode.FAMILY.name
     facts = family(name).expected(config, problem.spec(), target)
-    assert facts is not None, "what nothing is expected of isn't asked about"
+    assert facts is not None, "only configs with expected facts are predicted"
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     # Kernels for many rows don't split keys, and read shared ones once per tile.
     tiles, splits, share = (

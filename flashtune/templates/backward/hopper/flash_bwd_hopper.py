@@ -21,7 +21,7 @@ AXES = (
     Axis(
         name="dq_sums",
         values=("registers", "tma", "own"),
-        why="who adds dQ up: threads at once, the copy engine by shared memory, or programs by themselves, which have all keys of a head",
+        why="how dQ is added up: by atomics, by the copy engine, or exclusively in programs with all keys of a head",
     ),
     Axis(
         name="exp_early",
@@ -38,19 +38,19 @@ AXES = (
     Axis(
         name="wait_early",
         values=(False, True),
-        why="whether a block is waited for and its LSE read before dQ of the one before is added up, which holds registers for long",
+        why="whether the wait for a block and its LSE precede the addition of the last dQ, which occupies registers for longer",
         absent=False,
     ),
     Axis(
         name="persistent",
         values=(False, True, "drawn", "taken"),
-        why="whether programs take tile after tile, in fixed shares, drawn (two more warps then finish dQ) or taken (they don't)",
+        why="whether programs take many tiles: in fixed shares, or dynamically with (drawn) or without (taken) two warps that finish dQ",
         absent=False,
     ),
     Axis(
         name="held",
         values=("none", "k", "v", "both"),
-        why="of which 64 columns stay in registers: fewer reads of shared memory against products that the issuing warps wait for",
+        why="operands with 64 columns in registers: fewer reads of shared memory against products that the issuing warps wait for",
         absent="none",
     ),
     COLUMN_UNIT,
@@ -75,7 +75,7 @@ CONSTRAINTS = (
     Constraint(
         name="unit of columns",
         holds=lambda c, s, t: BackwardLayout.of(s, c).unit_fits,
-        why="another unit is for head sizes of which it leaves out columns",
+        why="another unit is for head sizes whose padding it shortens",
         axes=("column_unit",),
     ),
     Constraint(
@@ -93,19 +93,19 @@ CONSTRAINTS = (
     Constraint(
         name="finished dQ",
         holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] != "tma",
-        why="nothing says when what the copy engine adds has arrived, and its warp doesn't know what was drawn",
+        why="additions of the copy engine have no completion signal, and its warp doesn't know dynamic tiles",
         axes=("dq_sums", "persistent"),
     ),
     Constraint(
         name="divided queries",
         holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] != "tma" and not c.get("persistent", False)),
-        why="programs that share tiles are as many as fill the GPU, so that none takes a second, and copy nothing to memory but sums",
+        why="split-Q programs fill the GPU once, so none takes a second tile, and only sums go to memory",
         axes=("dq_sums", "persistent", "divided_queries"),
     ),
     Constraint(
         name="own sums",
         holds=lambda c, s, t: not (BackwardLayout.of(s, c).owns and BackwardLayout.of(s, c).finishes),
-        why="a program that has all keys of a head finishes its dQ itself",
+        why="a program with exclusive dQ finishes it itself",
         axes=("dq_sums", "persistent"),
     ),
     Constraint(

@@ -29,7 +29,7 @@ CONSTRAINTS = (
     Constraint(
         name="keys of a program",
         holds=lambda c, s, t: c["BLOCK_N"] == (64 if SplitLayout.of(s, c).wide else 128),
-        why="a warpgroup has dK and dV of 64 keys of its own where both fit its registers, and one of them of all keys elsewhere",
+        why="a warpgroup has dK and dV of its own 64 keys where both fit its registers, else one of them for all keys",
         axes=("BLOCK_N",),
     ),
     Constraint(
@@ -47,7 +47,7 @@ CONSTRAINTS = (
     Constraint(
         name="halves",
         holds=lambda c, s, t: SplitLayout.of(s, c).halved,
-        why="a product's columns are a power of two, in registers as in shared memory; of several pieces the first is held",
+        why="a product's columns are a power of two, in registers, too; of a split accumulator they are the first part",
         axes=("held_columns", "DQ_held_columns"),
     ),
     Constraint(

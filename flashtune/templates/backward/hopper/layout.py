@@ -29,7 +29,7 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
 DIVIDED_QUERIES = Axis(
     name="divided_queries",
     values=(False, True),
-    why="whether programs share the queries of a tile of keys where tiles are few: all at work against sums that are added up",
+    why="whether programs share the queries of a tile of keys (split-Q) where tiles are few: a full GPU against partial sums",
     absent=False,
 )
 """The axis of split-Q in both families, set by `divided` and never searched."""
