@@ -144,7 +144,7 @@ CONSTRAINTS = (
     Constraint(
         name="chunks of columns",
         holds=lambda c, s, t: not (layout := HopperLayout.of(s, c)).chunked or _leaves_padding_out(layout),
-        why="only two-byte head sizes of 136 to 192 have whole tiles of padding, which products must leave out, too; one block ahead at most",
+        why="only two-byte head sizes of 136 to 192 have whole tiles of padding, which products leave out, too; one block ahead at most",
         axes=("smem_columns", "v_columns", "intra_wg_overlap", "column_unit"),
     ),
     Constraint(
