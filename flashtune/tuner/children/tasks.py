@@ -80,7 +80,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
-        reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} gives {target.shared_bytes_per_block} a block"
+        reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} allows {target.shared_bytes_per_block} per block"
         return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
     return Compiled(facts=facts, code=code)
 

@@ -48,8 +48,8 @@ def by_mispredicted(times: Mapping[Candidate, float], d: int) -> dict[Candidate,
 
 
 def fallback_ahead(ranks: Sequence[Candidate], times: Mapping[Candidate, float], d: int) -> list[Candidate]:
-    """Ranks, the winner first, with the best of `by_misled` moved before the others with an online softmax: the winner's fallback kernel,
-    if it freezes row maxima."""
+    """Ranks, the winner first, with the best of `by_mispredicted` moved before the others with an online softmax: the winner's fallback
+    kernel, if it freezes row maxima."""
     online = [one for one in ranks[1:] if not settles(one.config) and one.family == ranks[0].family]
     if not online or not settles(ranks[0].config):
         return list(ranks)
