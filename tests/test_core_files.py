@@ -31,6 +31,7 @@ DEEP = {
 def test_json_that_is_nested_too_deeply_is_one_sentence_wherever_it_comes_from(text: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(text)
     database = tmp_path / "tuned.sqlite"
+    database.touch()
     card_path(database).write_text(text)
     readers: list[tuple[Callable[[], Any], type[FlashtuneError]]] = [
         (lambda: kernel_index.read_index(tmp_path), EnvironmentProblem),
@@ -62,6 +63,7 @@ def test_what_is_no_file_or_too_large_is_refused_before_it_is_waited_for_or_held
             read_json(tmp_path / name, 100)
     assert len(read_bounded(tmp_path / "large", 101)) == 101
     database = tmp_path / "tuned.sqlite"
+    database.touch()
     for target in ("pipe", "zeros", "nowhere"):
         card_path(database).symlink_to(tmp_path / target)
         with pytest.raises(DatabaseError, match="no card"):
