@@ -21,6 +21,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner import machine
+from flashtune.tuner.publish.sources import variant_for
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,14 @@ def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Pa
     assert "unchecked: predicted, without a check of its results" in shown and "throttled: the GPU's clocks were throttled" in shown
     wide = CliRunner().invoke(main, ["show", "--db", str(database), "--wide"]).stdout
     assert "predicted, unchecked" in wide and "measured, throttled" in wide
+
+
+def test_the_source_of_a_kernel_is_shown_by_its_recorded_id_and_by_the_one_it_has_today(database: Path) -> None:
+    record = next(iter(Library.of(database).records()))
+    today = variant_for(record).id
+    assert today != record.outcome.variant_id
+    shown = [CliRunner().invoke(main, ["show", "--db", str(database), "--kernel", one]) for one in (record.outcome.variant_id, today)]
+    assert [one.exit_code for one in shown] == [0, 0] and shown[0].stdout == shown[1].stdout and today in shown[0].stdout
 
 
 @pytest.mark.parametrize("columns", [80, 200])

@@ -23,7 +23,7 @@ from flashtune.core.target import find_target
 from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
-from flashtune.templates.rendering import render, variant_of
+from flashtune.templates.rendering import variant_of
 
 H200 = find_target("h200")
 POINTERS = family("flash_fwd")
@@ -64,10 +64,9 @@ def test_a_shipped_kernel_serves_and_needs_no_template(shipped: Path, monkeypatc
     ship(shipped, Variant(template="flash_fwd", spec=SPEC, config=CONFIG))
     monkeypatch.setitem(sys.modules, "flashtune.templates.rendering", None)
     found = kernels.variant(POINTERS, SPEC, CONFIG)
-    manifest = kernels.manifest(found, "90")
-    assert manifest is not None
-    host = kernels.host_code(POINTERS, found, manifest)
-    assert host is not None and host.module is None and host.accepts(*(torch.zeros(1, 1, 4, 32),) * 3, None)
+    assert kernels.manifest(found, "90") is not None
+    host = kernels.host_code(POINTERS, found)
+    assert host.module is None and host.accepts(*(torch.zeros(1, 1, 4, 32),) * 3, None)
 
 
 def test_what_was_not_shipped_is_rendered_from_the_installed_template(shipped: Path) -> None:
@@ -131,14 +130,6 @@ def test_a_kernel_whose_archive_is_not_installed_is_compiled_and_explained(monke
     assert "its machine code is in flashtune-kernels-sm90, which isn't installed, so Triton compiles it at the first call" in found.reason
 
 
-def test_the_host_side_of_the_users_own_kernel_serves_machine_code_of_the_text_that_is_rendered(shipped: Path) -> None:
-    own = variant_of(POINTERS, SPEC, CONFIG)
-    text = render(POINTERS, own)
-    manifest = Manifest(variant_id=own.id, binaries=(), source_sha256=hashlib.sha256(text.encode()).hexdigest())
-    assert kernels.host_code(POINTERS, own, manifest) is not None
-    assert kernels.host_code(POINTERS, own, replace(manifest, source_sha256="0" * 64)) is None
-
-
 def test_serving_one_shipped_kernel_imports_neither_triton_nor_sql_nor_jinja() -> None:
     code = """
 import sys
@@ -151,9 +142,9 @@ kinds = set(sys.modules) - before
 for name in kinds: sys.modules.pop(name)
 chosen = family(record.outcome.template)
 found = kernels.variant(chosen, record.problem.spec(), chosen.completed(record.outcome.config))
-host = kernels.host_code(chosen, found, kernels.manifest(found, "90"))
+shipped, host = kernels.manifest(found, "90"), kernels.host_code(chosen, found)
 new = set(sys.modules) - before
-print(host.host is not None and host.module is None)
+print(shipped is not None and host.host is not None and host.module is None)
 print(*sorted(new & {"jinja2", "sqlalchemy", "triton", "flashtune.templates.rendering"}))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -113,9 +113,12 @@ def test_the_sign_of_a_scale_moves_into_a_copy_of_the_queries_where_the_kernel_n
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp8"])
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_scores_of_moved_signs_are_the_scores(dtype: DType, scale: float) -> None:
+@pytest.mark.parametrize("shared", [(), (0,), (0, 1), (2,), (3,)], ids=str)
+def test_scores_of_moved_signs_are_the_scores(dtype: DType, scale: float, shared: tuple[int, ...]) -> None:
+    """Queries that batches, heads, rows or columns share repeat in memory."""
     module, _ = module_of("flash_fwd_hopper", Features(), dtype, PLAIN)
-    q = torch.randn(2, 3, 5, 64).to(torch.float8_e4m3fn if dtype == "fp8" else torch.float16).mT.contiguous().mT
+    own = torch.randn([1 if i in shared else size for i, size in enumerate((2, 3, 5, 64))])
+    q = own.to(torch.float8_e4m3fn if dtype == "fp8" else torch.float16).mT.contiguous().mT.expand(2, 3, 5, 64)
     moved, positive = launching.positive_scale(module.host, q, scale)
     assert positive > 0.0 and moved.stride() == q.stride()
     assert torch.equal(moved.float() * positive, q.float() * scale)

@@ -15,6 +15,8 @@ from flashtune.core.launching import compiler_options
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
+from flashtune.dispatch.resolve.memo import Memo
+from flashtune.templates import family
 from flashtune.tuner.publish import machine_code, own
 from flashtune.tuner.publish.machine_code import Built, triton_version, with_files
 from flashtune.tuner.publish.sources import variant_for
@@ -59,6 +61,19 @@ def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
     assert found.folder.stat().st_mtime_ns == before
     if {binary.triton for binary in found.binaries} == {"3.6.0"}:
         assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in SHIPPED.binaries]
+
+
+@pytest.mark.usefixtures("nothing_shipped", "cache")
+def test_machine_code_of_an_earlier_text_serves_nothing_and_is_compiled_anew() -> None:
+    """Its launches take other arguments than those of today's text."""
+    binaries = tuple(replace(binary, triton=triton_version()) for binary in SHIPPED.binaries)
+    for digest, found in (("0" * 64, False), (SHIPPED.source_sha256, True)):
+        manifest = replace(SHIPPED, binaries=binaries, source_sha256=digest)
+        kernel_cache.keep("", *with_files(Built(manifest=manifest, codes=tuple(map(SHIPPED.code, SHIPPED.binaries))), "kernel"))
+        assert (kernels.manifest(VARIANT, "90") is not None) is found
+        manifest_, host = Memo().machine_code(family(VARIANT.template), VARIANT, H200)
+        assert (manifest_ is not None, host is not None) == (found, found)
+        assert [order.variant_id for order in own._missing([ROW], H200)] == ([] if found else [VARIANT.id])
 
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")
@@ -150,4 +165,4 @@ def test_a_search_whose_code_cannot_be_kept_says_so_and_goes_on(
     assert "no space left" in capsys.readouterr().err
     monkeypatch.setattr(own, "compile_winners", lambda *_, **__: {"flash_decode_1": "CompilationError: no"})
     search.keep_machine_code([ROW], H200, jobs=1)
-    assert "no machine code kept of flash_decode_1: CompilationError: no" in capsys.readouterr().err
+    assert "no machine code cached of flash_decode_1: CompilationError: no" in capsys.readouterr().err

@@ -88,11 +88,17 @@ def positive_scale(host: Host, q: torch.Tensor, scale: float) -> tuple[torch.Ten
     if scale > 0.0 or not host.positive_scale:
         return q, scale
     copy = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
+    # PyTorch can't write to a tensor that repeats an element in memory, so each is written once.
+    once = tuple(slice(None if step else 1) for step in q.stride())
     if q.dtype.itemsize == 1:
         # PyTorch can't negate e4m3; the sign is the highest bit.
-        torch.bitwise_xor(q.view(torch.uint8), 128 if scale < 0.0 else q.view(torch.uint8), out=copy.view(torch.uint8))
-        return copy, -scale or 1.0
-    return (torch.neg(q, out=copy), -scale) if scale < 0.0 else (copy.zero_(), 1.0)
+        bits = q.view(torch.uint8)[once]
+        torch.bitwise_xor(bits, 128 if scale < 0.0 else bits, out=copy.view(torch.uint8)[once])
+    elif scale < 0.0:
+        torch.neg(q[once], out=copy[once])
+    else:
+        copy.zero_()
+    return copy, -scale or 1.0
 
 
 def bias_copy(host: Host, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -33,7 +33,8 @@ def load(family: Family, chosen: Variant) -> LoadedKernel:
 
 
 def manifest(chosen: Variant, arch: str) -> Manifest | None:
-    """Machine code of this variant for an architecture (Target.arch): shipped, or of the user's own searches; None where there is none.
+    """Machine code of this variant for an architecture (Target.arch): shipped, or of the user's own searches; None where there is none
+    of the text that the installed template renders.
 
     Raises EnvironmentProblem where the package's files don't match its index.
     """
@@ -42,15 +43,15 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
         return shipped
     from flashtune.core import kernel_cache
 
-    return kernel_cache.find(chosen.id, machine_arch(int(arch)))
+    found = kernel_cache.find(chosen.id, machine_arch(int(arch)))
+    if found is None:
+        return None
+    from flashtune.templates import family, rendering
+
+    # An id doesn't name a text: an earlier version's code takes other arguments.
+    return found if found.source_sha256 == source_digest(rendering.render(family(chosen.template), chosen)) else None
 
 
-def host_code(family: Family, chosen: Variant, machine_code: Manifest) -> LoadedKernel | None:
-    """Host side of a variant with machine code; None where the machine code is of another text than the installed template renders."""
-    if machine_code.archive is None:
-        from flashtune.templates import rendering
-
-        # The cache's key, the variant's id, doesn't depend on the rendered text.
-        if source_digest(rendering.render(family, chosen)) != machine_code.source_sha256:
-            return None
+def host_code(family: Family, chosen: Variant) -> LoadedKernel:
+    """Host side of a variant with machine code."""
     return LoadedKernel(host_of(family, chosen.spec, chosen.config))

@@ -76,7 +76,7 @@ class Memo:
         self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
         self._pools: dict[Hashable, Pool] = {}
-        self._code: dict[tuple[str, str], tuple[Manifest, LoadedKernel | None]] = {}
+        self._code: dict[tuple[str, str], tuple[Manifest, LoadedKernel]] = {}
         self._warned: set[str] = set()
         self._told: set[str] = set()
 
@@ -171,7 +171,7 @@ class Memo:
                     manifest = kernels.manifest(variant, target.arch)
                     if manifest is None:
                         return None, None
-                    self._code[name] = manifest, kernels.host_code(family, variant, manifest)
+                    self._code[name] = manifest, kernels.host_code(family, variant)
             except (EnvironmentProblem, OSError) as error:
                 self.warn_once(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
                 return None, None

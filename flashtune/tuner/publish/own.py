@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from flashtune.core import kernel_cache
-from flashtune.core.binaries import machine_arch
+from flashtune.core.binaries import machine_arch, source_digest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target
@@ -59,6 +59,7 @@ def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
         if unservable(record) is not None:
             continue
         variant, source = variant_for(record), source_for(record)
-        if kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version()) is None:
+        cached = kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version())
+        if cached is None or cached.source_sha256 != source_digest(source.text):
             orders[variant.id] = Order(text=source.text, stem=source.stem, variant_id=variant.id, spec=variant.spec, target=target)
     return list(orders.values())
