@@ -14,7 +14,7 @@ from flashtune.core import folders
 from flashtune.core.errors import EnvironmentProblem
 
 QUIET = "flashtune.tuner.children.quiet"
-"""What it imports first of all: a command that a signal ends leaves it in the midst of its imports."""
+"""First module that the server imports: a command ended by a signal leaves the server in the midst of its imports."""
 
 PRELOADED = ["torch"]
 """Modules that the server has imported."""

@@ -38,10 +38,10 @@ class Proposal:
 class Proposals:
     """Candidates of one study, in the order of claims; up to `ahead` of them are being compiled or tried at a time.
 
-        With `beside`, claiming and storing happen in a thread, whose errors are raised by the next call of any method, and compiled
-    candidates may overtake others. With `compile_ahead` the sampler's predicted next candidates are compiled, too: as many as are claimed
-    at a time, and more while compilers are `free`. `left` is the expected gain of the next candidates at the sampler's last query, and
-    `left_in_all` that of the best of all; without a thread that is 0, for nothing is measured then.
+    With `beside`, claiming and storing happen in a thread, whose errors are raised by the next call of any method, and compiled candidates
+    may overtake others. With `compile_ahead` the sampler's predicted next candidates are compiled, too: as many as are claimed at a time,
+    and more while compilers are `free`. `left` is the expected gain of the next candidates at the sampler's last query, and `left_in_all`
+    that of the best of all; without a thread that is 0, for nothing is measured then.
     """
 
     def __init__(

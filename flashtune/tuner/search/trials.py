@@ -16,7 +16,7 @@ from flashtune.tuner.spent import Spent
 
 
 class Trials:
-    """Trials of one problem. `compiled` are the known and the running compilations by variant; `at` receives the stages; `twins` are
+    """Trials of one problem. `compiled` are the known and the running compilations by variant; `at` receives the stages; `duplicates` are
     candidates with the same machine code and launches as a timed one, whose time they get. `facts` are those of variants that the installed
     Triton compiled before, whose machine code may be cached."""
 
