@@ -1,4 +1,4 @@
-"""Imported first by the server of children: what it says goes nowhere, and no pipe of the command waits for its end."""
+"""First import of the fork server: its output is dropped, and no pipe of the command waits for its end."""
 
 import os
 
