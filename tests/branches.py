@@ -11,9 +11,9 @@ from flashtune import dispatch
 from flashtune.dispatch import api
 from flashtune.dispatch.plans.forward import FrameworkPlan
 from flashtune.dispatch.plans.gradients import GradientPlan
-from flashtune.dispatch.plans.known import Plan
+from flashtune.dispatch.plans.plan_cache import Plan
 from flashtune.dispatch.resolve import backwards, choosing
-from flashtune.dispatch.resolve.given import GRADIENTS
+from flashtune.dispatch.resolve.inspection import GRADIENTS
 from flashtune.dispatch.resolve.layers import current
 from flashtune.dispatch.torch_ops.training import TrainingPlan
 
@@ -54,7 +54,7 @@ def forget() -> None:
     memo = current()
     with memo.lock:
         memo.plans.clear()
-        memo.spans.clear()
+        memo.buckets.clear()
         memo.backwards.clear()
 
 

@@ -22,7 +22,7 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.dispatch import calls
 from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.resolve import called, layers
+from flashtune.dispatch.resolve import layers, recorder
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.integrations import torchs_place
 from flashtune.templates import families
@@ -87,7 +87,7 @@ def test_a_call_that_is_known_reaches_nothing_of_it(monkeypatch: pytest.MonkeyPa
         attend(**words)
     CALLS.forget()
     for name in ("meet", "meet_step"):
-        monkeypatch.setattr(called, name, lambda *_: pytest.fail("a known call was met again"))
+        monkeypatch.setattr(recorder, name, lambda *_: pytest.fail("a known call was met again"))
     monkeypatch.setattr(calls.Calls, "meet", lambda *_: pytest.fail("a known call was met again"))
     for words in kinds * 2:
         attend(**words)

@@ -21,7 +21,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse
 from flashtune.dispatch.launch import devices, driver, prepared
-from flashtune.dispatch.plans.gradients import Given, GradientPlan
+from flashtune.dispatch.plans.gradients import BackwardInputs, GradientPlan
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
@@ -84,14 +84,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Decoding:
     return library
 
 
-def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True, d: int = PROBLEM.d) -> Given:
+def given(n: int = 200, *, of_query: bool = True, of_keys: bool = True, d: int = PROBLEM.d) -> BackwardInputs:
     q, k, v, out, dout = (torch.zeros(2, n, 3, d, dtype=torch.bfloat16).transpose(1, 2) for _ in range(5))
     lse = torch.zeros(2, 3, n)
-    return Given(q, k, v, out, lse, dout, None, None, None, None, 0, of_query, of_keys)
+    return BackwardInputs(q, k, v, out, lse, dout, None, None, None, None, 0, of_query, of_keys)
 
 
 def built(
-    one: Given, manifest: Manifest = MANIFEST, kernel: GeneratedKernel = HOPPER, causal: bool = PROBLEM.features.causal
+    one: BackwardInputs, manifest: Manifest = MANIFEST, kernel: GeneratedKernel = HOPPER, causal: bool = PROBLEM.features.causal
 ) -> GradientPlan:
     """The plan of calls like this one, with machine code for a GPU."""
     host = host_of_shipped(kernel)
@@ -107,7 +107,7 @@ def built(
 def test_a_backward_is_launched_with_its_calls_tensors_and_scratch_of_its_own(library: Decoding) -> None:
     plan, barrier = built(given()), threading.Barrier(4, timeout=600)
     library.pause = 0.0005
-    done: dict[int, list[tuple[Given, Any]]] = {}
+    done: dict[int, list[tuple[BackwardInputs, Any]]] = {}
 
     def work() -> None:
         barrier.wait()

@@ -14,7 +14,7 @@ from flashtune.dispatch import api
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.forward import FrameworkPlan
-from flashtune.dispatch.plans.known import Plans
+from flashtune.dispatch.plans.plan_cache import Plans
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 
@@ -219,7 +219,7 @@ def test_a_dict_that_another_thread_emptied_stays_empty(plans: Plans) -> None:
 
 
 def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.plans.known._guards", None)
+    monkeypatch.setattr("flashtune.dispatch.plans.plan_cache._guards", None)
     first = attend()
     assert attend() is first and attend() is first and plans.recent is None
 

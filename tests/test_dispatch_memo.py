@@ -195,14 +195,14 @@ def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
         decided.append(problem.n_kv)
         return policy.rank(problem, *rest, **words)
 
-    def serves_span(*given: Any, asked: Any = choosing.serves_span) -> bool:
+    def serves_bucket(*given: Any, asked: Any = choosing.serves_bucket) -> bool:
         known = list(decided)
         found: bool = asked(*given)
         decided[:] = known
         return found
 
     monkeypatch.setattr(choosing, "rank", rank)
-    monkeypatch.setattr(choosing, "serves_span", serves_span)
+    monkeypatch.setattr(choosing, "serves_bucket", serves_bucket)
     keys = torch.randn(2, 4, 400, 16)
 
     def take(lengths: range, left: int | None = None) -> list[int]:

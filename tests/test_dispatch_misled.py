@@ -22,7 +22,7 @@ from flashtune.dispatch import api
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.plans.forward import KernelPlan, Twin
-from flashtune.dispatch.plans.misled import FEW, FIRST_PERIOD, LONGEST_PERIOD, SHARE, WATCHED, Misled
+from flashtune.dispatch.plans.misprediction import FEW, FIRST_PERIOD, LONGEST_PERIOD, SHARE, WATCHED, Misprediction
 from flashtune.dispatch.policy import choose
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
@@ -37,7 +37,7 @@ class Calls:
 
     def __init__(self, *, behind: int = 0, programs: int = PROGRAMS) -> None:
         self.word = SimpleNamespace(value=2**32 - 5)
-        self.misled = Misled(self.word, programs)
+        self.misled = Misprediction(self.word, programs)
         self._behind, self._queue = behind, [0] * behind
 
     def catch_up(self) -> None:
@@ -173,7 +173,7 @@ def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[S
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
     found = Settled(call, module, q, twin=Twin(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
     word = SimpleNamespace(value=0)
-    found.misled = Misled(word, PROGRAMS)
+    found.misprediction = Misprediction(word, PROGRAMS)
     return found, word
 
 
@@ -220,7 +220,7 @@ def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> Non
     capturing[0] = True
     # A graph keeps what serves while it is captured.
     assert served(plan, 500) == ["twin"] * 500
-    assert plan.misled is not None and plan.misled.times == 1
+    assert plan.misprediction is not None and plan.misprediction.times == 1
 
 
 def test_in_deterministic_mode_one_kernel_serves(capturing: list[bool]) -> None:
@@ -254,7 +254,7 @@ def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monke
 
     monkeypatch.setattr(driver, "host_memory", host_memory)
     monkeypatch.setattr(driver, "resident", lambda device, data: (device + 1) << 40)
-    counts = driver.ToldCounts()
+    counts = driver.MirroredCounts()
     found = [counts.of(device, what) for device in (0, 1) for what in range(100)]
     assert len({count.addresses for count in found}) == 200
     found[0].word.value = 7

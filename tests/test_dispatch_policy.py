@@ -173,7 +173,7 @@ def test_near_is_what_a_search_takes_for_near(n: int) -> None:
     wanted = Problem(batch=8, heads=8, kv_heads=4, n_q=1024, n_kv=n, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
     key = wanted.key("h200")
     pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.gpu == "h200" and row.key.d == 128], families())
-    near = [(apart, row) for apart, row in pool.near(key, frozenset()) if not losses.ragged(row.key)]
+    near = [(apart, row) for apart, row in pool.near(key, frozenset()) if not losses.unaligned(row.key)]
     scored = [row.key.features for _, row in near if any(word in row.key.features for word in ("mask", "dropout", "softcap"))]
     found = [(apart - losses.OTHER_SCORES * (row.key.features in scored), distance(key, row.key)) for apart, row in near]
     found.sort()
@@ -321,7 +321,7 @@ def test_no_row_of_a_bias_that_is_read_otherwise_is_preferred_by_the_cost_model(
         for d in (64, 80, 112, 128):
             problem = Problem(batch=1, heads=12, kv_heads=3, n_q=n, n_kv=n, d=d, d_v=d, dtype="fp16", features=features)
             found = policy.choose(problem, H200, rows, families(), framework_serves=False).record
-            assert found is not None and losses.ragged(found.key), (n, d)
+            assert found is not None and losses.unaligned(found.key), (n, d)
 
 
 def test_a_pool_remembers_nothing_of_the_families_that_it_was_asked_for() -> None:

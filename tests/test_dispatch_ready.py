@@ -12,8 +12,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.policy import Choice, Kind, Refusal, rank
-from flashtune.dispatch.policy.losses import Estimate, ragged
-from flashtune.dispatch.policy.ready import LITTLE_BEHIND, NEAR_EQUAL, ready_first
+from flashtune.dispatch.policy.compiled_first import LITTLE_BEHIND, NEAR_EQUAL, compiled_first
+from flashtune.dispatch.policy.losses import Estimate, unaligned
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families, family, rendering
@@ -72,7 +72,7 @@ def choice(name: str, loss: float | None, kind: Kind = "stand_in") -> Choice:
 
 
 def order(*choices: Choice | Refusal, ready: str) -> list[str]:
-    found = ready_first(choices, lambda one: one.note in ready.split())
+    found = compiled_first(choices, lambda one: one.note in ready.split())
     return [one.reason if isinstance(one, Refusal) else one.note.split(";")[0] for one in found]
 
 
@@ -128,11 +128,11 @@ def test_nothing_is_rendered_to_be_looked_for(tmp_path: Path, monkeypatch: pytes
 def test_machine_code_of_a_bias_that_is_read_otherwise_goes_before_nothing(n: int, d: int) -> None:
     problem = Problem(batch=2, heads=8, kv_heads=8, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=Features(mask="bias"))
     rows = [row for row in Library.of(shipped_path()).records() if row.key.direction == "fwd"]
-    ranking = ready_first(
-        rank(problem, H200, rows, families(), framework_serves=False), lambda one: one.record is not None and not ragged(one.record.key)
+    ranking = compiled_first(
+        rank(problem, H200, rows, families(), framework_serves=False), lambda one: one.record is not None and not unaligned(one.record.key)
     )
     first = next(one.record for one in ranking if isinstance(one, Choice))
-    assert first is not None and ragged(first.key)
+    assert first is not None and unaligned(first.key)
 
 
 STEPS = {"gpt2": (12, 12, 64), "llama": (16, 4, 128), "qwen3": (16, 8, 128), "gemma2": (8, 4, 256)}

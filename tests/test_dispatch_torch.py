@@ -22,7 +22,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import readable
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.drawing import random_bits
+from flashtune.dispatch.plans.dropout_seed import random_bits
 from flashtune.dispatch.plans.memory import out_strides
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))

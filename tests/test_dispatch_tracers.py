@@ -277,7 +277,7 @@ print(asked == [f"flashtune::{name}" for name in names * 4], hasattr(torch.ops.f
 def test_a_maker_of_operators_that_is_interrupted_is_called_again() -> None:
     code = """
 import torch
-from flashtune.dispatch.torch_ops.asked import make_when_asked
+from flashtune.dispatch.torch_ops.lazy import define_lazily
 calls = []
 def interrupted():
     calls.append("first")
@@ -289,7 +289,7 @@ def interrupted():
 def other():
     calls.append("other")
     torch.library.define("flashtune::other", "(Tensor x) -> Tensor")
-make_when_asked(interrupted, other)
+define_lazily(interrupted, other)
 try:
     torch.ops.flashtune.first
 except KeyboardInterrupt:

@@ -20,14 +20,14 @@ from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, unwrapped
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, way_back
+from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, restorer
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
-from flashtune.dispatch.plans.known import Plan
-from flashtune.dispatch.policy import growing
-from flashtune.dispatch.resolve import backwards, called, choosing
+from flashtune.dispatch.plans.plan_cache import Plan
+from flashtune.dispatch.policy import length_buckets
+from flashtune.dispatch.resolve import backwards, choosing, recorder
 from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.explanation import Explanation
-from flashtune.dispatch.resolve.given import (
+from flashtune.dispatch.resolve.inspection import (
     GRADIENT,
     GRADIENTS,
     ON_THE_CPU,
@@ -44,7 +44,7 @@ from flashtune.dispatch.resolve.given import (
 from flashtune.dispatch.resolve.layers import STACK, current
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.dispatch.torch_ops import overriding, tracing, training
-from flashtune.dispatch.torch_ops.asked import make_when_asked
+from flashtune.dispatch.torch_ops.lazy import define_lazily
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -288,18 +288,18 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
     memo = current()
     # Unseeded dropout is chosen per length, since it depends on the backward's choice.
     rate = options.dropout_p
-    span = None if isinstance(rate, torch.Tensor) or (rate and given.seed is None) else growing.span_of(signature)
-    if span is not None and (around := memo.spans.get(span)) is not None:
+    bucket = None if isinstance(rate, torch.Tensor) or (rate and given.seed is None) else length_buckets.bucket_of(signature)
+    if bucket is not None and (around := memo.buckets.get(bucket)) is not None:
         with memo.lock:
             try:
-                grown = around.grown(*given[:3], given.per_head, options.sides())
+                resized = around.for_length(*given[:3], given.per_head, options.sides())
             except Exception:
                 # Choosing anew reports the failure, and attributes it to a kernel.
-                grown = None
-        if grown is not None:
-            memo.keep(signature, grown)
-            called.meet_step(grown.call, given.key.shape[2])
-            return grown.run(*given)
+                resized = None
+        if resized is not None:
+            memo.keep(signature, resized)
+            recorder.meet_step(resized.call, given.key.shape[2])
+            return resized.run(*given)
     call = parse(given, options)
     plan = FrameworkPlan.of(call, *given[:4])
     draws = call.dropout_p > 0.0 and given.seed is None
@@ -311,16 +311,16 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
             # Another thread cached a plan while this one waited for the lock.
             return decided.run(*given)
         why_torch = why_torch_now(*given[:4], given.per_head)
-        called.meet(memo, call, given, why_torch)
+        recorder.meet(memo, call, given, why_torch)
         for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
             if candidate.kind == "framework":
-                if span is not None and span not in memo.spans:
-                    around = plan if plan.words is not None and choosing.serves_span(memo, call, None, options.sides()) else None
-                    memo.spans[span] = around
+                if bucket is not None and bucket not in memo.buckets:
+                    around = plan if plan.words is not None and choosing.serves_bucket(memo, call, None, options.sides()) else None
+                    memo.buckets[bucket] = around
                 break
             chosen = _plan_of(memo, call, candidate)
             build = partial(chosen.build, *given[:4], given.per_head)
-            back = way_back(call.device) if draws else None
+            back = restorer(call.device) if draws else None
             outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *given))
             if outputs is None:
                 if back is not None:
@@ -328,8 +328,8 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
                 continue
             if signature is not None:
                 memo.keep(signature, chosen)
-            if span is not None and span not in memo.spans and isinstance(chosen, KernelPlan):
-                memo.spans[span] = chosen if choosing.serves_span(memo, call, candidate.variant, options.sides()) else None
+            if bucket is not None and bucket not in memo.buckets and isinstance(chosen, KernelPlan):
+                memo.buckets[bucket] = chosen if choosing.serves_bucket(memo, call, candidate.variant, options.sides()) else None
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
@@ -397,7 +397,7 @@ def _trainable(
     problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
     memo = current()
     with memo.lock:
-        repeatable = backwards.same_bits_asked(deterministic)
+        repeatable = backwards.repeatable_requested(deterministic)
         return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
 
 
@@ -414,6 +414,6 @@ def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
     return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
 
 
-make_when_asked(partial(tracing.define, attention), partial(training.define, attention))
+define_lazily(partial(tracing.define, attention), partial(training.define, attention))
 # torch.jit.script substitutes PyTorch's operation for it.
 _register_builtin(attention, "aten::scaled_dot_product_attention")

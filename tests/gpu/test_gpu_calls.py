@@ -223,7 +223,7 @@ def test_other_devices_and_streams() -> None:
 def test_misled_calls_go_over_to_the_twin_and_come_back() -> None:
     """calls whose scores mislead a kernel that settles maxima are served by its twin, without waiting, and its own again later"""
     from flashtune.core.problem import Features, Problem
-    from flashtune.dispatch.plans.misled import LONGEST_PERIOD
+    from flashtune.dispatch.plans.misprediction import LONGEST_PERIOD
     from flashtune.tuner.verify.distributions import redistribute
     from flashtune.tuner.verify.inputs import make_inputs
 

@@ -207,7 +207,7 @@ def resident(device: int, data: bytes) -> int:
 STREAM_MEMORY = StreamMemory()
 
 
-class ToldCount:
+class MirroredCount:
     """Counter in a GPU's memory that kernels mirror to the host's; the host's value may lag behind.
 
     `addresses` are both as the GPU sees them. It stays for as long as the process runs, since a captured graph may still write to it.
@@ -215,12 +215,12 @@ class ToldCount:
 
     __slots__ = ("addresses", "word")
 
-    def __init__(self, counted: int, told: int) -> None:
-        self.addresses = counted, told
-        self.word = ctypes.c_uint32.from_address(told)
+    def __init__(self, counted: int, mirror: int) -> None:
+        self.addresses = counted, mirror
+        self.word = ctypes.c_uint32.from_address(mirror)
 
 
-class ToldCounts:
+class MirroredCounts:
     """Counters by key, so that a plan that is chosen again continues with its own."""
 
     _ROOM = 64
@@ -228,18 +228,18 @@ class ToldCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[tuple[int, Hashable], ToldCount] = {}
+        self._counts: dict[tuple[int, Hashable], MirroredCount] = {}
         self._free: dict[int, list[tuple[int, int]]] = {}
 
-    def of(self, device: int, what: Hashable) -> ToldCount:
+    def of(self, device: int, what: Hashable) -> MirroredCount:
         """Counter of `what` on a GPU, 0 where it is new; raises DriverError."""
         with self._lock:
             if (device, what) not in self._counts:
                 free = self._free.setdefault(device, [])
                 if not free:
-                    counted, told = resident(device, bytes(self._CHUNK)), host_memory(device, self._CHUNK)
-                    free += [(counted + place, told + place) for place in range(0, self._CHUNK, self._ROOM)]
-                self._counts[device, what] = ToldCount(*free.pop())
+                    counted, mirror = resident(device, bytes(self._CHUNK)), host_memory(device, self._CHUNK)
+                    free += [(counted + place, mirror + place) for place in range(0, self._CHUNK, self._ROOM)]
+                self._counts[device, what] = MirroredCount(*free.pop())
             return self._counts[device, what]
 
 
@@ -254,7 +254,7 @@ def host_memory(device: int, size: int) -> int:
     return address.value
 
 
-TOLD_COUNTS = ToldCounts()
+MIRRORED_COUNTS = MirroredCounts()
 
 
 def _error_text(code: int) -> str:

@@ -23,9 +23,9 @@ from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits, relaxed
+from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits, relaxed
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
-from flashtune.dispatch.plans.misled import Misled
+from flashtune.dispatch.plans.misprediction import Misprediction
 
 Outputs = tuple[Tensor, Tensor | None]
 
@@ -63,7 +63,7 @@ class FrameworkPlan:
         """PyTorch's function; on a GPU the one whose backward takes gradients of any layout, which PyTorch's doesn't."""
         return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
 
-    def grown(self, *_: object) -> "FrameworkPlan":
+    def for_length(self, *_: object) -> "FrameworkPlan":
         """This plan, since nothing in it depends on the number of keys."""
         return self
 
@@ -135,11 +135,11 @@ class Twin(NamedTuple):
 
 
 class KernelPlan(ModulePlan):
-    """Plan that launches a forward's kernel, or for a while its fallback kernel, where the softmax is mispredicted (`misled`)."""
+    """Plan that launches a forward's kernel, or for a while its fallback kernel, where the softmax is mispredicted (`misprediction`)."""
 
     __slots__ = (
         "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_moves_sign",
-        "_other", "_plain", "_rest", "_scratch", "_temporaries", "misled", "twin",
+        "_other", "_plain", "_rest", "_scratch", "_temporaries", "misprediction", "twin",
     )  # fmt: skip
 
     def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
@@ -148,7 +148,7 @@ class KernelPlan(ModulePlan):
         super().__init__(call, module, **others)
         self.twin = twin
         self._other: KernelPlan | None = None
-        self.misled: Misled | None = None
+        self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._framework = FrameworkPlan(call=call)
@@ -192,7 +192,7 @@ class KernelPlan(ModulePlan):
                 self.program = self._prepared(operands, parameters, compiles=True, misses=misses)
             if self.program is not None:
                 if count is not None:
-                    self.misled = Misled(count.word, self.program.programs)
+                    self.misprediction = Misprediction(count.word, self.program.programs)
                 self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
                 self._take_memory_for(self.program)
 
@@ -206,24 +206,24 @@ class KernelPlan(ModulePlan):
             self._lse_offset = self._scratch
             self._scratch += padded(math.prod(self._layout[2]) * 4)
 
-    def _count(self, device: int) -> driver.ToldCount | None:
+    def _count(self, device: int) -> driver.MirroredCount | None:
         """Counter of the kernel's mispredicting programs; None where it would have no effect."""
         # Deterministic calls are always served by the same kernel.
         if self.twin is None or self.call.deterministic or not self.module.counts_misses:
             return None
-        return driver.TOLD_COUNTS.of(device, (self.twin.config, self.call))
+        return driver.MIRRORED_COUNTS.of(device, (self.twin.config, self.call))
 
     def _instead(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
     ) -> "KernelPlan | None":
         """Plan of the fallback kernel, where that serves this call; None where this plan does."""
-        misled, twin = self.misled, self.twin
-        if misled is None or twin is None or torch.are_deterministic_algorithms_enabled():
+        misprediction, twin = self.misprediction, self.twin
+        if misprediction is None or twin is None or torch.are_deterministic_algorithms_enabled():
             return None
         if torch._C._cuda_isCurrentStreamCapturing():
             # A graph keeps the kernel of its capture, so that captured calls never switch.
-            return self._other if misled.away else None
-        if not misled.twin_serves():
+            return self._other if misprediction.away else None
+        if not misprediction.twin_serves():
             return None
         if self._other is None:
             try:
@@ -236,10 +236,10 @@ class KernelPlan(ModulePlan):
             except Exception as error:
                 # The present kernel is slower on these scores, but correct.
                 self._warn(f"flashtune: scores defeat a kernel's softmax, but its fallback {twin.config.label()} can't serve: {error}")
-                self.misled = None
+                self.misprediction = None
         return self._other
 
-    def grown(self, query: Tensor, key: Tensor, value: Tensor, per_head: PerHead | None, sides: Sides) -> "KernelPlan | None":
+    def for_length(self, query: Tensor, key: Tensor, value: Tensor, per_head: PerHead | None, sides: Sides) -> "KernelPlan | None":
         """Built plan of the same kernel for a decode step of another number of keys (no mask); None where it doesn't accept the tensors."""
         n_kv = key.shape[2]
         assert self.call.problem is not None, "kernels serve problems"
@@ -256,8 +256,8 @@ class KernelPlan(ModulePlan):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
     ) -> Outputs:
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
-        misled = self.misled
-        if misled is not None and (misled.busy or misled.word.value != misled.seen):
+        misprediction = self.misprediction
+        if misprediction is not None and (misprediction.busy or misprediction.word.value != misprediction.seen):
             other = self._instead(query, key, value, attn_mask, per_head)
             if other is not None:
                 return other.run(query, key, value, attn_mask, seed, per_head)

@@ -26,7 +26,7 @@ MOST_LAYOUTS = 256
 """Memory layouts of one call's tensors with a plan; beyond it all plans of the call are dropped and chosen anew."""
 
 
-class Given(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Inputs of a backward.
 
     `query`, `key`, `value` and `out` are 4-D, as the forward had them, `lse` (B, Hq, N_q) float32, `dout` is like `out`, `dlse` (None: 0)
@@ -52,7 +52,7 @@ class Given(NamedTuple):
     of_sinks: bool = False
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def requested(self) -> tuple[str, ...]:
         """Requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
         return ("dbias",) * self.of_mask + ("dslopes",) * self.of_slopes
 
@@ -99,37 +99,37 @@ class GradientPlan(ModulePlan):
         self._temporaries: tuple[int, ...] = ()
         self._scratch = 0
 
-    def build(self, given: Given) -> None:
+    def build(self, inputs: BackwardInputs) -> None:
         """Load or compile machine code for calls like this one; an exception here is the kernels' own fault."""
         call = self.call
-        self._layout = Layout((given.query, given.key, given.value))
-        if call.device.type != "cuda" or torch.version.cuda is None or self.module.counts_needed(given.query, given.key):
+        self._layout = Layout((inputs.query, inputs.key, inputs.value))
+        if call.device.type != "cuda" or torch.version.cuda is None or self.module.counts_needed(inputs.query, inputs.key):
             return
-        parameters = given.parameters(call)
+        parameters = inputs.parameters(call)
         if self.module.host is not None:
             self._copies_mask = launching.bias_copy(self.module.host, parameters.mask) is not None
         with torch.cuda.device(call.device):
-            self.program = self._prepared(self._operands(given), parameters, compiles=self._whole is None)
+            self.program = self._prepared(self._operands(inputs), parameters, compiles=self._whole is None)
             if self.program is None and not devices.TRITON:
                 self._all = True
-                self.program = self._prepared(self._operands(given), parameters, compiles=False)
+                self.program = self._prepared(self._operands(inputs), parameters, compiles=False)
             if self.program is None and self._whole is not None:
                 self._all, self.module = False, self._whole()
-                self.program = self._prepared(self._operands(given), parameters, compiles=True)
+                self.program = self._prepared(self._operands(inputs), parameters, compiles=True)
         if self.program is not None:
             self._temporaries, self._scratch = placed(self.program.temporaries)
 
-    def run(self, given: Given) -> Gradients:
+    def run(self, inputs: BackwardInputs) -> Gradients:
         """Requested gradients; on the tensors' device and its current stream."""
         program, call = self.program, self.call
         if program is None:
-            return self._through_triton(given)
+            return self._through_triton(inputs)
         index = call.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run(given)
-        operands = self._operands(given)
-        mask, slopes, sinks = given.mask, given.slopes, given.sinks
+                return self.run(inputs)
+        operands = self._operands(inputs)
+        mask, slopes, sinks = inputs.mask, inputs.slopes, inputs.sinks
         # Allocated per call, from a graph's pool under capture: nothing is shared, and nothing outlives the call.
         scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
         start = scratch.data_ptr()
@@ -151,43 +151,43 @@ class GradientPlan(ModulePlan):
         ]
         for offset in self._temporaries:
             addresses.append(start + offset)
-        program.run(addresses, torch._C._cuda_getCurrentRawStream(index), (given.seed, 0))
-        return self._asked(given, operands)
+        program.run(addresses, torch._C._cuda_getCurrentRawStream(index), (inputs.seed, 0))
+        return self._requested(inputs, operands)
 
-    def _operands(self, given: Given) -> tuple[Any, ...]:
+    def _operands(self, inputs: BackwardInputs) -> tuple[Any, ...]:
         """Operands of a launch, the gradients newly allocated."""
-        of_query, of_keys = given.of_query or self._all, given.of_keys or self._all
-        query, key, value, made, dlse = given.query, given.key, given.value, self._layout.made, given.dlse
+        of_query, of_keys = inputs.of_query or self._all, inputs.of_keys or self._all
+        query, key, value, made, dlse = inputs.query, inputs.key, inputs.value, self._layout.made, inputs.dlse
         if dlse is None and self._all:
-            dlse = torch.zeros_like(given.lse)
+            dlse = torch.zeros_like(inputs.lse)
         dq = made(0, query) if of_query else None
         dk, dv = (made(1, key), made(2, value)) if of_keys else (None, None)
-        operands = query, key, value, given.out, given.lse, given.dout, dlse, dq, dk, dv
-        if not (given.of_mask or given.of_slopes):
+        operands = query, key, value, inputs.out, inputs.lse, inputs.dout, dlse, dq, dk, dv
+        if not (inputs.of_mask or inputs.of_slopes):
             return operands
         more = []
-        if given.of_mask and given.mask is not None:
-            own = torch.empty(given.mask.shape, dtype=given.mask.dtype, device=given.mask.device)
+        if inputs.of_mask and inputs.mask is not None:
+            own = torch.empty(inputs.mask.shape, dtype=inputs.mask.dtype, device=inputs.mask.device)
             more.append(own.expand(self.call.batch, self.call.heads, self.call.n_q, self.call.n_kv))
-        if given.of_slopes:
-            more.append(torch.empty_like(given.lse))
+        if inputs.of_slopes:
+            more.append(torch.empty_like(inputs.lse))
         return *operands, *more
 
-    def _asked(self, given: Given, operands: prepared.Operands) -> Gradients:
+    def _requested(self, inputs: BackwardInputs, operands: prepared.Operands) -> Gradients:
         dq, dk, dv, *more = operands[7:]
         dbias = dslopes = None
-        if given.of_mask and given.mask is not None:
-            dbias = more[0][tuple(slice(size) for size in given.mask.shape)]
-        if given.of_slopes:
+        if inputs.of_mask and inputs.mask is not None:
+            dbias = more[0][tuple(slice(size) for size in inputs.mask.shape)]
+        if inputs.of_slopes:
             dslopes = more[-1].sum(-1)
-        return dq if given.of_query else None, dk if given.of_keys else None, dv if given.of_keys else None, dbias, dslopes
+        return dq if inputs.of_query else None, dk if inputs.of_keys else None, dv if inputs.of_keys else None, dbias, dslopes
 
-    def _through_triton(self, given: Given) -> Gradients:
+    def _through_triton(self, inputs: BackwardInputs) -> Gradients:
         """Requested gradients by the module's own launcher."""
-        operands = self._operands(given)
+        operands = self._operands(inputs)
         with torch.cuda.device(self.call.device) if self.call.device.type == "cuda" else contextlib.nullcontext():
-            launching.launcher(self.module)(*operands, **given.parameters(self.call).keywords())
-        return self._asked(given, operands)
+            launching.launcher(self.module)(*operands, **inputs.parameters(self.call).keywords())
+        return self._requested(inputs, operands)
 
 
 class FormulaPlan:
@@ -195,32 +195,32 @@ class FormulaPlan:
 
     __slots__ = ("_layout", "call")
 
-    def __init__(self, call: Call, given: Given) -> None:
-        self.call, self._layout = call, Layout((given.query, given.key, given.value))
+    def __init__(self, call: Call, inputs: BackwardInputs) -> None:
+        self.call, self._layout = call, Layout((inputs.query, inputs.key, inputs.value))
 
-    def run(self, given: Given) -> Gradients:
+    def run(self, inputs: BackwardInputs) -> Gradients:
         """Requested gradients."""
-        inputs, asked = (given.query, given.key, given.value), (given.of_query, given.of_keys, given.of_keys)
+        qkv, requested = (inputs.query, inputs.key, inputs.value), (inputs.of_query, inputs.of_keys, inputs.of_keys)
         # Autocast around a backward would round the formula's float32 products.
         with framework.no_autocast(self.call.device.type):
             found = framework.gradients(
-                *inputs,
-                given.out,
-                given.lse,
-                given.dout,
-                given.dlse,
-                given.parameters(self.call),
-                bias=given.mask if given.of_mask else None,
-                of_slopes=given.of_slopes,
+                *qkv,
+                inputs.out,
+                inputs.lse,
+                inputs.dout,
+                inputs.dlse,
+                inputs.parameters(self.call),
+                bias=inputs.mask if inputs.of_mask else None,
+                of_slopes=inputs.of_slopes,
             )
         dq, dk, dv = (
             self._layout.made(which, like).copy_(values) if wanted else None
-            for which, (like, values, wanted) in enumerate(zip(inputs, found[:3], asked, strict=True))
+            for which, (like, values, wanted) in enumerate(zip(qkv, found[:3], requested, strict=True))
         )
         return dq, dk, dv, found[3], found[4]
 
 
-Choose = Callable[[Call, Given], tuple[GradientPlan | FormulaPlan, Gradients]]
+Choose = Callable[[Call, BackwardInputs], tuple[GradientPlan | FormulaPlan, Gradients]]
 
 
 class Backward:
@@ -233,17 +233,17 @@ class Backward:
         self.call, self._choose = call, choose
         self._plans: dict[Hashable, tuple[GradientPlan | FormulaPlan, bool]] = {}
 
-    def gradients(self, given: Given) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
+    def gradients(self, inputs: BackwardInputs) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
         """Requested gradients, and that of sinks. Any strides will do: hooks on saved tensors may have changed them."""
-        if not given.of_sinks or given.sinks is None:
-            return *self._of_kernels(given), None
-        dsinks = framework.sink_gradients(given.sinks, given.out, given.lse, given.dout, given.dlse)
-        if not (given.of_query or given.of_keys or given.asked):
+        if not inputs.of_sinks or inputs.sinks is None:
+            return *self._of_kernels(inputs), None
+        dsinks = framework.sink_gradients(inputs.sinks, inputs.out, inputs.lse, inputs.dout, inputs.dlse)
+        if not (inputs.of_query or inputs.of_keys or inputs.requested):
             return None, None, None, None, None, dsinks
-        return *self._of_kernels(given), dsinks
+        return *self._of_kernels(inputs), dsinks
 
-    def _of_kernels(self, given: Given) -> Gradients:
-        query, key, value, out, lse, dout, dlse, mask, slopes, sinks, _, of_query, of_keys, of_mask, of_slopes, _ = given
+    def _of_kernels(self, inputs: BackwardInputs) -> Gradients:
+        query, key, value, out, lse, dout, dlse, mask, slopes, sinks, _, of_query, of_keys, of_mask, of_slopes, _ = inputs
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr() | lse.data_ptr() | dout.data_ptr()
         layout = (
             query.stride(),
@@ -263,17 +263,17 @@ class Backward:
         )
         found = self._plans.get(layout)
         if found is None:
-            return self._first(layout, given)
+            return self._first(layout, inputs)
         plan, readable = found
-        return plan.run(given if readable else _readable(given))
+        return plan.run(inputs if readable else _readable(inputs))
 
-    def _first(self, layout: Hashable, given: Given) -> Gradients:
+    def _first(self, layout: Hashable, inputs: BackwardInputs) -> Gradients:
         """Choose a plan, run it and cache it."""
-        readable = _readable(given)
+        readable = _readable(inputs)
         plan, found = self._choose(self.call, readable)
         if len(self._plans) >= MOST_LAYOUTS:
             self._plans.clear()
-        self._plans[layout] = plan, readable is given
+        self._plans[layout] = plan, readable is inputs
         return found
 
 
@@ -281,19 +281,19 @@ def _places(*tensors: torch.Tensor | None) -> Hashable:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
 
 
-def _readable(given: Given) -> Given:
+def _readable(inputs: BackwardInputs) -> BackwardInputs:
     """Inputs in the layouts that kernels need; copies where they have to be.
 
     Gradients of the output have dense rows on 16-byte boundaries without broadcasting, the LSE and its gradient are contiguous, since
     kernels get no strides of these, and the mask starts on a 16-byte boundary, which TMA requires.
     """
-    lse, dout, dlse, mask = given.lse, given.dout, given.dlse, given.mask
+    lse, dout, dlse, mask = inputs.lse, inputs.dout, inputs.dlse, inputs.mask
     unit = 16 // dout.element_size()
     outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]
     fits = dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer)
     placed = mask is None or mask.data_ptr() % 16 == 0
     if fits and placed and lse.is_contiguous() and (dlse is None or dlse.is_contiguous()):
-        return given
+        return inputs
     dout = dout if fits else dout.clone(memory_format=torch.contiguous_format)
     mask = mask if mask is None or placed else readable(mask, repeats=True)
-    return given._replace(dout=dout, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(), mask=mask)
+    return inputs._replace(dout=dout, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(), mask=mask)

@@ -110,7 +110,7 @@ def fit_of(record: TuningRecord, context: Context) -> Fit | Refusal:
     family = context.families.get(record.outcome.template)
     if family is None:
         return Refusal(reason=f"there is no template {record.outcome.template!r} here", record=record)
-    found = context.pool.asked(record, problem.spec(), lambda: _configured(record, family, context))
+    found = context.pool.cached(record, problem.spec(), lambda: _configured(record, family, context))
     if isinstance(found, Refusal):
         return found
     if not found.own:
@@ -209,16 +209,20 @@ def _ratio(record: TuningRecord, context: Context, loss: Estimate) -> tuple[floa
     if ratio is None:
         return None
     key, step, slower = context.key, context.key.n_q <= DECODE_ROWS, _torch_slower(record, context)
-    ratio, said_of_torch = ratio * slower, _torch_told(slower)
+    ratio, remark = ratio * slower, _torch_remark(slower)
     stray = step and losses.odd_rows(record.key) != losses.odd_rows(key)
     if ratio <= 1.0 and not stray:
-        return ratio, said_of_torch
-    telling = context.pool.tellers(context.problem, key)
-    if all(row.key == record.key for row in telling):
-        return ratio, said_of_torch
-    told = math.exp(sum(math.log((row.relative_time or 1.0) * _torch_slower(row, context)) for row in telling) / len(telling))
-    said = ", ".join(f"n={row.key.n} d={row.key.d}" for row in telling)
-    return (told, f"; PyTorch's time is that of records of {said}") if stray or told < 1.0 else (ratio, said_of_torch)
+        return ratio, remark
+    references = context.pool.reference_records(context.problem, key)
+    if all(reference.key == record.key for reference in references):
+        return ratio, remark
+    ratio_of_references = math.exp(
+        sum(math.log((reference.relative_time or 1.0) * _torch_slower(reference, context)) for reference in references) / len(references)
+    )
+    said = ", ".join(f"n={reference.key.n} d={reference.key.d}" for reference in references)
+    return (
+        (ratio_of_references, f"; PyTorch's time is that of records of {said}") if stray or ratio_of_references < 1.0 else (ratio, remark)
+    )
 
 
 def _torch_slower(record: TuningRecord, context: Context) -> float:
@@ -232,7 +236,7 @@ def _torch_slower(record: TuningRecord, context: Context) -> float:
     return here / losses.torch_fills(record.problem, targets()[record.key.gpu].sms)
 
 
-def _torch_told(slower: float) -> str:
+def _torch_remark(slower: float) -> str:
     """Remark on that correction."""
     return "" if slower == 1.0 else f"; PyTorch is expected to read at {slower:.2f} times its rate there"
 
@@ -260,13 +264,13 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
     if relative is not None and relative * slower > 1.0 and not calls_tie(record) and context.framework_serves:
         calls = (record.outcome.call_us, record.framework_call_us)
         if slower != 1.0:
-            note = f"{note}, of PyTorch's {record.framework_us:.1f}{_torch_told(slower)}, so it serves"
+            note = f"{note}, of PyTorch's {record.framework_us:.1f}{_torch_remark(slower)}, so it serves"
         elif None in calls:
             note = f"{note}, and there PyTorch was faster: {record.framework_us:.1f} us"
         else:
             note = f"{note}, and there whole calls of PyTorch were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
-    note += _torch_told(slower) if relative is not None and relative > 1.0 else ""
+    note += _torch_remark(slower) if relative is not None and relative > 1.0 else ""
     kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
     twin = _twin(record, context, family, config)
     return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, twin=twin)

@@ -78,7 +78,7 @@ OTHER_SCORES = 8.0
 """Additional distance of a mask, dropout or soft cap that only one of the two has, since it changes the cost of a tile's scores
 (benchmarks/results/2026-11-23-h200-covering)."""
 
-RAGGED_BIAS = 8.0
+UNALIGNED_BIAS = 8.0
 """Distance if only one of two biases has rows of a multiple of 16 bytes, which TMA requires: unaligned ones are read at less than a third
 of the rate (the same file)."""
 
@@ -158,7 +158,7 @@ def _of_scores(features: str) -> tuple[object, ...]:
     return found.get("mask"), found.get("dropout"), found.get("softcap")
 
 
-def ragged(key: ProblemKey) -> bool:
+def unaligned(key: ProblemKey) -> bool:
     """True where a bias has unaligned rows, which TMA doesn't accept."""
     return '"mask":"bias"' in key.features and key.n * ITEMSIZE[key.dtype] % 16 != 0
 
@@ -193,7 +193,7 @@ def _but_for_alignment(features: str) -> dict[str, object]:
     return {name: value for name, value in json.loads(features).items() if name != "alignment"}
 
 
-def strayed(theirs: ProblemKey, nearest: ProblemKey, ours: ProblemKey) -> int:
+def mismatches(theirs: ProblemKey, nearest: ProblemKey, ours: ProblemKey) -> int:
     """Number of features and head sizes (0 to 2) that the nearest record matches and another one doesn't."""
     features = same_features(nearest, ours) and not same_features(theirs, ours)
     sizes = (nearest.d, nearest.d_v) == (ours.d, ours.d_v) != (theirs.d, theirs.d_v)

@@ -18,7 +18,7 @@ from flashtune.templates.family import Family, Held, Refit
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """Records of each key, the best first; an implementation may read those of a key on access."""
 
-TELLERS = 3
+REFERENCES = 3
 """Number of records that inform about PyTorch's time, from leaving records out (benchmarks/run.py stand_in)."""
 
 _Answer = TypeVar("_Answer")
@@ -30,7 +30,7 @@ class Pool:
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    __slots__ = ("_asked", "_families", "_features", "_held", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+    __slots__ = ("_cached", "_families", "_features", "_held", "_known", "_places", "_refits", "_rows", "_target", "_varying")
 
     def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
@@ -38,7 +38,7 @@ class Pool:
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
         self._held: dict[KernelSpec, Held] = {}
-        self._asked: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
+        self._cached: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _by_key(records) if isinstance(records, Sequence) else records
         self._known: dict[ProblemKey, list[_Entry]] = {}
@@ -69,7 +69,7 @@ class Pool:
                 + abs(places[1] - n_q)
                 + abs(places[2] - heads)
                 + abs(places[3] - work)
-                + losses.RAGGED_BIAS * (losses.ragged(other) != losses.ragged(key)),
+                + losses.UNALIGNED_BIAS * (losses.unaligned(other) != losses.unaligned(key)),
                 other,
             )
             for other, (apart, places) in self._places.items()
@@ -80,17 +80,17 @@ class Pool:
             for entry in sorted(entries, key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])):
                 yield apart, entry.record
 
-    def tellers(self, problem: Problem, key: ProblemKey) -> list[TuningRecord]:
-        """Measured records that best inform about PyTorch's time for a problem, TELLERS at most, of any config."""
+    def reference_records(self, problem: Problem, key: ProblemKey) -> list[TuningRecord]:
+        """Measured records that best inform about PyTorch's time for a problem, REFERENCES at most, of any config."""
         found = [(apart, other) for other in self._places if (apart := losses.torch_distance(other, key)) < math.inf]
-        telling: list[TuningRecord] = []
+        found_records: list[TuningRecord] = []
         for _, others in _nearest_first(found):
             for other in others:
                 entries = [entry for entry in self._of(other) if _tells(entry.record, problem)]
-                telling += [min(entries, key=lambda entry: entry.ties).record] if entries else []
-            if len(telling) >= TELLERS:
+                found_records += [min(entries, key=lambda entry: entry.ties).record] if entries else []
+            if len(found_records) >= REFERENCES:
                 break
-        return telling[:TELLERS]
+        return found_records[:REFERENCES]
 
     @property
     def lengths(self) -> frozenset[int]:
@@ -105,12 +105,12 @@ class Pool:
             self._refits[known] = family.refit(config, spec, self._target, held)
         return self._refits[known]
 
-    def asked(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:
+    def cached(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:
         """Cached result of `answer` for a record and a kernel."""
-        known = self._asked.get((id(record), spec))
+        known = self._cached.get((id(record), spec))
         if known is None:
             # A reference to the record keeps its id unique.
-            known = self._asked[id(record), spec] = (record, answer())
+            known = self._cached[id(record), spec] = (record, answer())
         found: _Answer = known[1]
         return found
 

@@ -83,9 +83,9 @@ def rank(
 
     A record with a faster PyTorch makes that the choice, provided that `framework_serves`. For its own key this is decided by its whole
     calls where they were measured, host included; for another by `losses.expected_ratio`, and only if the mean of the records that best
-    inform about PyTorch's time (`Pool.tellers`) agrees. For decode steps both are corrected by PyTorch's bandwidth with as many key heads
-    (`losses.torch_fills`). A record never serves when its config, completed by axes that came later, is outside the family's declared
-    space or breaks a constraint on this target; the next one may serve. For another kernel a config is first moved to the nearest one
+    inform about PyTorch's time (`Pool.reference_records`) agrees. For decode steps both are corrected by PyTorch's bandwidth with as many
+    key heads (`losses.torch_fills`). A record never serves when its config, completed by axes that came later, is outside the family's
+    declared space or breaks a constraint on this target; the next one may serve. For another kernel a config is first moved to the nearest one
     that satisfies the constraints (`Family.refit`), within MOST_LOOKED changes per choice (flashtune.dispatch.policy.choices).
     The best config at its own sizes may not be the best here: of the first COMPARED configs those come first that the cost model expects
     to be faster than the nearest record's (`_gain`).
@@ -147,9 +147,9 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
         if _reads_otherwise(fit, fits[0][1], context):
             continue
         gain = _gain(fit, fits[0][1], here)
-        strayed = losses.strayed(fit.record.key, fits[0][1].record.key, context.key)
+        mismatches = losses.mismatches(fit.record.key, fits[0][1].record.key, context.key)
         per_distance = PER_DISTANCE_STEP if step else PER_DISTANCE
-        worth = gain - per_distance * (apart - fits[0][0]) - OTHER_KIND * strayed
+        worth = gain - per_distance * (apart - fits[0][0]) - OTHER_KIND * mismatches
         if worth > LEAST_GAIN and (_config(fit) not in ahead or worth > ahead[_config(fit)][0]):
             ahead[_config(fit)] = worth, fit, gain
     most = max((gain for _, _, gain in ahead.values()), default=0.0)
@@ -172,7 +172,7 @@ def _tells(nearest: Fit, context: Context) -> bool:
 
 def _reads_otherwise(fit: Fit, nearest: Fit, context: Context) -> bool:
     """True where only its record has a bias of another alignment than the call's: the model doesn't know of that."""
-    theirs, near, ours = (losses.ragged(key) for key in (fit.record.key, nearest.record.key, context.key))
+    theirs, near, ours = (losses.unaligned(key) for key in (fit.record.key, nearest.record.key, context.key))
     return near == ours != theirs
 
 

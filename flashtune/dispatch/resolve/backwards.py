@@ -16,7 +16,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.plans.gradients import Backward, FormulaPlan, Given, GradientPlan, Gradients
+from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, FormulaPlan, GradientPlan, Gradients
 from flashtune.dispatch.policy import Choice, Pool, rank
 from flashtune.dispatch.resolve.code import code_of, tried, variant_of
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
@@ -97,12 +97,12 @@ def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) 
     Kernels with repeatable gradients aren't timed beside PyTorch. Infinite where PyTorch reads a matrix of scores and no such record
     exists.
     """
-    tellers = (one for one in itertools.chain([record], (other.record for other in others)) if one is not None)
-    timed = (one for one in tellers if one.framework_us is not None and _reads_matrix(one.problem) == _reads_matrix(trained))
-    teller = next(timed, None)
-    if teller is None and _reads_matrix(trained):
+    references = (one for one in itertools.chain([record], (other.record for other in others)) if one is not None)
+    timed = (one for one in references if one.framework_us is not None and _reads_matrix(one.problem) == _reads_matrix(trained))
+    reference = next(timed, None)
+    if reference is None and _reads_matrix(trained):
         return math.inf
-    record = teller or record
+    record = reference or record
     known_us = record.median_us if record.framework_us is None else record.framework_us
     beside_us = min(known_us, TORCH_BESIDE_US)
     return beside_us + (known_us - beside_us) * _tiled(trained) / _tiled(record.problem)
@@ -169,7 +169,7 @@ def _kind(problem: Problem) -> tuple[object, ...]:
     return f.window is None, f.mask, *(getattr(f, name) for name in FLAGS)
 
 
-def same_bits_asked(deterministic: bool) -> bool:
+def repeatable_requested(deterministic: bool) -> bool:
     """True where gradients have to be bitwise repeatable: by the call, or by PyTorch's deterministic mode."""
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
@@ -178,25 +178,25 @@ def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
     return {name: family for name, family in found.items() if family.repeatable}
 
 
-def gradient_kernels(memo: Memo, call: Call, given: Given) -> Iterator[tuple[Variant | None, GradientPlan]]:
+def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator[tuple[Variant | None, GradientPlan]]:
     """Backward kernels that accept these tensors, best first; a pinned one has no variant."""
     if call.problem is None:
         return
-    problem = trained_as(call.problem, given.asked)
+    problem = trained_as(call.problem, inputs.requested)
     target, known, records = memo.surroundings(call.device, problem)
-    if same_bits_asked(call.deterministic):
+    if repeatable_requested(call.deterministic):
         known = _repeatable(known)
-    mask = call.full_mask(given.mask)
+    mask = call.full_mask(inputs.mask)
     pinned = memo.pinned.get("bwd")
     written = operand_names(pinned.host.spec) if pinned is not None and pinned.host is not None else ()
-    writes_all = written[len(BACKWARD.operands) :] == given.asked
-    if pinned is not None and writes_all and pinned.accepts(given.query, given.key, given.value, mask):
+    writes_all = written[len(BACKWARD.operands) :] == inputs.requested
+    if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
         yield None, GradientPlan(call, pinned)
     for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
         if choice.family is not None:
             variant = variant_of(choice, choice.family)
             module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)
-            if module is not None and module.accepts(given.query, given.key, given.value, mask):
+            if module is not None and module.accepts(inputs.query, inputs.key, inputs.value, mask):
                 yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
 
 
@@ -214,16 +214,16 @@ def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Ba
     return memo.backwards.setdefault(signature, backward(memo, call()))
 
 
-def _first_gradients(memo: Memo, call: Call, given: Given) -> tuple[GradientPlan | FormulaPlan, Gradients]:
+def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[GradientPlan | FormulaPlan, Gradients]:
     """Plan of the best backward kernel that accepts these tensors and runs, else of the formula, and its gradients."""
     if call.problem is not None and not memo.pinned:
         # Compiled graphs get here without `attention`, which records other calls.
-        CALLS.meet(trained_as(call.problem, given.asked))
+        CALLS.meet(trained_as(call.problem, inputs.requested))
     with memo.lock:
         # Kernels that failed before are skipped.
-        for variant, plan in gradient_kernels(memo, call, given):
-            found = tried(memo, variant, call.device, functools.partial(plan.build, given), functools.partial(plan.run, given))
+        for variant, plan in gradient_kernels(memo, call, inputs):
+            found = tried(memo, variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
             if found is not None:
                 return plan, found
-    formula = FormulaPlan(call, given)
-    return formula, formula.run(given)
+    formula = FormulaPlan(call, inputs)
+    return formula, formula.run(inputs)

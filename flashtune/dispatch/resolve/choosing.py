@@ -17,12 +17,12 @@ from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
-from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, growing, rank, torch_has
-from flashtune.dispatch.policy.ready import ready_first
+from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, length_buckets, rank, torch_has
+from flashtune.dispatch.policy.compiled_first import compiled_first
 from flashtune.dispatch.resolve import backwards
 from flashtune.dispatch.resolve.code import code_of, variant_of
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
-from flashtune.dispatch.resolve.given import GRADIENTS
+from flashtune.dispatch.resolve.inspection import GRADIENTS
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -66,7 +66,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
     fused = call.fused_by_torch
     if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
         # A forward without gradients may be recomputed with them, and has to drop the same pairs.
-        repeatable = backwards.same_bits_asked(call.deterministic)
+        repeatable = backwards.repeatable_requested(call.deterministic)
         chosen, why = backwards.gradient_choice(memo, backwards.trained_as(problem), devices.target_of(call.device), repeatable=repeatable)
         fused = fused and chosen is None
         if chosen is None:
@@ -100,7 +100,7 @@ def _out_of_reach(call: Call) -> str | None:
 def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Sequence[str]) -> Generator[Candidate, None, str]:
     """Plans of kernels for a call that needs gradients, `asked` beside dQ, dK and dV; returns the reason why there are no more."""
     target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
-    repeatable = backwards.same_bits_asked(call.deterministic)
+    repeatable = backwards.repeatable_requested(call.deterministic)
     chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, composite=backwards.composite(call))
     if chosen is not None:
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*given[:3]), call.small_mask(given[3]), None):
@@ -167,7 +167,7 @@ def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> 
     return Twin(config=config, plan=plan)
 
 
-def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -> bool:
+def serves_bucket(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -> bool:
     """True where the policy chooses this kernel (None: PyTorch) for all decode steps of the call's length bucket."""
     if call.problem is None or memo.pinned:
         return False
@@ -180,7 +180,7 @@ def serves_span(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -
         ranked = _ranked(memo, problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured)
         return next(choice for choice in ranked if isinstance(choice, Choice))
 
-    choice = growing.choice_of_span(call.problem, sides, records, chosen)
+    choice = length_buckets.choice_of_bucket(call.problem, sides, records, chosen)
     return choice is not None and (None if choice.family is None else variant_of(choice, choice.family)) == variant
 
 
@@ -188,7 +188,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
     if problem.direction == "bwd":
-        repeatable = backwards.same_bits_asked(deterministic=False)
+        repeatable = backwards.repeatable_requested(deterministic=False)
         chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
             reason = f"{why}, so PyTorch's own attention serves the gradient"
@@ -213,7 +213,7 @@ def _ranked(
     memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
 ) -> Iterator[Choice | Refusal]:
     """Choices in the policy's order, except that compiled ones precede nearly equal ones of other keys that aren't compiled."""
-    return ready_first(rank(problem, target, records, known, **words), functools.partial(_compiled, memo, target))
+    return compiled_first(rank(problem, target, records, known, **words), functools.partial(_compiled, memo, target))
 
 
 def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:

@@ -56,16 +56,16 @@ class Explanation:
 
     def remembering(self, plan: KernelPlan) -> "Explanation":
         """Copy with the misprediction state of the plan that serves such calls."""
-        misled = plan.misled
-        if misled is None:
+        state = plan.misprediction
+        if state is None:
             return self
         reason = self.reason
-        if misled.times:
-            place = "now that serves" if misled.away else "now it serves again"
+        if state.times:
+            place = "now that serves" if state.away else "now it serves again"
             reason += (
-                f"; its softmax was mispredicted, so that calls switched to its fallback kernel {counted(misled.times, 'time')}; {place}"
+                f"; its softmax was mispredicted, so that calls switched to its fallback kernel {counted(state.times, 'time')}; {place}"
             )
-        return replace(self, reason=reason, misled_programs=misled.word.value, went_over=misled.times, twin_serves=misled.away)
+        return replace(self, reason=reason, misled_programs=state.word.value, went_over=state.times, twin_serves=state.away)
 
 
 def explained(

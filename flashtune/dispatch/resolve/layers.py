@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from flashtune.core.errors import InputError
-from flashtune.dispatch.plans.known import Plans
+from flashtune.dispatch.plans.plan_cache import Plans
 from flashtune.dispatch.resolve.memo import Memo, Settings
 
 MOST_MEMOS = 32

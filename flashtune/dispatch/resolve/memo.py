@@ -22,7 +22,7 @@ from flashtune.core.target import Target, targets
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
 from flashtune.dispatch.plans.gradients import Backward
-from flashtune.dispatch.plans.known import Plan, Plans
+from flashtune.dispatch.plans.plan_cache import Plan, Plans
 from flashtune.dispatch.policy import Pool, group_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -57,8 +57,7 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature and, for decode steps, by length bucket (flashtune.dispatch.policy.growing; None where each step is chosen by
-    itself).
+    """Plans by signature and, for decode steps, by length bucket (flashtune.dispatch.policy.length_buckets; None for steps chosen singly).
 
     Also the library's records by group, kernels that failed for good (`broken`) or for now (`faults`), and the warnings issued. `pinned` is
     a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing one holds
@@ -69,7 +68,7 @@ class Memo:
         self.lock = threading.RLock()
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
-        self.spans: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
+        self.buckets: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.faults: dict[tuple[str, str], str] = {}
         self.settings = settings
@@ -78,7 +77,7 @@ class Memo:
         self._pools: dict[Hashable, Pool] = {}
         self._code: dict[tuple[str, str], tuple[Manifest, LoadedKernel]] = {}
         self._warned: set[str] = set()
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
 
     @functools.cached_property
     def unmeasured(self) -> bool:
@@ -94,7 +93,7 @@ class Memo:
         """Cache the plan of a signature."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
-            self.spans.clear()
+            self.buckets.clear()
         self.plans[signature] = plan
 
     def meet_fault(self, kernel: tuple[str, str], why: str) -> str:
@@ -113,7 +112,7 @@ class Memo:
         with self.lock:
             self.faults.clear()
             self.plans.clear()
-            self.spans.clear()
+            self.buckets.clear()
             self.backwards.clear()
 
     def move(self) -> None:
@@ -180,10 +179,10 @@ class Memo:
     def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
         """Warn, once for each database, where a record that serves on this GPU was measured on another machine; shipped records are from
         another one anyway."""
-        if record.origin == "shipped" or record.origin in self._told or record.outcome.source != "measured":
+        if record.origin == "shipped" or record.origin in self._warned_of or record.outcome.source != "measured":
             return
         if differences := devices.differing(record.provenance, devices.here(device.index)):
-            self._told.add(record.origin)
+            self._warned_of.add(record.origin)
             said = f"records of {record.origin} were measured elsewhere: {', '.join(differences)}"
             self.warn_once(f"flashtune: {said}; they serve, search here to compare them")
 

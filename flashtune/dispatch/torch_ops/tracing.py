@@ -10,7 +10,7 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import framework
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, seed_bits, signed
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.forward import Outputs
 from flashtune.dispatch.plans.memory import out_strides
 

@@ -14,12 +14,12 @@ import torch
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, signed
-from flashtune.dispatch.plans.drawing import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
-from flashtune.dispatch.plans.gradients import Given
+from flashtune.dispatch.plans.gradients import BackwardInputs
 from flashtune.dispatch.plans.memory import out_strides
 from flashtune.dispatch.resolve import backwards, layers
-from flashtune.dispatch.resolve.given import DECIDED
+from flashtune.dispatch.resolve.inspection import DECIDED
 from flashtune.dispatch.resolve.memo import Memo
 
 
@@ -222,7 +222,8 @@ class _Attention(torch.autograd.Function):
             tensors = dout, dlse, query, key, value, out, lse, state, attn_mask, slopes, sinks
             return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None
         asked = of_query, of_key or of_value, of_mask, of_slopes, of_sinks
-        dq, dk, dv, *more = plan.backward.gradients(Given(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, *asked))
+        inputs = BackwardInputs(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, *asked)
+        dq, dk, dv, *more = plan.backward.gradients(inputs)
         return dq, dk if of_key else None, dv if of_value else None, *more, None, None
 
 
@@ -331,5 +332,5 @@ def _gradients(
         ),
     )
     seed = int(state.item()) % 2**64 if numbers.dropout_p else 0
-    given = Given(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, *asked)
-    return tuple(query.new_empty(0) if grad is None else grad for grad in backward.gradients(given))
+    inputs = BackwardInputs(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, *asked)
+    return tuple(query.new_empty(0) if grad is None else grad for grad in backward.gradients(inputs))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def make_when_asked(*makers: Callable[[], None]) -> None:
+def define_lazily(*makers: Callable[[], None]) -> None:
     """Call `makers`, which define operators, at the first lookup of a name in torch.ops.flashtune, in any thread."""
     namespace: Any = torch.ops.flashtune
     lock, waiting, making = threading.RLock(), list(makers), False

@@ -84,7 +84,7 @@ class _Relaxed(torch.autograd.Function):
         return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])
 
 
-def way_back(device: torch.device) -> Callable[[], object]:
+def restorer(device: torch.device) -> Callable[[], object]:
     """Callable that restores the present state of the device's default generator."""
     generator = _generator(device)
     return functools.partial(generator.set_state, generator.get_state())

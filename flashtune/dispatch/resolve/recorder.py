@@ -10,7 +10,7 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.dispatch.call import Arguments, Call
 from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.resolve.backwards import trained_as
-from flashtune.dispatch.resolve.given import GRADIENTS, ON_THE_CPU, PLAIN_TYPES, WITH_GRADIENTS
+from flashtune.dispatch.resolve.inspection import GRADIENTS, ON_THE_CPU, PLAIN_TYPES, WITH_GRADIENTS
 from flashtune.dispatch.resolve.memo import Memo
 
 
@@ -34,7 +34,7 @@ def meet(memo: Memo, call: Call, given: Arguments, why_torch: str | None) -> Non
 
 
 def meet_step(call: Call, n_kv: int) -> None:
-    """Record a decode step of `n_kv` keys that is served like `call` (flashtune.dispatch.policy.growing)."""
+    """Record a decode step of `n_kv` keys that is served like `call` (flashtune.dispatch.policy.length_buckets)."""
     if call.problem is not None:
         CALLS.meet(replace(call.problem, n_kv=n_kv))
 

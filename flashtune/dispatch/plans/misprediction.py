@@ -36,11 +36,25 @@ class Word(Protocol):
     value: int
 
 
-class Misled:
+class Misprediction:
     """State of the choice between a plan's two kernels. Threads share it without a lock: they may choose differently, and any choice is
     right."""
 
-    __slots__ = ("_asked", "_few", "_launches", "_left", "_limit", "_period", "_programs", "_sum", "away", "busy", "seen", "times", "word")
+    __slots__ = (
+        "_few",
+        "_launches",
+        "_left",
+        "_limit",
+        "_period",
+        "_probing",
+        "_programs",
+        "_sum",
+        "away",
+        "busy",
+        "seen",
+        "times",
+        "word",
+    )
 
     def __init__(self, word: Word, programs: int) -> None:
         """`programs` is the number of programs of a launch."""
@@ -57,7 +71,7 @@ class Misled:
         self._launches = self._sum = 0
         self._period = FIRST_PERIOD
         self._left = 0
-        self._asked = False
+        self._probing = False
 
     def twin_serves(self) -> bool:
         """True where the fallback kernel serves this call; to be called once for each call that isn't on the fast path."""
@@ -65,10 +79,10 @@ class Misled:
             self._watch()
         elif self._left > 0:
             self._left -= 1
-        elif not self._asked:
+        elif not self._probing:
             # This call is the probe.
             self.seen = self.word.value
-            self._asked, self._left = True, self._period
+            self._probing, self._left = True, self._period
             return False
         elif self._grown() >= self._limit:
             self._few = FEW
@@ -96,7 +110,7 @@ class Misled:
         self._left = self._period - 1
         self._period = min(2 * self._period, LONGEST_PERIOD)
         self._launches = self._sum = 0
-        self._asked, self.away, self.busy = False, True, True
+        self._probing, self.away, self.busy = False, True, True
 
     def _grown(self) -> int:
         """Number of programs that mispredicted since the last call of this."""

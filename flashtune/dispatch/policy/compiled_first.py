@@ -6,7 +6,7 @@ from dataclasses import replace
 from flashtune.core.config import KernelSpec
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.dispatch.policy.choices import Choice, Refusal
-from flashtune.dispatch.policy.losses import ragged
+from flashtune.dispatch.policy.losses import unaligned
 
 NEAR_EQUAL = 0.05
 """Additional estimated loss that a compiled choice may have over one that has to be compiled: estimates are medians, with a wider spread
@@ -20,7 +20,7 @@ AHEAD = 24
 """Choices that are searched for a compiled one."""
 
 
-def ready_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool]) -> Iterator[Choice | Refusal]:
+def compiled_first(choices: Iterable[Choice | Refusal], ready: Callable[[Choice], bool]) -> Iterator[Choice | Refusal]:
     """A ranking (flashtune.dispatch.policy.rank) with substitute records whose kernel isn't compiled moved behind the first that is.
 
     That is the first that is `ready`, with little more estimated loss and expected time. Nothing is moved ahead of a record of exactly the
@@ -55,7 +55,7 @@ def _near(choice: Choice, first: Choice) -> bool:
     assert choice.estimate is not None and first.estimate is not None, "records of other keys have estimates"
     own = choice.record is None or choice.spec in _both_types(choice.record.problem.spec())
     slow = first.behind is not None and (choice.behind is None or choice.behind > first.behind + LITTLE_BEHIND)
-    alike = choice.record is None or first.record is None or ragged(choice.record.key) == ragged(first.record.key)
+    alike = choice.record is None or first.record is None or unaligned(choice.record.key) == unaligned(first.record.key)
     return own and alike and not slow and choice.estimate.median <= first.estimate.median + NEAR_EQUAL
 
 
