@@ -87,7 +87,7 @@ def test_a_call_draws_once_wherever_its_device_is(generator: Generator, monkeypa
 def test_a_decoding_step_that_draws_isnt_served_as_one_of_another_length_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch may train the one and kernels the other."""
     asked: list[bool] = []
-    monkeypatch.setattr(api.growing, "bucket_of", lambda _: asked.append(True))
+    monkeypatch.setattr(api.length_buckets, "bucket_of", lambda _: asked.append(True))
     k = torch.zeros(1, 2, 37, 16)
     dispatch.attention(Q[:, :, :1], k, k, dropout_p=0.5)
     assert not asked

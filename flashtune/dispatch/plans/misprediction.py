@@ -46,7 +46,7 @@ class Misprediction:
         "_left",
         "_limit",
         "_period",
-        "_probing",
+        "_probed",
         "_programs",
         "_sum",
         "away",
@@ -71,7 +71,7 @@ class Misprediction:
         self._launches = self._sum = 0
         self._period = FIRST_PERIOD
         self._left = 0
-        self._probing = False
+        self._probed = False
 
     def twin_serves(self) -> bool:
         """True where the fallback kernel serves this call; to be called once for each call that isn't on the fast path."""
@@ -79,10 +79,10 @@ class Misprediction:
             self._watch()
         elif self._left > 0:
             self._left -= 1
-        elif not self._probing:
+        elif not self._probed:
             # This call is the probe.
             self.seen = self.word.value
-            self._probing, self._left = True, self._period
+            self._probed, self._left = True, self._period
             return False
         elif self._grown() >= self._limit:
             self._few = FEW
@@ -110,7 +110,7 @@ class Misprediction:
         self._left = self._period - 1
         self._period = min(2 * self._period, LONGEST_PERIOD)
         self._launches = self._sum = 0
-        self._probing, self.away, self.busy = False, True, True
+        self._probed, self.away, self.busy = False, True, True
 
     def _grown(self) -> int:
         """Number of programs that mispredicted since the last call of this."""

@@ -85,8 +85,8 @@ def rank(
     calls where they were measured, host included; for another by `losses.expected_ratio`, and only if the mean of the records that best
     inform about PyTorch's time (`Pool.reference_records`) agrees. For decode steps both are corrected by PyTorch's bandwidth with as many
     key heads (`losses.torch_fills`). A record never serves when its config, completed by axes that came later, is outside the family's
-    declared space or breaks a constraint on this target; the next one may serve. For another kernel a config is first moved to the nearest one
-    that satisfies the constraints (`Family.refit`), within MOST_LOOKED changes per choice (flashtune.dispatch.policy.choices).
+    declared space or breaks a constraint on this target; the next one may serve. For another kernel a config is first moved to the nearest
+    one that satisfies the constraints (`Family.refit`), within MOST_LOOKED changes per choice (flashtune.dispatch.policy.choices).
     The best config at its own sizes may not be the best here: of the first COMPARED configs those come first that the cost model expects
     to be faster than the nearest record's (`_gain`).
     A family's suitable sizes are a rule of thumb, which measurements override: step 1 ignores it. A record of any other step
