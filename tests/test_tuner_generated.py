@@ -74,7 +74,7 @@ def test_a_kernel_that_is_only_a_twin_is_listed_as_one(tmp_path: Path) -> None:
     assert sorted((len(one.records), len(one.twins)) for one in arranged) == [(0, 1), (1, 0)]
     assert [one.twins[0].outcome for one in arranged if one.twins] == [record.twin]
     write(generated([record]), tmp_path)
-    assert "measured, twin |" in (tmp_path / "README.md").read_text()
+    assert "measured, fallback |" in (tmp_path / "README.md").read_text()
 
 
 def test_names_do_not_depend_on_the_order_of_the_rows() -> None:

@@ -41,9 +41,9 @@ pass, what is compiled in (head size, element type, features) and the tile, with
 `index.json` names all kernels, and pins the archive of their machine code (`kernels/` in the repository, docs/decisions/0003-kernels.md).
 The package shows a selection of them as text; `flashtune show --kernel ID` prints any.
 
-Times are medians in microseconds, of the kernel and of the framework's own attention in the same run. A row's label starts with N
-(queries x keys where they differ); `gqa4` means four query heads to a key head. A twin serves in place of its row's winner, a kernel that
-settles row maxima, while scores mislead that.
+Times are medians in microseconds, of the kernel and of PyTorch's own attention in the same run. A problem's label starts with N
+(queries x keys where they differ); `gqa4` means four query heads to a key head. A fallback kernel serves in place of a winner with frozen
+row maxima while scores mispredict these.
 """
 
 
@@ -243,15 +243,15 @@ def _readme(arranged: Sequence[Arranged]) -> str:
         lines = [
             f"## {folder.as_posix()}",
             "",
-            "| kernel | variant | GPU | row | B x H | ours | framework | |",
+            "| kernel | variant | GPU | problem | B x H | ours | PyTorch | |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for one in members:
             name, variant = f"[{Path(one.kernel.path).stem}]({one.kernel.path})", f"`{one.kernel.variant_id}`"
-            for record, twin in [*((record, "") for record in one.records), *((record, ", twin") for record in one.twins)]:
-                framework = "" if record.framework_us is None else f"{record.framework_us:.1f}"
+            for record, role in [*((record, "") for record in one.records), *((record, ", fallback") for record in one.twins)]:
+                pytorch = "" if record.framework_us is None else f"{record.framework_us:.1f}"
                 p, ours = record.problem, f"{record.median_us:.1f}"
-                cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, framework, _standing(record) + twin]
+                cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, pytorch, _standing(record) + role]
                 lines.append(f"| {' | '.join(cells)} |")
                 name = variant = ""
         parts.append("\n".join(lines) + "\n")
