@@ -161,5 +161,5 @@ def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
         result = flashtune("show", "--db", "a.sqlite")
     finally:
         os.chdir(before)
-    assert result.exit_code == 4 and "folder" in result.stderr, result.exception
+    assert result.exit_code == 4 and "working directory" in result.stderr, result.exception
     assert len(result.stderr.strip().splitlines()) == 1

@@ -160,7 +160,7 @@ def test_the_message_comes_after_the_live_display(tmp_path: Path) -> None:
     os.close(mine)
     assert child.wait(600) == 130
     _, _, after = said.rpartition(b"\x1b[?25h")
-    assert b"flashtune: interrupted; what was found is kept" in after, "the cursor is shown again when the display has ended"
+    assert b"flashtune: interrupted; results are kept" in after, "the cursor is shown again when the display has ended"
 
 
 def test_only_what_follows_at_once_is_the_same_interruption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def show(
         if refused := next((name for name, value in given.items() if value), None):
             raise InputError(f"{refused} was given together with --models, which lists no records: leave one of them out")
         if location is not None and gpu_name is None:
-            raise InputError("--db was given with --models but without a GPU: name the GPU of its records with --gpu-name")
+            raise InputError("--db was given together with --models but without a GPU: name the GPU of its records with --gpu-name")
         show_models(listed(d=d, n=n), None if gpu_name is None else standing_on(gpu_name, location), as_json=as_json)
         return
     from flashtune.db.library import Library
@@ -99,7 +99,7 @@ def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
 STANDING = {
     "exact": "measured",
     "near_n": "near",
-    "stand_in": "stand-in",
+    "stand_in": "substitute",
     "near_gpu": "other GPU",
     "predicted": "predicted",
     "default": "untuned",
