@@ -1,6 +1,6 @@
-"""What a database that is shipped says of itself, in a JSON file beside it: its licence, its hash, and what its rows are from.
+"""Card of a shipped database: a JSON file beside it with its licence, its hash and the origin of its records.
 
-The hash is of the file's bytes: `sha256sum` checks it, too.
+The hash is SHA-256 of the file, as by `sha256sum`.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from flashtune.db.values import shown, tidy
 FORMAT = 1
 LICENCE_LENGTH = 255
 MOST_BYTES = 1 << 20
-"""No larger card is read: ours have some hundred bytes."""
+"""Largest card that is read, in bytes; ours have some hundred."""
 
 LARGEST_DATABASE = 1 << 30
-"""No larger file is one with a card: those that are shipped have some megabytes, and its hash takes every new process time."""
+"""Largest database with a card, in bytes: every new process computes its hash; shipped ones have some megabytes."""
 
 
 def card_path(database: Path) -> Path:
-    """Where the card of a database lies: its name with `.json` behind it."""
+    """Path of a database's card: the database's name followed by `.json`."""
     return database.with_name(f"{database.name}.json")
 
 
@@ -35,7 +35,7 @@ def digest(database: Path) -> str:
 
 
 def checked_licence(text: str) -> str:
-    """The text of a licence, an SPDX identifier say; raises InputError for what is no printable line."""
+    """The stripped text of a licence, such as an SPDX identifier; raises InputError unless it is a short printable line."""
     found = text.strip()
     if not found or found != tidy(found, LICENCE_LENGTH):
         raise InputError(f"{text!r} names no licence: give an SPDX identifier, such as Apache-2.0")
@@ -43,27 +43,27 @@ def checked_licence(text: str) -> str:
 
 
 def refuse_stale_card(database: Path) -> None:
-    """Raise InputError where a card lies beside this place: it would name another file than the one to be written there without one."""
+    """Raise InputError where there is a card beside this path, which a file written without a card would contradict."""
     if os.path.lexists(path := card_path(database)):
         raise InputError(f"{path} is the card of another file than this one would be: give --licence for a new card, or remove it")
 
 
 def refuse_taken_card(database: Path, *, replace: bool) -> None:
-    """Raise InputError where no card can be put beside this place: its name is too long, or taken and not to be replaced."""
+    """Raise InputError where no card can be written beside this path: its name is too long, or exists without `replace`."""
     path = card_path(database)
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        # Whether there is a folder, the database's own path says.
+        # A missing folder is reported for the database's own path.
         return
     except OSError as error:
         raise InputError(f"the card {path} can't be written ({error.strerror}): choose another path") from error
     if not replace:
-        raise InputError(f"{path} exists already, where the card would lie: choose another path, or replace it with --force")
+        raise InputError(f"{path} exists already, in the place of the card: choose another path, or replace it with --force")
 
 
 def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:
-    """Put a card beside a database whose rows are these; returns its path."""
+    """Write the card of a database with these records, and return its path; raises EnvironmentProblem where that fails."""
     records = list(records)
 
     def every(values: Iterable[str]) -> list[str]:
@@ -87,7 +87,7 @@ def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) ->
 
 
 def check_card(database: Path) -> None:
-    """Raise DatabaseError where a card lies beside this file and names another hash, or is none."""
+    """Raise DatabaseError where a card beside this file has another hash, or is malformed."""
     path = card_path(database)
     if not os.path.lexists(path):
         return

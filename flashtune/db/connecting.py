@@ -1,4 +1,4 @@
-"""Connections to SQLite files, none of which is trusted: nothing in their schema is evaluated, and no statement runs without end."""
+"""Connections to untrusted SQLite files: nothing in their schema is evaluated, and statements have time limits."""
 
 import os
 import sqlite3
@@ -12,22 +12,22 @@ from flashtune.core.errors import DatabaseError
 from flashtune.db.inspection import refuse_expressions
 
 OPENING_SECONDS = 10.0
-"""So long may SQLite compute until a file is open, whatever its size: to look for damage, to recover it and to bring it up to date."""
+"""Processor seconds of SQLite to open a file of any size: to check it for damage, recover it and migrate it."""
 LEAST_SECONDS, SECONDS_PER_MIB = 5.0, 1.0
-"""And so long may it for what is read or written then."""
+"""Processor seconds of SQLite for each later block of statements, at least and per MiB of the file."""
 LARGEST_VALUE = 1 << 20
-"""SQLite refuses any value longer than this many bytes, so that a hostile file can't fill the memory."""
+"""Longest value that SQLite accepts, in bytes, so that a hostile file can't fill the memory."""
 LONGEST_STATEMENT = 1 << 16
-"""And any statement, those of the file's schema included."""
+"""Longest statement, including those of the file's schema, in bytes."""
 MOST_COLUMNS = 128
-"""And tables of more columns, which are NULL in no space at all: ours have 75 together."""
+"""Most columns of a table, since NULL columns take no space; our tables have 75 together."""
 
 _STEPS = 20_000
-"""Instructions of SQLite's machine between two looks at the clock and at signals: about a millisecond."""
+"""Instructions of SQLite's virtual machine between two checks of clock and signals: about a millisecond."""
 
 
 class Allowance:
-    """How many seconds SQLite may still compute in `bounded` blocks: of the processor, so that no busy machine uses them up."""
+    """Remaining seconds of SQLite in `bounded` blocks, of processor time, so that a busy machine doesn't use them up."""
 
     __slots__ = ("left", "seconds")
 
@@ -36,8 +36,7 @@ class Allowance:
 
 
 def connect(path: Path, query: str, name: str, allowance: Allowance, *, busy_seconds: float = 5.0) -> sqlite3.Connection:
-    """A connection on which every write is durable once committed; raises DatabaseError where the schema holds anything but plain tables
-    and indexes."""
+    """Open a connection whose commits are durable; raises DatabaseError where the schema has anything but plain tables and indexes."""
     uri = f"file:{quote(os.fsencode(path))}?{query}"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=busy_seconds, check_same_thread=False)
     try:
@@ -57,7 +56,7 @@ def connect(path: Path, query: str, name: str, allowance: Allowance, *, busy_sec
 
 
 def patience(*files: Path) -> Allowance:
-    """How long SQLite may compute over these files, those that are there."""
+    """Time limit of SQLite by the total size of those files that exist."""
     size = 0
     for file in files:
         with suppress(OSError):
@@ -67,7 +66,7 @@ def patience(*files: Path) -> Allowance:
 
 @contextmanager
 def bounded(connection: sqlite3.Connection, name: str, allowance: Allowance) -> Iterator[None]:
-    """Statements end with a DatabaseError once the allowance is used up, and at once where a signal's handler raises."""
+    """Interrupt statements in the block, with a DatabaseError at the end of the allowance, and when a signal handler raises."""
     raised: list[BaseException] = []
     deadline = time.thread_time() + allowance.left
     connection.set_progress_handler(_watch(deadline, raised).__next__, _STEPS)
@@ -79,7 +78,7 @@ def bounded(connection: sqlite3.Connection, name: str, allowance: Allowance) -> 
         cause = getattr(error, "orig", None) or error
         if getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
             raise DatabaseError(
-                f"{name} takes more than {allowance.seconds:g} s to read, so it is damaged or made to do harm: don't use it"
+                f"{name} takes more than {allowance.seconds:g} s to read, so it is damaged or malicious: don't use it"
             ) from error
         raise
     finally:
@@ -88,8 +87,10 @@ def bounded(connection: sqlite3.Connection, name: str, allowance: Allowance) -> 
 
 
 def _watch(deadline: float, raised: list[BaseException]) -> Generator[int, None, None]:
-    """Yields 1 once a statement has to end. A generator, since what a signal's handler raises as it resumes is caught here: sqlite3 drops
-    what a function raises."""
+    """Progress handler as a generator: yields 1 once a statement has to end.
+
+    A generator catches exceptions of signal handlers as it resumes; sqlite3 drops those that a function raises.
+    """
     while True:
         try:
             while True:

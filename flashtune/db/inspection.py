@@ -1,4 +1,4 @@
-"""What can be said of a database file before it is trusted, and of the errors that SQLite and the system give."""
+"""Checks of database files before they are trusted, and messages for errors of SQLite and the system."""
 
 import re
 import sqlite3
@@ -14,7 +14,7 @@ from flashtune.db.values import RowError, tidy
 
 AGAIN = "restore a copy of it, or delete it and search again"
 SIDECARS = ("-wal", "-journal", "-shm")
-"""SQLite's own files beside a database; the first two may hold writes that the database lacks."""
+"""Suffixes of SQLite's own files beside a database; the first two may have writes that the database lacks."""
 
 _MAGIC = b"SQLite format 3\0"
 
@@ -28,15 +28,15 @@ _PLAIN = re.compile(
     rf"CREATE TABLE {_NAME}\((?:{_COLUMN}|{_KEY})(?:,(?:{_COLUMN}|{_KEY}))*\)|CREATE (?:UNIQUE )?INDEX {_NAME} ON {_NAME}{_NAMES}",
     re.ASCII | re.IGNORECASE,
 )
-"""The statements that may make a table or an index, without blanks around brackets and commas."""
+"""Allowed statements for tables and indexes, without blanks around brackets and commas."""
 
 
 class MissingDatabaseError(DatabaseError):
-    """There is no database at this place: normal for an overlay that was never written."""
+    """Error for a path without a database, which is normal for a user's database that was never written."""
 
 
 def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str:
-    """The schema version of a database that is sound and ours; raises DatabaseError for any other. Reads only."""
+    """Schema version of a sound database of ours; raises DatabaseError for any other. Reads only."""
     if connection.execute("PRAGMA application_id").fetchone() != (values.APPLICATION_ID,):
         raise DatabaseError(f"{name} is a SQLite file of another application, not a tuned database: give another path")
     refuse_expressions(connection, name)
@@ -47,7 +47,7 @@ def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str
     for table in values.TABLES:
         keys = [(column, str(kind).upper()) for _, column, kind, _, _, place in connection.execute(f"PRAGMA table_info({table})") if place]
         if keys != [("id", "INTEGER")]:
-            # Rows of one id, joined with rows that name it, come to any number.
+            # Joins with several rows of one id could have any number of rows.
             raise DatabaseError(f"{name} lacks the key of its table {table!r}, so it is damaged: {AGAIN}")
     versions = connection.execute(f"SELECT version_num FROM {values.VERSION_TABLE} LIMIT 2").fetchall()
     version = checked_version(versions[0][0] if len(versions) == 1 else None, name)
@@ -62,10 +62,10 @@ def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str
 
 
 def refuse_expressions(connection: sqlite3.Connection, name: str) -> None:
-    """Raise DatabaseError unless the schema consists of plain tables and indexes, which hold nothing for SQLite to evaluate.
+    """Raise DatabaseError unless the schema consists of plain tables and indexes, without anything for SQLite to evaluate.
 
-    An allow-list: no CHECK, DEFAULT or COLLATE, no generated columns, no indexes on expressions or of some rows, no views, triggers or
-    virtual tables pass, whatever version wrote the file.
+    By an allow-list, which excludes CHECK, DEFAULT, COLLATE, generated columns, partial indexes and indexes on expressions, views,
+    triggers and virtual tables, whatever version wrote the file.
     """
     for kind, item, sql in connection.execute("SELECT type, name, sql FROM sqlite_schema"):
         if sql is None and kind == "index" and str(item).startswith("sqlite_autoindex_"):
@@ -78,7 +78,7 @@ def refuse_expressions(connection: sqlite3.Connection, name: str) -> None:
 
 
 def checked_version(version: object, name: str) -> str:
-    """The schema version that the database `name` holds; raises DatabaseError for one that no flashtune wrote, or only a newer one."""
+    """The checked schema version of the database `name`; raises DatabaseError for an impossible one, or one of a newer flashtune."""
     if (
         not isinstance(version, str)
         or len(version) != 4
@@ -94,10 +94,10 @@ def checked_version(version: object, name: str) -> str:
 
 
 def explain(error: Exception, name: str) -> FlashtuneError:
-    """One sentence for what SQLite or the system said of the file `name`."""
+    """Error with a one-sentence message for an exception of SQLite or the system about the file `name`."""
     if isinstance(error, FlashtuneError):
         return error
-    # Errors of SQLAlchemy, which isn't imported here, hold the driver's as `orig`.
+    # SQLAlchemy, which isn't imported here, wraps the driver's error as `orig`.
     cause = getattr(error, "orig", None) or error
     said = "unreadable names" if isinstance(cause, UnicodeDecodeError) else tidy(" ".join(str(cause).split()), 200)
     if isinstance(cause, PermissionError):
@@ -122,7 +122,7 @@ def explain(error: Exception, name: str) -> FlashtuneError:
 
 @contextmanager
 def row_named(name: str, table: str, number: object) -> Iterator[None]:
-    """Turns a RowError into an error that says which row of which file it is."""
+    """Turn a RowError in the block into a DatabaseError that names the file, table and row."""
     try:
         yield
     except RowError as error:
@@ -132,14 +132,14 @@ def row_named(name: str, table: str, number: object) -> Iterator[None]:
 
 
 def is_busy(error: Exception) -> bool:
-    """Whether another process holds a lock, so that the same may succeed later."""
+    """True if another process has a lock, so that a retry may succeed."""
     cause = getattr(error, "orig", None) or error
     code = getattr(cause, "sqlite_errorcode", None)
     return isinstance(code, int) and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def header_size(path: Path, name: str) -> int:
-    """The file's size in bytes, once its first bytes say that it may be one of ours; changes nothing."""
+    """Size of the file in bytes; raises DatabaseError unless its header may be one of ours. Reads only."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -160,7 +160,7 @@ def header_size(path: Path, name: str) -> int:
         raise DatabaseError(f"{name} is not a SQLite database: give another path")
     if int.from_bytes(header[68:72], "big") != values.APPLICATION_ID:
         raise DatabaseError(f"{name} is a SQLite file of another application, not a tuned database: give another path")
-    # 1 stands for 65536. SQLite would take a page that lacks its end for one that ends in zeros.
+    # 1 means 65536. SQLite would read a truncated page as one that ends in zeros.
     page_size = int.from_bytes(header[16:18], "big") or 1
     if status.st_size % (65536 if page_size == 1 else page_size) and not unfinished(path):
         raise DatabaseError(f"{name} is damaged (its end is missing): {AGAIN}")
@@ -168,13 +168,13 @@ def header_size(path: Path, name: str) -> int:
 
 
 def unfinished(path: Path) -> list[Path]:
-    """The files with unfinished writes that lie beside the database."""
+    """Files with unfinished writes beside the database."""
     beside = [path.with_name(path.name + suffix) for suffix in SIDECARS[:2]]
     return [file for file, seen in zip(beside, signature(path)[1:], strict=True) if isinstance(seen, tuple) and seen[1] > 0]
 
 
 def signature(path: Path) -> tuple[object, ...]:
-    """Changes whenever the file or its unfinished writes change."""
+    """Signature that changes whenever the file or its unfinished writes change: inode, size and time of each file."""
     found: list[object] = []
     for file in (path, *(path.with_name(path.name + suffix) for suffix in SIDECARS[:2])):
         try:
@@ -186,6 +186,6 @@ def signature(path: Path) -> tuple[object, ...]:
 
 
 def is_quiet(seen: tuple[object, ...], seconds: float) -> bool:
-    """Whether a signature says that nothing was written within the last `seconds`."""
+    """True if no file of a signature was written within the last `seconds`."""
     now = time.time_ns()
     return all(abs(now - entry[2]) > seconds * 1e9 for entry in seen if isinstance(entry, tuple))

@@ -1,7 +1,7 @@
-"""What dispatch and `flashtune show` read: databases that were asked for, the user's own results below them, then the shipped ones.
+"""Library of database layers for dispatch and the command line: requested databases over the user's own over the shipped one.
 
-Records of a file are loaded key by key, as they are requested, and once, so that no SQL is on the hot path. Importing this module loads
-neither torch nor SQLAlchemy.
+Records of a file are loaded once, key by key on request, so that no SQL is on the hot path. Importing this module loads neither torch
+nor SQLAlchemy.
 """
 
 import functools
@@ -28,42 +28,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_KEYS = 8192
-"""A library of more keys is searched by them for each call; the shipped one has 1644."""
+"""Number of keys above which a call looks only at those near to its own; the shipped database has 1644."""
 
 
 def shipped_path() -> Path:
-    """The database inside the package; it is only ever read."""
+    """Path of the database inside the package, which is only read."""
     return Path(__file__).with_name("tuned.sqlite")
 
 
 def overlay_path() -> str:
-    """Where the user's own results are, which searches write: `FLASHTUNE_OWN_DB` (a path or URL), or a file in the data directory."""
+    """Path or URL of the user's own database, which searches write: `FLASHTUNE_OWN_DB`, or a file in the data directory."""
     return os.environ.get("FLASHTUNE_OWN_DB") or str(Path(platformdirs.user_data_dir("flashtune")) / "tuned.sqlite")
 
 
 def asked_path() -> str | None:
-    """The database that `FLASHTUNE_DB` (a path or URL) lays over the user's own results for reading, or None."""
+    """Path or URL of the database that `FLASHTUNE_DB` requests over the user's own for reading, or None."""
     return os.environ.get("FLASHTUNE_DB") or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One database of a library. `origin` is what its records say of where they come from (its name, if empty)."""
+    """One database of a library; `origin` is the origin of its records (its name, if empty)."""
 
     location: str | Path
     origin: str = ""
     optional: bool = False
-    """Whether the database may be missing."""
+    """True where the database may be missing."""
     precedence: int = 0
-    """That of its records (TuningRecord.precedence)."""
+    """Precedence of its records (TuningRecord.precedence)."""
     implied: bool = False
-    """Whether nobody requested it by name, so that it is left out, with a warning, where it can't be read."""
+    """True where it wasn't requested by name, so that it is left out with a warning if it can't be read."""
 
 
 class Library(Mapping[ProblemKey, list[TuningRecord]]):
-    """The records of every key over some layers, the best first; the earlier layer wins a tie.
+    """Records of every key over some layers, the best first; the earlier layer wins a tie.
 
-    Raises DatabaseError, now or where its records are read, for a layer that is broken and not `implied`, or missing and not optional.
+    Raises DatabaseError, now or when its records are read, for a layer that is broken and not `implied`, or missing and not optional.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -94,11 +94,11 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
 
     @functools.cached_property
     def large(self) -> bool:
-        """Whether it has more keys than a call can look at, so that those `near` to it are all that may serve it."""
+        """True if it has too many keys for a call to look at, so that only those `near` the call's may serve it."""
         return sum(self._of(place, len) for place in range(len(self.layers))) > MOST_KEYS
 
     def near(self, key: ProblemKey, gpus: Collection[str]) -> Mapping[ProblemKey, list[TuningRecord]]:
-        """The records that may serve a call with this key on one of these GPUs; of layers of many keys the nearest alone."""
+        """Records that may serve a call with this key on one of these GPUs; in a large library only the nearest of each layer."""
         if not self.large:
             return self
         found: set[ProblemKey] = set()
@@ -107,7 +107,7 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         return _Part(self, sorted(found, key=key_order))
 
     def _of(self, place: int, read: Callable[[Mapping[ProblemKey, list[TuningRecord]]], T]) -> T:
-        """What `read` returns of a layer; where its file changed, of the file as it is now.
+        """Result of `read` on a layer, which is opened again where its file changed.
 
         A layer that is `implied` is left out, with a warning, once it can't be read.
         """
@@ -126,19 +126,19 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
 
     @classmethod
     def default(cls) -> Self:
-        """What `FLASHTUNE_DB` names over the user's own results over the shipped ones; either of these two may be missing."""
+        """The database of `FLASHTUNE_DB` over the user's own over the shipped one; either of these two may be missing."""
         return cls.over(())
 
     @classmethod
     def over(cls, databases: Sequence[str | Path], *, alone: bool = False) -> Self:
-        """These databases, the topmost first, over what `default` reads, or `alone`.
+        """These databases, the topmost first, over those of `default`, or `alone`.
 
-        Their measured records go before those of lower layers for the same key, whatever either gained over the framework.
+        Their measured records go before those of lower layers for the same key, whatever their speedups over PyTorch.
         """
-        asked: list[str | Path] = list(databases)
+        requested: list[str | Path] = list(databases)
         if not alone and (named := asked_path()) is not None and named != overlay_path():
-            asked.append(named)
-        layers = [Layer(location=location, precedence=len(asked) - place) for place, location in enumerate(asked)]
+            requested.append(named)
+        layers = [Layer(location=location, precedence=len(requested) - place) for place, location in enumerate(requested)]
         if not alone:
             layers.append(Layer(location=overlay_path(), origin="overlay", optional=True, implied=True))
             layers.append(Layer(location=shipped_path(), origin="shipped", optional=True, implied=True))
@@ -146,11 +146,11 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
 
     @classmethod
     def of(cls, location: str | Path) -> Self:
-        """One database alone, at a path or URL; its records name it as their origin."""
+        """Library of one database at a path or URL, which its records name as their origin."""
         return cls([Layer(location=location)])
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
-        """The best record of exactly this key, or None."""
+        """Best record of exactly this key, or None."""
         return next(iter(self.get(key, [])), None)
 
     def records(
@@ -160,10 +160,9 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         bits: Bits | None = None,
         **where: Unpack["KeyFilter"],
     ) -> list[TuningRecord]:
-        """The best record of every key that passes the filter, in order of keys; where `bits` say which kernels repeat theirs, all that
-        is `worth_keeping`, with those of deterministic calls.
+        """Best record of every key that passes the filter, in order of keys; with `bits` all that are `worth_keeping`.
 
-        One that is `passed_over` gives way to the next of its key, where there is one that is not.
+        A record that is `passed_over` loses to the next of its key that isn't, if there is one.
         """
         wanted = {name: value for name, value in where.items() if value is not None}
         chosen = (self[key] for key in self if all(getattr(key, name) == value for name, value in wanted.items()))
@@ -172,12 +171,12 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         return [record for same in chosen if same for record in worth_keeping(same, passed_over, bits) or same[:1]]
 
     def winners(self) -> list[TuningRecord]:
-        """What every search found best, in order of keys and of preference: where a record can't be served, the next one may."""
+        """Winners of all runs, in order of keys and of preference."""
         return [record for same in self.values() for record in same]
 
 
 class _Part(Mapping[ProblemKey, list[TuningRecord]]):
-    """Some keys of a library."""
+    """View of a library with some of its keys."""
 
     def __init__(self, library: Library, keys: Sequence[ProblemKey]) -> None:
         self._library, self._keys = library, dict.fromkeys(keys)
@@ -193,7 +192,7 @@ class _Part(Mapping[ProblemKey, list[TuningRecord]]):
 
 
 def _rows(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
-    """The records of a layer by key; none, with a warning, where it can't be read and is `implied`."""
+    """Records of a layer by key; none, with a warning, where it is `implied` and can't be read."""
     try:
         return _opened(layer)
     except FlashtuneError as error:
@@ -201,7 +200,7 @@ def _rows(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
 
 
 def _left_out(layer: Layer, error: FlashtuneError) -> Mapping[ProblemKey, list[TuningRecord]]:
-    """No records, in place of those of a layer that nobody requested by name; raises the error for any other."""
+    """Warn of an `implied` layer that can't be read, and return no records; raises the error for any other layer."""
     if not layer.implied:
         raise error
     warnings.warn(f"flashtune: the {layer.origin} database is left out: {error}", RuntimeWarning, stacklevel=2)
@@ -209,7 +208,7 @@ def _left_out(layer: Layer, error: FlashtuneError) -> Mapping[ProblemKey, list[T
 
 
 def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
-    """The records of a layer by key: a file's as they are requested, without SQLAlchemy, where nothing is to be done to it first."""
+    """Records of a layer by key: those of a sound and current file on request, without SQLAlchemy."""
     path = _file_of(layer.location)
     if path is None:
         return by_key(_through_store(layer))
@@ -229,7 +228,7 @@ def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
 
 
 def _recovered(layer: Layer, path: Path) -> Mapping[ProblemKey, list[TuningRecord]]:
-    """The records of a file with unfinished writes or an older schema, through a private copy of it."""
+    """Records of a file with unfinished writes or an older schema, through a private copy of it."""
     from flashtune.db.sqlite_file import SqliteFile
 
     file = SqliteFile(path, writable=False)
@@ -237,14 +236,14 @@ def _recovered(layer: Layer, path: Path) -> Mapping[ProblemKey, list[TuningRecor
         file.open()
         return FileRecords(path, copy=file.recovered())
     except FileChanged:
-        # Somebody is writing it all the time.
+        # Another process keeps writing it.
         return by_key(_through_store(layer))
     finally:
         file.close()
 
 
 def _file_of(location: str | Path) -> Path | None:
-    """The file that a path or URL names; None for a server."""
+    """Path of the file of a path or URL; None for a server."""
     if "://" not in str(location):
         return Path(os.path.expanduser(location))
     from flashtune.db.store import sqlite_path
@@ -253,14 +252,14 @@ def _file_of(location: str | Path) -> Path | None:
 
 
 def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:
-    """The records, with what the layer says of them."""
+    """Records with the layer's origin and precedence."""
     if not layer.origin and not layer.precedence:
         return records
     return [replace(record, origin=layer.origin or record.origin, precedence=layer.precedence) for record in records]
 
 
 def _through_store(layer: Layer) -> list[TuningRecord]:
-    """What every search of a layer found best."""
+    """Winners of all runs of a layer, read through the store."""
     from flashtune.db.store import Store
 
     with Store.open(layer.location, writable=False) as store:

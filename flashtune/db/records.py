@@ -1,5 +1,7 @@
-"""The records of a SQLite file, read with sqlite3 alone and only as they are requested: a new process's first call waits neither for
-SQLAlchemy nor for records that have no say in it, however many there are."""
+"""Records of a SQLite file, read on request with sqlite3 alone.
+
+The first call of a process waits neither for SQLAlchemy nor for records that it doesn't look at.
+"""
 
 import os
 import shutil
@@ -24,21 +26,21 @@ from flashtune.db.preference import by_key
 from flashtune.db.values import LARGEST, TABLES, Row
 
 QUIET_SECONDS = 0.02
-"""A file changed within this time may be changing still: clocks of file systems tick every few milliseconds."""
+"""Seconds after a change in which a file may still be changing: file systems' clocks tick every few milliseconds."""
 CHECKED_BYTES, READ_WHOLE = 4 << 20, 1 << 18
-"""Files of at most so many bytes are checked in full when they are opened, and read in full, so that what is wrong is said at once."""
+"""Largest files that are checked in full, and read in full, when they are opened, in bytes: errors show at once."""
 MOST_RUNS = 4096
-"""Runs of one key, beyond which a file isn't read."""
+"""Most runs of one key that are read."""
 MOST_NEAR = 24
-"""So many keys with more N than a call's and as many with less are candidates for it, of its spec and of any, on each GPU."""
+"""Number of candidate keys for a call on each side of its N, of its spec and of any, on each GPU."""
 COPY = "copy.sqlite"
-"""The name of a private copy in its folder."""
+"""File name of a private copy in its folder."""
 FAR = 16
-"""Other keys of the call's spec are within this factor of its N."""
+"""Largest ratio of N between a call and candidate keys of its spec."""
 
 _KEY = tuple(field.name for field in fields(ProblemKey))
 
-# What Store.winners reads; a test compares the two.
+# The queries of Store.winners in plain SQL; a test compares the two.
 _FIRST_OF_EACH_RUN = f"""
     WITH ranked AS (
         SELECT id, row_number() OVER (PARTITION BY run_id ORDER BY coalesce(rank, {LARGEST}), median_us, variant_id, number) AS place
@@ -50,7 +52,7 @@ _WINNERS = f"""
     {_FIRST_OF_EACH_RUN} JOIN run ON run.id = trial.run_id JOIN problem ON problem.id = run.problem_id
     WHERE place = 1 ORDER BY run.id DESC
 """
-_TWINS = f"{_FIRST_OF_EACH_RUN} WHERE place = 1"
+_FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE place = 1"
 
 _OF_ONE_KEY = "AND run_id IN (SELECT id FROM run WHERE problem_id = ?)"
 
@@ -58,19 +60,19 @@ _COMPARABLE = "gpu = :gpu AND direction = :direction AND dtype IN (:dtype, :othe
 _SAME_SPEC = "d = :d AND d_v = :d_v AND features = :features AND n BETWEEN :n / :far AND :n * :far"
 
 _INDEXES = (("problem", "gpu, n"), ("run", "problem_id"), ("trial", "run_id"))
-"""What look-ups by key take, which files of ours have by their keys."""
+"""Tables and columns of look-ups by key, which have indexes in our files."""
 
 
 class FileChanged(Exception):
-    """The file was written in place since it was opened, is being written, or needs a migration."""
+    """Signal that the file was written since it was opened, is being written, or needs a migration."""
 
 
 class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
-    """The records of each key in a SQLite file, the best first (flashtune.db.preference), each value checked when it is read.
+    """Records of each key in a SQLite file, the best first (flashtune.db.preference); values are checked when they are read.
 
-    Raises FileChanged where the file needs more than reading, and DatabaseError where it is damaged. A file that is deleted or replaced
-    is read on as it was. What is `shipped` with the package isn't examined. Where there is a private `copy` of the file in this folder,
-    recovered, up to date and examined, that is read in its place, whatever becomes of the file.
+    Raises FileChanged where the file needs more than reading, and DatabaseError where it is damaged. After the file is deleted or
+    replaced, the old one is still read. The database `shipped` with the package isn't examined. A private `copy` in this folder
+    (recovered, migrated and examined) is read in place of the file, whatever happens to the file.
     """
 
     def __init__(self, path: Path, *, shipped: bool = False, copy: "tempfile.TemporaryDirectory[str] | None" = None) -> None:
@@ -116,7 +118,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         return int(self._execute("SELECT count(*) FROM problem", ())[0][0]) if self._whole is None else len(self._whole)
 
     def near(self, key: ProblemKey, gpus: Collection[str]) -> set[ProblemKey]:
-        """Those keys on these GPUs that are nearest to a key by N, of its spec and of any that may stand in for it."""
+        """Keys on these GPUs that are nearest to a key by N, of its spec and of any comparable one."""
         call: dict[str, Any] = {**asdict(key), "other": OTHER_16_BITS.get(key.dtype, key.dtype), "decode": DECODE_ROWS, "far": FAR}
         found: set[ProblemKey] = set()
         for gpu in gpus:
@@ -126,28 +128,28 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         return found
 
     def winners(self) -> list[TuningRecord]:
-        """The candidate of every run, newest run first."""
+        """Winner of every run, newest run first."""
         return self._read(None)
 
     @property
     def _source(self) -> Path:
-        """The file that is read."""
+        """Path of the file that is read."""
         return self._path if self._copy is None else Path(self._copy.name) / COPY
 
     def _connected(self) -> tuple[int, sqlite3.Connection]:
-        """The process and its connection, which is kept: to open one takes longer than to query it."""
+        """Process id and a connection, which is kept, since opening one takes longer than a query."""
         with self._explained():
             connection = connect(self._source, "mode=ro&immutable=1", self._name, self._allowance())
         weakref.finalize(self, connection.close)
         return os.getpid(), connection
 
     def _allowance(self) -> Allowance:
-        """How long SQLite may compute: all statements together while the file is opened, each as its size allows then."""
+        """Time limit of SQLite: one for all statements that open the file, then one for each block by the file's size."""
         return self._opening or patience(self._path)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """DatabaseError in place of what sqlite3 raises; FileChanged where the file was written meanwhile."""
+        """Turn exceptions of sqlite3 in the block into DatabaseError, or FileChanged where the file was written meanwhile."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError, OSError, DatabaseError) as error:
@@ -155,7 +157,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             raise explain(error, self._name) from error
 
     def _refuse_change(self) -> None:
-        """Raise FileChanged where the file was written in place; one that was deleted or replaced is still open as it was."""
+        """Raise FileChanged where the file was written in place; one that was deleted or replaced is still open unchanged."""
         if self._seen is None or (now := signature(self._path)) == self._seen:
             return
         old, new = self._seen[0], now[0]
@@ -164,10 +166,10 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Holds the lock, with errors explained, and a connection of this process that ends what takes too long."""
+        """Lock the connection of this process for the block, with a time limit and explained errors."""
         with self._lock, self._explained():
             if self._process != os.getpid():
-                # A connection mustn't be taken through a fork.
+                # SQLite connections can't be used after a fork.
                 self._process, self._connection = self._connected()
             with bounded(self._connection, self._name, self._allowance()):
                 yield
@@ -178,13 +180,13 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             return self._connection.execute(query, parameters).fetchall()
 
     def _finds(self, table: str, columns: str) -> bool:
-        """Whether SQLite looks these columns up in an index."""
+        """True if SQLite looks these columns up in an index."""
         where = " AND ".join(f"{name} = 1" for name in columns.split(", "))
         plan = self._connection.execute(f"EXPLAIN QUERY PLAN SELECT 1 FROM {table} WHERE {where}").fetchall()
         return all(str(step[-1]).startswith("SEARCH") for step in plan)
 
     def _index(self) -> None:
-        """Go on with a private copy that has the indexes this file lacks."""
+        """Replace the connection by one to a private copy with the indexes that this file lacks."""
         if self._copy is None:
             self._copy = tempfile.TemporaryDirectory(prefix="flashtune-db-")
             shutil.copyfile(self._path, self._source)
@@ -198,18 +200,18 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         self._process, self._connection = self._connected()
 
     def _written(self, only: str) -> tuple[str, str]:
-        """The queries for candidates, and for their twins."""
+        """Queries for winners and for their fallback kernels."""
         names = self._names
         columns = ", ".join(f"{table}.{name}" for table in TABLES for name in names[table])
         trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
-        twin_trials = f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'"
+        fallback_trials = f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'"
         return (
             _WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns, only=only),
-            _TWINS.format(which=twin_trials, columns=trial_columns, only=only),
+            _FALLBACKS.format(which=fallback_trials, columns=trial_columns, only=only),
         )
 
     def _keys(self, where: str, parameters: Mapping[str, object]) -> list[ProblemKey]:
-        """The keys of these rows of `problem`, whose ids are remembered."""
+        """Keys of these rows of `problem`, whose ids are cached."""
         keys = []
         for number, *found in self._execute(f"SELECT id, {', '.join(_KEY)} FROM problem WHERE {where}", parameters):
             with row_named(self._name, "problem", number):
@@ -219,20 +221,20 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         return keys
 
     def _read(self, problem: int | None) -> list[TuningRecord]:
-        """The candidates of the runs of one row of `problem`, or of all."""
+        """Winners of the runs of one row of `problem`, or of all."""
         names, parameters = self._names, () if problem is None else (problem,)
-        winners, twins_of = self._queries["" if problem is None else _OF_ONE_KEY]
+        winners, fallbacks_of = self._queries["" if problem is None else _OF_ONE_KEY]
         with self._reading():
             most = -1 if problem is None else MOST_RUNS
             found = self._connection.execute(f"{winners} LIMIT {most}", parameters).fetchall()
-            others = self._connection.execute(f"{twins_of} LIMIT {most}", parameters).fetchall()
-        twins = {
+            others = self._connection.execute(f"{fallbacks_of} LIMIT {most}", parameters).fetchall()
+        fallbacks = {
             fields["run_id"]: Row(fields) for fields in (dict(zip(names["trial"], found_values, strict=True)) for found_values in others)
         }
-        return [self._record(one, twins) for one in found]
+        return [self._record(one, fallbacks) for one in found]
 
-    def _record(self, found_values: Sequence[object], twins: Mapping[object, Row]) -> TuningRecord:
-        """The record of one row of the query for candidates."""
+    def _record(self, found_values: Sequence[object], fallbacks: Mapping[object, Row]) -> TuningRecord:
+        """Record of one row of the query for winners."""
         rest = iter(found_values)
         problem, run, trial = (Row({name: next(rest) for name in self._names[table]}) for table in TABLES)
         with row_named(self._name, "problem", problem.values["id"]):
@@ -241,6 +243,6 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             found = rows.read_run(run, key)
         with row_named(self._name, "trial", trial.values["id"]):
             outcome = rows.read_outcome(trial)
-            twin = rows.fallback_of(outcome, twins.get(trial.values["run_id"]))
+            fallback = rows.fallback_of(outcome, fallbacks.get(trial.values["run_id"]))
             rows.refuse_impossible(key.gpu, found["problem"], outcome, found["baseline"])
-        return TuningRecord(key=key, outcome=outcome, twin=twin, origin=self._name, **found)
+        return TuningRecord(key=key, outcome=outcome, twin=fallback, origin=self._name, **found)

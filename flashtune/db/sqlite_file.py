@@ -1,12 +1,12 @@
-"""One SQLite file: opened so that reading never changes a byte of it or its folder, and writing loses nothing.
+"""Access to one SQLite file: reading never changes it or its folder, and writing is atomic and durable.
 
-Reading. SQLite itself leaves `-wal` and `-shm` files behind when it reads a file in WAL mode, so a quiet file is opened `immutable`
-(no locks, no files) and read again if it changed meanwhile. Where a `-wal` or `-journal` lies beside it (a writer is busy, or was
-killed), the files are copied to a private folder and recovered there. A file of an older schema is read through such a copy too,
-migrated; so the databases that models ship stay readable for good.
+Reading: SQLite leaves `-wal` and `-shm` files behind when it reads a file in WAL mode, so a quiet file is opened `immutable` (no locks,
+no files) and read again if it changed meanwhile. Where there is a `-wal` or `-journal` beside it (a writer is busy, or was killed), the
+files are copied to a private folder and recovered there. A file of an older schema is migrated in such a copy, so that databases shipped
+with models stay readable.
 
-Writing. WAL, a busy timeout with retries, one `BEGIN IMMEDIATE` transaction for each write, and no connection kept between writes: so the
-file is whole (no `-wal` beside it) whenever nobody is writing. A new file is built aside and linked into place.
+Writing: WAL, a busy timeout with retries, one `BEGIN IMMEDIATE` transaction for each write, and no connection kept between writes, so that
+the file is complete (no `-wal` beside it) whenever nobody writes. A new file is built under another name and linked into place.
 """
 
 import errno
@@ -48,23 +48,23 @@ from flashtune.db.records import COPY
 T = TypeVar("T")
 
 FAULTS = (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError)
-"""What reading and writing a file can raise. SQLite quotes damaged names in its messages, and Python's driver then fails to decode them."""
+"""Exceptions of reading and writing a file; Python's driver fails to decode messages of SQLite with damaged names."""
 BUSY_SECONDS = 60.0
-"""How long a write waits for other writers."""
+"""Seconds that a write waits for other writers."""
 QUIET_SECONDS = 0.02
-"""A file changed within this time may be changing still: clocks of file systems tick every few milliseconds."""
+"""Seconds after a change in which a file may still be changing: file systems' clocks tick every few milliseconds."""
 SETTLE_SECONDS = 5.0
-"""How long a reader waits for a moment in which nobody writes, before it reads under SQLite's own locks."""
+"""Seconds that a reader waits for a pause of writers, before it reads under SQLite's own locks."""
 CHECKED_BYTES = 64 << 20
-"""Files up to this size are checked in full whenever they are opened; the time of that grows with the size."""
+"""Largest files that are checked in full whenever they are opened, in bytes."""
 LEAST_UNFINISHED, MOST_UNFINISHED = 64 << 20, 4
-"""Files with unfinished writes may have so many bytes, and so many times those of their database besides, to be copied with it."""
-LARGESTCOPY = 1 << 30
-"""So many bytes at most are copied."""
+"""Largest unfinished writes that are copied with a database: bytes, plus a multiple of the database's size."""
+LARGEST_COPY = 1 << 30
+"""Largest private copy, in bytes."""
 
 
 def unwritable(path: Path) -> str | None:
-    """Why rows can't be written to the database at `path`, found out by writing what is taken back; None where they can."""
+    """Reason why records can't be written to the database at `path`, found by a write that is rolled back; None where they can."""
     path = Path(os.path.realpath(path))
     folder = next(place for place in path.parents if os.path.lexists(place))
     if (why := folders.unwritable(folder)) is not None or not path.exists():
@@ -76,17 +76,17 @@ def unwritable(path: Path) -> str | None:
             connection.execute("CREATE TABLE flashtune_probe (x)")
             connection.execute("ROLLBACK")
     except sqlite3.Error as error:
-        # Who waits for another writer may write. What is no database at all is for those to say who read it.
+        # A busy file is writable, and readers report a file that is no database.
         return None if is_busy(error) or "not a database" in str(error) else f"{path} can't be written ({error})"
     return None
 
 
 class SqliteFile:
-    """A tuned database in one file. `read` and `write` call back with a connection inside a transaction."""
+    """Tuned database in one file; `read` and `write` call functions with a connection inside a transaction."""
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self.name = str(path)
-        # SQLite puts its -wal beside the real file, not beside a link to it.
+        # SQLite creates its -wal beside the real file, not beside a link to it.
         self._path = Path(os.path.realpath(path))
         self._writable = writable
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -95,11 +95,11 @@ class SqliteFile:
         self._opening: Allowance | None = None
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` names this file, directly or through links."""
+        """True if `path` names this file, directly or through links."""
         return Path(os.path.realpath(path)) == self._path
 
     def open(self) -> None:
-        """Check the file, create it where it is missing (for writing), and bring an older schema up to date."""
+        """Check the file; for writing, create it where it is missing and upgrade an older schema."""
         self._opening = Allowance(OPENING_SECONDS)
         try:
             self._open()
@@ -117,13 +117,13 @@ class SqliteFile:
         check = size <= CHECKED_BYTES
         version = self.read(lambda connection: examine(_raw(connection), self.name, thorough=check))
         if self._writable:
-            # What can't be written must be refused now, not after a long search.
+            # A read-only file must be refused now, not after a long search.
             self.write(_upgrade if version != values.SCHEMA_VERSION else _change_no_row)
             if not os.access(self._path.parent, os.W_OK):
                 raise explain(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), self.name)
 
     def recovered(self) -> "tempfile.TemporaryDirectory[str] | None":
-        """The folder of the private copy that is read in the file's place, now the caller's; None where the file itself is read."""
+        """Folder of the private copy that is read in place of the file, which the caller then owns; None where there is no copy."""
         found, self._scratch, self._copied_from = self._scratch, None, ()
         return found
 
@@ -134,7 +134,7 @@ class SqliteFile:
             self._scratch, self._copied_from = None, ()
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns; it may be called again when the file changed while it ran."""
+        """Result of `work`, which is called again if the file changed while it ran."""
         if self._writable:
             return self._attempt(lambda: _transact(self._engine(self._path, "mode=rw"), work, write=False))
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -154,13 +154,13 @@ class SqliteFile:
         return self._attempt(lambda: _transact(self._engine(self._path, "mode=ro"), work, write=False))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns; all that it wrote is kept, or nothing. It may be called again after a lock."""
+        """Result of `work` in a transaction that is committed or rolled back as a whole; it is called again after a lock."""
         if not self._path.exists():
             self._create()
         return self._attempt(lambda: _transact(self._engine(self._path, "mode=rw"), work, write=True))
 
     def _read_settled(self, seen: tuple[object, ...], work: Callable[[Connection], T]) -> T:
-        """Read a file that nobody is writing; through a private copy where writes are unfinished or the schema is older."""
+        """Read a file that nobody writes, through a private copy where writes are unfinished or the schema is older."""
         header_size(self._path, self.name)
         if not unfinished(self._path):
             engine = self._engine(self._path, "mode=ro&immutable=1")
@@ -174,7 +174,7 @@ class SqliteFile:
             return _transact(self._engine(Path(self._scratch.name) / COPY, "mode=rw"), work, write=False)
 
     def _copy(self) -> None:
-        """Recover the file in a private folder, and bring it to the newest schema there."""
+        """Recover the file in a private folder, and migrate it to the newest schema there."""
         self.close()
         self._scratch = tempfile.TemporaryDirectory(prefix="flashtune-db-")
         copy = Path(self._scratch.name) / COPY
@@ -190,11 +190,11 @@ class SqliteFile:
         return _engine(path, query, self.name, self._allowance(path))
 
     def _allowance(self, path: Path) -> Allowance:
-        """How long SQLite may compute: in all while the file is opened, then in each transaction as its size allows."""
+        """Time limit of SQLite: one for opening the file, then one for each transaction by the file's size."""
         return self._opening or patience(*(path.with_name(path.name + suffix) for suffix in ("", *SIDECARS[:2])))
 
     def _attempt(self, work: Callable[[], T]) -> T:
-        """`work`, tried again while another process holds the lock."""
+        """Result of `work`, retried while another process has the lock."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -205,20 +205,20 @@ class SqliteFile:
                 time.sleep(0.01 + 0.04 * secrets.randbelow(1000) / 1000)
 
     def _create(self) -> None:
-        """A new, empty database, built aside so that no other process ever sees half of it."""
+        """Create an empty database, built under another name so that no other process sees a part of it."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise explain(error, self.name) from error
         if self._path.exists():
-            # An empty file (mktemp makes them) can't be replaced: another process may be filling it now.
+            # An empty file (as from mktemp) can't be replaced: another process may be filling it.
             self._attempt(lambda: _transact(self._engine(self._path, "mode=rw"), _upgrade, write=True))
             self._attempt(lambda: _alone(self._path, "PRAGMA journal_mode=WAL", self.name, self._allowance(self._path)))
             return
         try:
             _build(self._path, self.name, _nothing, wal=True)
         except FileExistsError:
-            # Another process was first.
+            # Another process created it first.
             return
 
 
@@ -229,7 +229,7 @@ def _engine(path: Path, query: str, name: str, allowance: Allowance) -> Engine:
         poolclass=NullPool,
         execution_options={"flashtune_name": name, "flashtune_allowance": allowance},
     )
-    # pysqlite's own BEGIN comes late and deferred; ours says at once whether the transaction will write.
+    # pysqlite's own BEGIN is late and deferred; ours locks for writing at the start of the transaction.
     event.listen(engine, "begin", _begin)
     return engine
 
@@ -239,7 +239,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _transact(engine: Engine, work: Callable[[Connection], T], *, write: bool) -> T:
-    """What `work` returns, within the engine's allowance."""
+    """Result of `work` in a transaction, within the engine's allowance."""
     with engine.execution_options(flashtune_write=write).begin() as connection:
         options = connection.get_execution_options()
         with bounded(_raw(connection), options["flashtune_name"], options["flashtune_allowance"]):
@@ -247,14 +247,14 @@ def _transact(engine: Engine, work: Callable[[Connection], T], *, write: bool) -
 
 
 def _raw(connection: Connection) -> sqlite3.Connection:
-    """The driver's own connection."""
+    """Connection of the driver."""
     found = connection.connection.driver_connection
     assert isinstance(found, sqlite3.Connection)
     return found
 
 
 def _upgrade(connection: Connection) -> None:
-    # Imported only here: reading needs no Alembic.
+    # Imported here, since reading needs no Alembic.
     from flashtune.db.migrations import upgrade
 
     upgrade(connection)
@@ -265,12 +265,12 @@ def _nothing(connection: Connection) -> None:
 
 
 def _change_no_row(connection: Connection) -> None:
-    """Write nothing, by a statement that a read-only file refuses: outside of WAL mode SQLite lets a writing transaction begin there."""
+    """Write nothing, by a statement that fails on a read-only file, where SQLite without WAL lets a writing transaction begin."""
     connection.exec_driver_sql(f"UPDATE {values.VERSION_TABLE} SET version_num = version_num WHERE 0")
 
 
 def _is_older(connection: Connection) -> bool:
-    """Whether this is one of our databases and needs a migration before it can be read."""
+    """True if this is one of our databases and needs a migration before it can be read."""
     if connection.exec_driver_sql("PRAGMA application_id").scalar() != values.APPLICATION_ID:
         return False
     version = connection.exec_driver_sql(f"SELECT max(version_num) FROM {values.VERSION_TABLE}").scalar()
@@ -278,7 +278,7 @@ def _is_older(connection: Connection) -> bool:
 
 
 def _refuse_large(path: Path, beside: list[Path], name: str) -> None:
-    """Raise DatabaseError where what lies beside a database is larger than writers of ours let it become."""
+    """Raise DatabaseError where unfinished writes beside a database are larger than our writers leave, or a copy would be too large."""
     size = path.stat().st_size
     most = LEAST_UNFINISHED + MOST_UNFINISHED * size
     if (found := sum(file.stat().st_size for file in beside)) > most:
@@ -286,14 +286,14 @@ def _refuse_large(path: Path, beside: list[Path], name: str) -> None:
             f"{name} has {found >> 20} MiB of unfinished writes beside it, too many for its {size >> 10} KiB: "
             "open it where it was written, or delete them"
         )
-    if size + found > LARGESTCOPY:
+    if size + found > LARGEST_COPY:
         raise DatabaseError(
             f"{name} has {size + found >> 20} MiB with its unfinished writes, too much for a private copy: open it where it was written"
         )
 
 
 def _alone(path: Path, statement: str, name: str, allowance: Allowance) -> None:
-    """Run a statement that no transaction may hold."""
+    """Run a statement outside of any transaction."""
     connection = connect(path, "mode=rw", name, allowance)
     try:
         connection.execute(statement)
@@ -302,9 +302,9 @@ def _alone(path: Path, statement: str, name: str, allowance: Allowance) -> None:
 
 
 def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bool, replace: bool = False) -> None:
-    """A new database with what `work` writes, built aside so that no other process ever sees half of it.
+    """Create a database with the writes of `work`, built under another name so that no other process sees a part of it.
 
-    Raises FileExistsError where the name was taken meanwhile and `replace` is not given.
+    Raises FileExistsError where the name exists meanwhile, without `replace`.
     """
     aside = path.with_name(f".flashtune-{secrets.token_hex(8)}.new")
     try:
@@ -327,14 +327,14 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
 
 
 def export_file(path: Path, work: Callable[[Connection], None], *, replace: bool) -> None:
-    """A compact database with what `work` writes, in one file that needs no other beside it."""
+    """Write a compact database with the writes of `work` to a single file; raises DatabaseError where the destination is refused."""
     name = str(path)
     taken = f"{name} exists already: choose another path, or replace it with --force"
     if os.path.islink(path) and not replace:
-        # What it leads to may be anybody's; with `replace` the link itself is replaced.
+        # The link's target may be any file; with `replace` the link itself is replaced.
         raise DatabaseError(taken)
     if not os.path.lexists(path.parent):
-        raise DatabaseError(f"there is no folder {path.parent} for {name}: make it first, or choose another path")
+        raise DatabaseError(f"there is no folder {path.parent} for {name}: create it first, or choose another path")
     try:
         header_size(path, name)
     except MissingDatabaseError:
@@ -353,13 +353,13 @@ def export_file(path: Path, work: Callable[[Connection], None], *, replace: bool
 
 
 def _link(aside: Path, path: Path) -> None:
-    """Give the finished file its name; raises FileExistsError where another process was first."""
+    """Link the finished file to its name; raises FileExistsError where another process was first."""
     try:
         os.link(aside, path)
     except FileExistsError:
         raise
     except OSError as error:
-        # No hard links here (FAT, some network file systems).
+        # Some file systems have no hard links (FAT, some network file systems).
         if path.exists():
             raise FileExistsError(path) from error
         os.replace(aside, path)
