@@ -75,7 +75,7 @@ def generate(
     folder = out or package
     if not check:
         require_writable(folder)
-    # Whatever is wrong with the folder is said before kernels are compiled.
+    # Errors of the folder are reported before kernels are compiled.
     read_index(folder)
     library = Library.of(location or shipped_path())
     records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name))

@@ -45,7 +45,7 @@ def merge(
     if target is None:
         raise DatabaseError("databases can be merged into a SQLite file only: give the path of a file")
     sources = [path for path in map(sqlite_path, locations) if path is not None]
-    # Not Path.resolve, which raises for links in a circle.
+    # Not Path.resolve, which raises for circular links.
     if any(os.path.realpath(path) == os.path.realpath(target) for path in sources):
         raise DatabaseError(f"{target} is one of the databases to merge: write to another path")
     kept, lost, refused = [], [], []

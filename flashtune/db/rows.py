@@ -205,9 +205,9 @@ def read_baseline(row: Row) -> Baseline | None:
     measurement = _read_measurement(row, "baseline_")
     if measurement is None:
         if not row.missing("baseline_backend"):
-            raise RowError("baseline_backend", "is set, but the framework's times are missing")
+            raise RowError("baseline_backend", "is set, but PyTorch's times are missing")
         if not row.missing("baseline_call_us"):
-            raise RowError("baseline_call_us", "is set, but the framework's times are missing")
+            raise RowError("baseline_call_us", "is set, but PyTorch's times are missing")
         return None
     backend = row.text("baseline_backend", limit=NAME_LENGTH)
     return Baseline(backend=backend, measurement=measurement, call_us=_read_time(row, "baseline_call_us"))
