@@ -28,7 +28,7 @@ from flashtune.db import records, sqlite_file
 from flashtune.dispatch.policy import Refusal, choices, rank
 from flashtune.dispatch.policy.pool import Pool
 from flashtune.templates import families, family
-from flashtune.templates.family import MOST_REFITTED, Family, Held
+from flashtune.templates.family import MOST_REFITTED, ConstraintCache, Family
 
 machine = pretended.machine
 CORRUPTIONS = int(os.environ.get("FLASHTUNE_TEST_CORRUPTIONS", "40"))
@@ -96,22 +96,22 @@ SMALL, LARGE = (samples.problem(n, d=d, d_v=d, kv_heads=16) for n, d in ((2048, 
 
 
 def test_no_more_axes_change_than_that_and_no_more_work_is_done() -> None:
-    rng, held = random.Random(7), Held(LARGE.spec(), H200)
+    rng, checked = random.Random(7), ConstraintCache(LARGE.spec(), H200)
     for config in rng.sample(list(HOPPER.configs(SMALL.spec(), H200)), 12):
-        moved, looked = HOPPER.refit(config, LARGE.spec(), H200, held)
+        moved, looked = HOPPER.refit(config, LARGE.spec(), H200, checked)
         assert moved is None or sum(moved[axis] != config[axis] for axis in moved) <= MOST_REFITTED
-        assert HOPPER.refit(config, LARGE.spec(), H200, Held(LARGE.spec(), H200)) == (moved, looked)
+        assert HOPPER.refit(config, LARGE.spec(), H200, ConstraintCache(LARGE.spec(), H200)) == (moved, looked)
         assert looked < 20_000
 
 
 def test_many_configs_that_have_to_change_much_take_a_decision_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "MOST_LOOKED", 20_000)
-    held, looked = Held(LARGE.spec(), H200), []
+    checked, looked = ConstraintCache(LARGE.spec(), H200), []
     refit = Family.refit
     monkeypatch.setattr(Family, "refit", lambda *words: looked.append(found := refit(*words)) or found)
     configs = random.Random(7).sample(list(HOPPER.configs(SMALL.spec(), H200)), 300)
     # Those that fit nowhere first: a decision goes on to the next of them.
-    configs = sorted(configs[:40], key=lambda config: refit(HOPPER, config, LARGE.spec(), H200, held).config is not None) + configs[40:]
+    configs = sorted(configs[:40], key=lambda config: refit(HOPPER, config, LARGE.spec(), H200, checked).config is not None) + configs[40:]
     records = [stored(samples.outcome(f"{n:016x}", 900.0 + n, template=HOPPER.name, config=one)) for n, one in enumerate(configs)]
     pool = Pool(LARGE.key("h200"), H200, records, families())
     first = list(rank(LARGE, H200, pool, families()))

@@ -238,7 +238,7 @@ def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
 
 
 def unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters of mispredicting programs that nobody reads: two int32 on the device."""
+    """Counters of mispredicting programs that are never read: two int32 on the device."""
     if device not in _UNREAD:
         _UNREAD[device] = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     return _UNREAD[device]

@@ -172,7 +172,7 @@ BACKWARD = Pass(
         Operand(name="dk", title="key's gradient", axes=("batch", "kv_heads", "n_kv", "d"), element="input", written=True),
         Operand(name="dv", title="value's gradient", axes=("batch", "kv_heads", "n_kv", "d_v"), element="input", written=True),
     ),
-    # S and dP anew, then dV, dK and dQ.
+    # S and dP again, then dV, dK and dQ.
     products=("d", "d_v", "d_v", "d", "d"),
     oracle=partial(_computed, "backward_oracle"),
     bounds=_backward_bounds,

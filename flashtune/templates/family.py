@@ -169,18 +169,18 @@ class Family:
                     f"{name}={values[name]!r} is outside the declared space of {self.name}: {', '.join(map(repr, axis.values))}"
                 )
 
-    def refitted(self, config: Config, spec: KernelSpec, target: Target, held: "Held | None" = None) -> Config | None:
+    def refitted(self, config: Config, spec: KernelSpec, target: Target, checked: "ConstraintCache | None" = None) -> Config | None:
         """The valid config nearest to one of the declared space: itself, or one with as few axes changed as possible, by as few steps.
 
         Among equals the axes that are declared first, which matter most, stay; those that don't refit take no new value. None where no
-        valid config has at most MOST_REFITTED axes changed. `held` caches constraints for several configs.
+        valid config has at most MOST_REFITTED axes changed. `checked` caches constraints for several configs.
         """
-        return self.refit(config, spec, target, held or Held(spec, target)).config
+        return self.refit(config, spec, target, checked or ConstraintCache(spec, target)).config
 
-    def refit(self, config: Config, spec: KernelSpec, target: Target, held: "Held") -> "Refit":
-        """The result of `refitted` with its work, which doesn't depend on the contents of `held`."""
+    def refit(self, config: Config, spec: KernelSpec, target: Target, checked: "ConstraintCache") -> "Refit":
+        """The result of `refitted` with its work, which doesn't depend on the contents of `checked`."""
         values = config.as_dict()
-        broken = [constraint for constraint in self.constraints if not held.holds(constraint, values)]
+        broken = [constraint for constraint in self.constraints if not checked.holds(constraint, values)]
         if not broken:
             return Refit(config, 0)
         looked = 0
@@ -203,7 +203,7 @@ class Family:
         @cache
         def mends(constraint: Constraint, places: tuple[int, ...]) -> bool:
             """True if other values of these axes, all the changed ones that it reads, satisfy a constraint."""
-            return bool(places) and any(held.holds(constraint, values | changes) for _, changes in moves(places))
+            return bool(places) and any(checked.holds(constraint, values | changes) for _, changes in moves(places))
 
         for count in range(1, MOST_REFITTED + 1):
             found: list[tuple[int, tuple[int, ...], dict[str, Value]]] = []
@@ -213,7 +213,7 @@ class Family:
                     found += ((steps, tuple(-place for place in places), changes) for steps, changes in moves(places))
             for _, _, changes in sorted(found, key=lambda move: move[:2]):
                 moved = values | changes
-                if all(held.holds(constraint, moved) for constraint in self.constraints):
+                if all(checked.holds(constraint, moved) for constraint in self.constraints):
                     return Refit(Config.of(moved), looked)
         return Refit(None, looked)
 
@@ -250,7 +250,7 @@ class Refit(NamedTuple):
     looked: int
 
 
-class Held:
+class ConstraintCache:
     """Cache of constraints for a spec on a target, by the axis values that each reads."""
 
     def __init__(self, spec: KernelSpec, target: Target) -> None:

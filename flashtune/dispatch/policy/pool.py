@@ -13,7 +13,7 @@ from flashtune.core.target import Target, targets
 from flashtune.db.preference import by_key, preference, raced_for_same_bits
 from flashtune.dispatch.policy import losses
 from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
-from flashtune.templates.family import Family, Held, Refit
+from flashtune.templates.family import ConstraintCache, Family, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """Records of each key, the best first; an implementation may read those of a key on access."""
@@ -30,14 +30,14 @@ class Pool:
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    __slots__ = ("_cached", "_families", "_features", "_held", "_known", "_places", "_refits", "_rows", "_target", "_varying")
+    __slots__ = ("_cached", "_constraints", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
 
     def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
         kind = kind_of(key)
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
-        self._held: dict[KernelSpec, Held] = {}
+        self._constraints: dict[KernelSpec, ConstraintCache] = {}
         self._cached: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _by_key(records) if isinstance(records, Sequence) else records
@@ -101,8 +101,8 @@ class Pool:
         """Cached `Family.refit` on the pool's GPU, which is slow."""
         known = (family.name, config, spec)
         if known not in self._refits:
-            held = self._held.setdefault(spec, Held(spec, self._target))
-            self._refits[known] = family.refit(config, spec, self._target, held)
+            checked = self._constraints.setdefault(spec, ConstraintCache(spec, self._target))
+            self._refits[known] = family.refit(config, spec, self._target, checked)
         return self._refits[known]
 
     def cached(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:

@@ -203,7 +203,7 @@ class BackwardHopperHost(HopperBackwardHost):
         tiles = [swizzled(i.q, self.block_m, d), swizzled(i.k, 64, d), swizzled(i.v, 64, d_v), swizzled(needed(i.dout), self.block_m, d_v)]
         found: list[Any] = [*tiles, call.numbers_of(call.lse_2), call.numbers_of(call.deltas)]
         if not layout.divides:
-            # Substitutes for gradients that nobody requests stay unwritten.
+            # Substitutes for gradients without a request stay unwritten.
             found += [swizzled(i.dk or i.k, 64, d), swizzled(i.dv or i.v, 64, d_v)]
         found += [*call.bias(), *call.parts]
         if layout.by_tma:
