@@ -65,6 +65,11 @@ def test_the_source_of_a_kernel_is_shown_by_its_recorded_id_and_by_the_one_it_ha
     assert [one.exit_code for one in shown] == [0, 0] and shown[0].stdout == shown[1].stdout and today in shown[0].stdout
 
 
+def test_the_kernel_in_the_help_of_show_is_one_of_the_package() -> None:
+    [example] = re.findall(r"--kernel ([0-9a-f]{16})", CliRunner().invoke(main, ["show", "--help"]).stdout)
+    assert f"Variant: {example}" in CliRunner().invoke(main, ["show", "--db", str(shipped_path()), "--kernel", example]).stdout
+
+
 @pytest.mark.parametrize("columns", [80, 200])
 def test_every_predicted_row_says_so_however_narrow_the_terminal(database: Path, columns: int) -> None:
     lines = on_a_terminal(columns, "show", "--db", str(database))

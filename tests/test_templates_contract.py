@@ -11,6 +11,7 @@ from hopper_kernels import PLAIN
 from flashtune.core import launching
 from flashtune.core.config import Config, Direction
 from flashtune.core.dtypes import DType
+from flashtune.core.errors import InputError
 from flashtune.core.launching import counts_of, launcher, provided, sms_of
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -122,6 +123,13 @@ def test_scores_of_moved_signs_are_the_scores(dtype: DType, scale: float, shared
     moved, positive = launching.positive_scale(module.host, q, scale)
     assert positive > 0.0 and moved.stride() == q.stride()
     assert torch.equal(moved.float() * positive, q.float() * scale)
+
+
+def test_a_text_brings_its_own_host_code_or_names_a_template_of_the_package() -> None:
+    launches = "def launches(*_, **__):\n    return []\n"
+    assert load_kernel(f"{launches}KERNEL = 3\n", "own").host is None
+    with pytest.raises(InputError, match="unknown template 'rows'"):
+        load_kernel('KERNEL = {"template": "rows", "spec": {}, "config": {}}\n', "rows")
 
 
 def test_a_bias_is_copied_where_the_copy_engine_cant_read_it() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from triton import knobs
 
+from flashtune import templates
 from flashtune.cli import search
 from flashtune.core import kernel_cache, shipped_kernels
+from flashtune.core.binaries import source_digest
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import compiler_options
 from flashtune.core.target import find_target
@@ -17,6 +19,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
+from flashtune.templates.rendering import render
 from flashtune.tuner.publish import machine_code, own
 from flashtune.tuner.publish.machine_code import Built, triton_version, with_files
 from flashtune.tuner.publish.sources import variant_for
@@ -74,6 +77,15 @@ def test_machine_code_of_an_earlier_text_serves_nothing_and_is_compiled_anew() -
         manifest_, host = Memo().machine_code(family(VARIANT.template), VARIANT, H200)
         assert (manifest_ is not None, host is not None) == (found, found)
         assert [order.variant_id for order in own._missing([ROW], H200)] == ([] if found else [VARIANT.id])
+
+
+@pytest.mark.usefixtures("nothing_shipped", "cache")
+def test_a_template_with_host_code_in_its_text_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_host = replace(family(VARIANT.template), host=None)
+    monkeypatch.setattr(templates, "_found", lambda: (own_host,))
+    manifest = replace(SHIPPED, source_sha256=source_digest(render(own_host, VARIANT)))
+    kernel_cache.keep("", *with_files(Built(manifest=manifest, codes=tuple(map(SHIPPED.code, SHIPPED.binaries))), "kernel"))
+    assert Memo().machine_code(own_host, VARIANT, H200) == (None, None)
 
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")

@@ -52,7 +52,7 @@ def show(
     flashtune show --db my-model.sqlite --gpu-name h200 --json
     flashtune show --models
     flashtune show --models --gpu-name h200
-    flashtune show --kernel 461cfd82b42bdeb6 > kernel.py
+    flashtune show --kernel 0dbcca0f766ea749 > kernel.py
     """
     if list_models:
         given = {"--source": source, "--dtype": dtype, "--kernel": kernel, "--wide": wide}

@@ -4,7 +4,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Host
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.modules import load_source
-from flashtune.templates import families
+from flashtune.templates import family
 from flashtune.templates.family import Family
 
 CONSTANT = "KERNEL"
@@ -15,14 +15,15 @@ def load_kernel(text: str, stem: str) -> LoadedKernel:
     """The kernel of a rendered text; equal texts share one module within a process.
 
     A template outside the package may define its host side in its text: functions `accepts(q, k, v, mask)`, `counts_needed(q, k)` and
-    `launches(q, k, v, out, lse, *, ...)`, which returns (kernel, grid, arguments, options) of each launch.
+    `launches(q, k, v, out, lse, *, ...)`, which returns (kernel, grid, arguments, options) of each launch. Any other text must name a
+    template of the package; raises InputError where it doesn't.
     """
     module = load_source(text, stem)
     described = getattr(module, CONSTANT, None)
-    if described is None:
+    if described is None or hasattr(module, "launches"):
         return LoadedKernel(None, module)
-    family = families()[described["template"]]
-    return LoadedKernel(host_of(family, KernelSpec(**described["spec"]), Config.of(described["config"])), module)
+    chosen = family(described["template"])
+    return LoadedKernel(host_of(chosen, KernelSpec(**described["spec"]), Config.of(described["config"])), module)
 
 
 def host_of(family: Family, spec: KernelSpec, config: Config) -> Host:

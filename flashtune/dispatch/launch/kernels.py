@@ -48,8 +48,10 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
         return None
     from flashtune.templates import family, rendering
 
-    # An id doesn't name a text: an earlier version's code takes other arguments.
-    return found if found.source_sha256 == source_digest(rendering.render(family(chosen.template), chosen)) else None
+    kind = family(chosen.template)
+    # Launches by host code in a text aren't planned. An id doesn't name a text: an earlier version's code takes other arguments.
+    current = kind.host is not None and found.source_sha256 == source_digest(rendering.render(kind, chosen))
+    return found if current else None
 
 
 def host_code(family: Family, chosen: Variant) -> LoadedKernel:
