@@ -218,16 +218,16 @@ def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Ca
 @_with_signature_of(attention)
 def explain(*arguments: Any, **keywords: Any) -> Explanation:
     """Explanation of the choice for the same call of `attention`; kernels are built, and none is launched. Raises as `attention` does."""
-    given = inspect.signature(attention).bind(*arguments, **keywords)
-    given.apply_defaults()
-    words = given.arguments
-    words["scale"], words["dropout_p"] = unwrapped(words["scale"]), unwrapped(words["dropout_p"])
-    if overriding.is_causal_bias(words["attn_mask"]):
-        words["is_causal"], words["causal_alignment"] = _causal(words["attn_mask"], words["query"], words["key"], words["is_causal"])
-        words["attn_mask"] = None
-    query, key, value, mask = (words.pop(name) for name in ("query", "key", "value", "attn_mask"))
-    per_head = PerHead(*(words.pop(name) for name in PER_HEAD))
-    seed, shown = words.pop("seed"), Options(**{name: words[name] for name in Options._fields})
+    bound = inspect.signature(attention).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    kwargs = bound.arguments
+    kwargs["scale"], kwargs["dropout_p"] = unwrapped(kwargs["scale"]), unwrapped(kwargs["dropout_p"])
+    if overriding.is_causal_bias(kwargs["attn_mask"]):
+        kwargs["is_causal"], kwargs["causal_alignment"] = _causal(kwargs["attn_mask"], kwargs["query"], kwargs["key"], kwargs["is_causal"])
+        kwargs["attn_mask"] = None
+    query, key, value, mask = (kwargs.pop(name) for name in ("query", "key", "value", "attn_mask"))
+    per_head = PerHead(*(kwargs.pop(name) for name in PER_HEAD))
+    seed, shown = kwargs.pop("seed"), Options(**{name: kwargs[name] for name in Options._fields})
     if overriding.is_torchs(Arguments(query, key, value, mask, seed, per_head), shown):
         return Explanation(kind="framework", reason="PyTorch's own function serves nested tensors and classes that override it", gpu="")
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
@@ -281,47 +281,47 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
         return choosing.explain_problem(memo, problem, target)
 
 
-def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Options) -> Outputs:
+def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options: Options) -> Outputs:
     """Check, choose, run and cache; a kernel that can't be built here gives way to the next choice."""
-    if signature is None and overriding.nested(given, options):
-        return overriding.torchs(*given[:4], options), None
+    if signature is None and overriding.nested(arguments, options):
+        return overriding.torchs(*arguments[:4], options), None
     memo = current()
     # Unseeded dropout is chosen per length, since it depends on the backward's choice.
     rate = options.dropout_p
-    bucket = None if isinstance(rate, torch.Tensor) or (rate and given.seed is None) else length_buckets.bucket_of(signature)
+    bucket = None if isinstance(rate, torch.Tensor) or (rate and arguments.seed is None) else length_buckets.bucket_of(signature)
     if bucket is not None and (around := memo.buckets.get(bucket)) is not None:
         with memo.lock:
             try:
-                resized = around.for_length(*given[:3], given.per_head, options.sides())
+                resized = around.for_length(*arguments[:3], arguments.per_head, options.sides())
             except Exception:
                 # Choosing anew reports the failure, and attributes it to a kernel.
                 resized = None
         if resized is not None:
             memo.keep(signature, resized)
-            recorder.meet_step(resized.call, given.key.shape[2])
-            return resized.run(*given)
-    call = parse(given, options)
-    plan = FrameworkPlan.of(call, *given[:4])
-    draws = call.dropout_p > 0.0 and given.seed is None
+            recorder.meet_step(resized.call, arguments.key.shape[2])
+            return resized.run(*arguments)
+    call = parse(arguments, options)
+    plan = FrameworkPlan.of(call, *arguments[:4])
+    draws = call.dropout_p > 0.0 and arguments.seed is None
     if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):  # type: ignore[no-untyped-call]
         # Not cached: the next call outside of a capture may be a kernel's.
-        return plan.captured(*given)
+        return plan.captured(*arguments)
     with memo.lock:
         if signature is not None and (decided := memo.plans.get(signature)) is not None:
             # Another thread cached a plan while this one waited for the lock.
-            return decided.run(*given)
-        why_torch = why_torch_now(*given[:4], given.per_head)
-        recorder.meet(memo, call, given, why_torch)
-        for candidate in choosing.candidates(memo, call, *given[:4], why_torch):
+            return decided.run(*arguments)
+        why_torch = why_torch_now(*arguments[:4], arguments.per_head)
+        recorder.meet(memo, call, arguments, why_torch)
+        for candidate in choosing.candidates(memo, call, *arguments[:4], why_torch):
             if candidate.kind == "framework":
                 if bucket is not None and bucket not in memo.buckets:
                     around = plan if plan.words is not None and choosing.serves_bucket(memo, call, None, options.sides()) else None
                     memo.buckets[bucket] = around
                 break
             chosen = _plan_of(memo, call, candidate)
-            build = partial(chosen.build, *given[:4], given.per_head)
+            build = partial(chosen.build, *arguments[:4], arguments.per_head)
             back = restorer(call.device) if draws else None
-            outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *given))
+            outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *arguments))
             if outputs is None:
                 if back is not None:
                     back()
@@ -333,16 +333,16 @@ def _first_call(signature: tuple[Any, ...] | None, given: Arguments, options: Op
             return outputs
     if signature is not None:
         memo.keep(signature, plan)
-    return plan.run(*given)
+    return plan.run(*arguments)
 
 
-def _traced(given: Arguments, options: Options) -> Any:
+def _traced(arguments: Arguments, options: Options) -> Any:
     """`attention` under torch.compile."""
-    if overriding.nested(given, options):
-        return overriding.torchs(*given[:4], options)
-    given = Arguments(*autocast(*given[:4]), given.seed, given.per_head)
-    call = parse(given, options)
-    why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*given[:4], given.per_head)
+    if overriding.nested(arguments, options):
+        return overriding.torchs(*arguments[:4], options)
+    arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
+    call = parse(arguments, options)
+    why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
     problem, trains = call.problem, False
     # A forward without gradients may be recomputed with them, and has to drop the same pairs.
     draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
@@ -351,12 +351,12 @@ def _traced(given: Arguments, options: Options) -> Any:
         features, place = problem.features, -1 if call.device.index is None else call.device.index
         left, right = (None if side is None else index(side) for side in features.window or (None, None))
         window = (features.window is not None, left, right)
-        asked = () if why_torch is None else GRADIENTS[why_torch]
+        requested = () if why_torch is None else GRADIENTS[why_torch]
         flags = [
             call.deterministic,
             backwards.composite(call),
             *(getattr(features, name) for name in FLAGS),
-            *(name in asked for name in ASKED),
+            *(name in requested for name in ASKED),
         ]
         # A tracer may hold symbolic truth values, which a branch makes constants, and sizes, for which `index` does and `int` doesn't.
         causal, *flags = [True if flag else False for flag in (features.causal, *flags)]  # noqa: SIM210
@@ -364,8 +364,8 @@ def _traced(given: Arguments, options: Options) -> Any:
         sizes = (problem.d, problem.d_v, ratio)
         trains = _trainable(call.device.type, place, problem.dtype, *sizes, causal, features.mask, *window, *flags)
     if why_torch is None:
-        return tracing.traced(call, given, options, kernels=trains or not draws, trains=False)
-    return tracing.traced(call, given, options, kernels=False, trains=trains)
+        return tracing.traced(call, arguments, options, kernels=trains or not draws, trains=False)
+    return tracing.traced(call, arguments, options, kernels=False, trains=trains)
 
 
 def _trainable(

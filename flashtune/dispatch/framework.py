@@ -51,7 +51,7 @@ def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
     alone = mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v))
     if alone or not call.d or max(call.batch, call.heads) > MOST_HEADS or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         return False
-    return all(made is given for made, given in zip(_readable(q, k, v, mask), (q, k, v, mask), strict=True))
+    return all(made is x for made, x in zip(_readable(q, k, v, mask), (q, k, v, mask), strict=True))
 
 
 def _readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -81,10 +81,10 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     """
     mask = call.small_mask(mask)
     q, k, v = call.views(q, k, v)
-    given = call.parameters(mask, per_head)
+    parameters = call.parameters(mask, per_head)
     if (call.empty or not call.d_v or call.dropout_p == 1.0) and not call.return_lse:
         zeros = torch.zeros((call.batch, call.heads, call.n_q, call.d_v), dtype=call.out_dtype, device=call.device)
-        return call.restored(_beside(zeros, q, k, v, mask, given.slopes, given.sinks)), None
+        return call.restored(_beside(zeros, q, k, v, mask, parameters.slopes, parameters.sinks)), None
     operations = call.composite or keep is not None
     if not operations and vmapped():
         # Under vmap cuDNN gives wrong gradients, memory-efficient attention refuses its own LSE or an unbatched mask, and PyTorch's math
@@ -93,9 +93,9 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
         if call.dropout_p:
             keep = torch.rand((call.batch, call.heads, call.n_q, call.n_kv), device=call.device) >= call.dropout_p
     if operations:
-        out, lse = _composite(call, q, k, v, given, keep)
+        out, lse = _composite(call, q, k, v, parameters, keep)
         return call.restored(out), call.restored(_beside(lse, v)) if call.return_lse else None
-    descale, slopes = given.descale, given.slopes
+    descale, slopes = parameters.descale, parameters.slopes
     if descale is not None:
         q, k, v = ((x.float() * factor[..., None, None]).to(call.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
@@ -115,12 +115,12 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     if call.band.bounded and not causal:
         seen = reference.visible(call.band, call.n_q, call.n_kv, call.device)
         mask = reference.hidden_outside(seen[None, None], mask)
-    if given.sinks is not None:
-        q, k, v, mask = _with_sinks(q, k, v, mask, given.sinks.to(_wide(call)) / scale, causal)
+    if parameters.sinks is not None:
+        q, k, v, mask = _with_sinks(q, k, v, mask, parameters.sinks.to(_wide(call)) / scale, causal)
     # Inputs that autocast applies to are in its dtype already; fp8 inputs and ALiBi's bias aren't to be rounded to it.
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, mask):
         out = _sdpa(call, q, k, v, mask, is_causal=causal, scale=scale).to(call.out_dtype)
-    if given.sinks is not None:
+    if parameters.sinks is not None:
         out = out[:, :, out.shape[2] - call.n_q :, : call.d_v]
     return call.restored(out), None
 
@@ -199,7 +199,7 @@ def _wide(call: Call) -> torch.dtype:
     return torch.float64 if call.dtype == torch.float64 else torch.float32
 
 
-def _composite(call: Call, q: Tensor, k: Tensor, v: Tensor, given: CallParameters, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def _composite(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: CallParameters, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and LSE of the reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into 16-bit ones again.
     with no_autocast(call.device.type):
@@ -207,13 +207,13 @@ def _composite(call: Call, q: Tensor, k: Tensor, v: Tensor, given: CallParameter
             q,
             k,
             v,
-            mask=given.mask,
-            scale=given.scale,
-            band=given.band,
-            softcap=given.softcap,
+            mask=parameters.mask,
+            scale=parameters.scale,
+            band=parameters.band,
+            softcap=parameters.softcap,
             keep=keep,
-            dropout_p=given.dropout_p,
-            **per_head_words(given.per_head()),
+            dropout_p=parameters.dropout_p,
+            **per_head_words(parameters.per_head()),
             dtype=_wide(call),
         )
     return out.to(call.out_dtype), lse.float()
@@ -272,7 +272,7 @@ def gradients(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    given: CallParameters,
+    parameters: CallParameters,
     *,
     bias: Tensor | None = None,
     of_slopes: bool = False,
@@ -281,7 +281,7 @@ def gradients(
     dtypes.
 
     Also the gradient of `bias`, of its own sizes and dtype, where one is passed, and that of slopes (B, Hq) with `of_slopes`. Shapes as in
-    flashtune.templates.family; `given` with its mask expanded. FlashAttention-2 (arXiv 2307.08691), section 2.3.2, in float32.
+    flashtune.templates.family; `parameters` with its mask expanded. FlashAttention-2 (arXiv 2307.08691), section 2.3.2, in float32.
     """
     ratio = q.shape[1] // k.shape[1]
     dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -296,15 +296,15 @@ def gradients(
         empty = row_lse == float("-inf")
         if dlse is not None:
             delta = delta - dlse[:, :, rows].masked_fill(empty, 0.0)
-        mask, band = None if given.mask is None else given.mask[:, :, rows], given.band.from_row(first)
+        mask, band = None if parameters.mask is None else parameters.mask[:, :, rows], parameters.band.from_row(first)
         scores, capped = reference.scores_of(
-            q_rows, wide_k, mask=mask, scale=given.scale, band=band, softcap=given.softcap, slopes=given.slopes
+            q_rows, wide_k, mask=mask, scale=parameters.scale, band=band, softcap=parameters.softcap, slopes=parameters.slopes
         )
         probs = torch.exp(scores - row_lse.masked_fill(empty, float("inf"))[..., None])
         dprobs = dout_rows @ wide_v.mT
         dropped = probs
-        if given.dropout_p:
-            kept = _kept(given, q.shape, first, rows.stop - first, k.shape[2], q.device)
+        if parameters.dropout_p:
+            kept = _kept(parameters, q.shape, first, rows.stop - first, k.shape[2], q.device)
             dropped, dprobs = probs * kept, dprobs * kept
         dv += dropped.mT @ dout_rows
         dscores = probs * (dprobs - delta[..., None])
@@ -312,10 +312,10 @@ def gradients(
             part = dbias[:, :, rows] if dbias.shape[2] > 1 else dbias
             part += dscores.sum_to_size(part.shape)
         if dslopes is not None:
-            dslopes -= (dscores * reference.distances(rows.stop - first, k.shape[2], given.band.diagonal + first, q.device).abs()).sum(
+            dslopes -= (dscores * reference.distances(rows.stop - first, k.shape[2], parameters.band.diagonal + first, q.device).abs()).sum(
                 (2, 3)
             )
-        dscores = dscores * given.scale
+        dscores = dscores * parameters.scale
         if capped is not None:
             dscores = dscores * (1.0 - capped * capped)
         dq[:, :, rows] = dscores @ wide_k
@@ -345,7 +345,9 @@ def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: 
     return found
 
 
-def _kept(given: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> Tensor:
+def _kept(parameters: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> Tensor:
     """Dropout's factor of each pair of these rows: 0 if it is dropped, else 1 / (1 - p)."""
-    keep = reference.dropout_keep(given.seed, given.offset, shape[0], shape[1], count, n_kv, given.dropout_p, device, first=first)
-    return keep / (1.0 - given.dropout_p) if given.dropout_p < 1.0 else keep * 0.0
+    keep = reference.dropout_keep(
+        parameters.seed, parameters.offset, shape[0], shape[1], count, n_kv, parameters.dropout_p, device, first=first
+    )
+    return keep / (1.0 - parameters.dropout_p) if parameters.dropout_p < 1.0 else keep * 0.0

@@ -47,7 +47,7 @@ def _enter() -> None:
     with _lock:
         if _users == 0:
             _before = F.scaled_dot_product_attention
-            _ours = F.scaled_dot_product_attention = _stand_in(_before)
+            _ours = F.scaled_dot_product_attention = _substitute(_before)
             # torch.jit.script looks up PyTorch's operation by the function's id.
             _scripted()[id(_ours)] = "aten::scaled_dot_product_attention"
         _users += 1
@@ -74,7 +74,7 @@ def _inside() -> bool:
 _inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _stand_in(before: Callable[..., Any]) -> Callable[..., Any]:
+def _substitute(before: Callable[..., Any]) -> Callable[..., Any]:
     """Function for torch.nn.functional while anybody is inside: ours for those who are, `before` for the rest."""
 
     def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *others: Any, **words: Any) -> Any:

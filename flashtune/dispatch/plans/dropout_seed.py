@@ -66,9 +66,9 @@ class _Relaxed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Outputs], *given: Any) -> Outputs:
-        asked = ctx.needs_input_grad[1:]
-        inputs = [x.detach().requires_grad_(needed) if isinstance(x, Tensor) else x for x, needed in zip(given, asked, strict=True)]
-        with driver.relaxed_capture(), torch.set_grad_enabled(any(asked)):
+        requested = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(needed) if isinstance(x, Tensor) else x for x, needed in zip(given, requested, strict=True)]
+        with driver.relaxed_capture(), torch.set_grad_enabled(any(requested)):
             outputs = run(*inputs)
         ctx.graph = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad], outputs
         ctx.set_materialize_grads(False)

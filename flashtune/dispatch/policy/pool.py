@@ -86,7 +86,7 @@ class Pool:
         found_records: list[TuningRecord] = []
         for _, others in _nearest_first(found):
             for other in others:
-                entries = [entry for entry in self._of(other) if _tells(entry.record, problem)]
+                entries = [entry for entry in self._of(other) if _informs(entry.record, problem)]
                 found_records += [min(entries, key=lambda entry: entry.ties).record] if entries else []
             if len(found_records) >= REFERENCES:
                 break
@@ -154,7 +154,7 @@ def _by_key(records: Iterable[TuningRecord]) -> Rows:
     return found
 
 
-def _tells(record: TuningRecord, problem: Problem) -> bool:
+def _informs(record: TuningRecord, problem: Problem) -> bool:
     """True for a record that was measured beside PyTorch, which took the same path as for `problem`."""
     outcome = record.outcome
     timed = outcome.source == "measured" and outcome.measurement is not None and 0.0 < record.median_us < math.inf

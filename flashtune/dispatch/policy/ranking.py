@@ -135,7 +135,7 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
         if isinstance(fit, Fit):
             first = not distinct
             distinct.setdefault(_config(fit), fit)
-            if first and not _tells(fit, context):
+            if first and not _informs(fit, context):
                 break
     step = context.problem.n_q <= DECODE_ROWS
     logs = logs_us([(fit.family, fit.config) for fit in distinct.values()], context.problem, context.target, caution=CAUTION)
@@ -164,7 +164,7 @@ def _compared(near: Iterator[tuple[float, TuningRecord]], context: Context) -> I
             yield near_choice(fit, context, behind=most - _gain(fit, fits[0][1], here) if said else None)
 
 
-def _tells(nearest: Fit, context: Context) -> bool:
+def _informs(nearest: Fit, context: Context) -> bool:
     """True where the cost model informs: not of backwards, for which it isn't fitted, nor of calls that wait for the host."""
     log = log_us(nearest.family, nearest.config, context.problem, context.target)
     return context.problem.direction == "fwd" and log is not None and log >= LOG_HOST

@@ -40,9 +40,9 @@ def forward_of(call: Call) -> Call:
     return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
 
 
-def trained_as(problem: Problem, asked: Sequence[str] = ()) -> Problem:
-    """Backward of a forward problem; `asked` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
-    return replace(problem, direction="bwd", features=problem.features.asking(asked))
+def trained_as(problem: Problem, requested: Sequence[str] = ()) -> Problem:
+    """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+    return replace(problem, direction="bwd", features=problem.features.asking(requested))
 
 
 def composite(call: Call) -> bool:
@@ -130,15 +130,15 @@ def _gradient_choices(
     Where no record has exactly these features and PyTorch would read a matrix of all scores, 3 to 100 times slower than ours, measured
     records with a subset of the features apply, too (benchmarks/results/2026-11-26-h100-divided).
     """
-    told = False
+    informed = False
     for choice in rank(problem, target, records, known, **words):
         if not isinstance(choice, Choice):
             continue
-        if choice.record is None and not told and _reads_matrix(problem):
-            told = True
+        if choice.record is None and not informed and _reads_matrix(problem):
+            informed = True
             yield from _with_fewer_features(problem, target, records, known)
-        if choice.record is None or _tells(choice.record.problem, problem):
-            told = told or choice.record is not None
+        if choice.record is None or _informs(choice.record.problem, problem):
+            informed = informed or choice.record is not None
             yield choice
 
 
@@ -160,7 +160,7 @@ def _reads_matrix(problem: Problem) -> bool:
     return f.mask != "none" or f.window is not None or f.alibi or f.sinks
 
 
-def _tells(theirs: Problem, ours: Problem) -> bool:
+def _informs(theirs: Problem, ours: Problem) -> bool:
     return _kind(theirs) == _kind(ours) and set(ours.features.asked) <= set(theirs.features.asked)
 
 

@@ -97,24 +97,24 @@ def _out_of_reach(call: Call) -> str | None:
     return None
 
 
-def _trained(memo: Memo, call: Call, problem: Problem, given: Tensors, asked: Sequence[str]) -> Generator[Candidate, None, str]:
-    """Plans of kernels for a call that needs gradients, `asked` beside dQ, dK and dV; returns the reason why there are no more."""
-    target, trained = devices.target_of(call.device), backwards.trained_as(problem, asked)
+def _trained(memo: Memo, call: Call, problem: Problem, tensors: Tensors, requested: Sequence[str]) -> Generator[Candidate, None, str]:
+    """Plans of kernels for a call that needs gradients, `requested` beside dQ, dK and dV; returns the reason why there are no more."""
+    target, trained = devices.target_of(call.device), backwards.trained_as(problem, requested)
     repeatable = backwards.repeatable_requested(call.deterministic)
     chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, composite=backwards.composite(call))
     if chosen is not None:
-        for forward in candidates(memo, backwards.forward_of(call), *call.views(*given[:3]), call.small_mask(given[3]), None):
+        for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
             if forward.kind == "framework":
                 return f"no kernel serves the forward ({forward.explanation.reason})"
             yield forward._replace(said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
     return why
 
 
-def _by_rank(memo: Memo, call: Call, problem: Problem, given: Tensors, *, framework_serves: bool) -> Iterator[Candidate]:
+def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, framework_serves: bool) -> Iterator[Candidate]:
     """Plans in the policy's order, of kernels that can be built and accept these tensors."""
     target, known, records = memo.surroundings(call.device, problem)
-    q, k, v = call.views(*given[:3])
-    mask = call.full_mask(given[3])
+    q, k, v = call.views(*tensors[:3])
+    mask = call.full_mask(tensors[3])
     interpreted = call.device.type == "cpu"
     refused: list[str] = []
     failed: set[str] = set()

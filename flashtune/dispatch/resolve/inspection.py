@@ -20,7 +20,7 @@ WITH_GRADIENTS = {"attn_mask": "dbias", "alibi_slopes": "dslopes", "sinks": None
 """Arguments beside query, key and value that kernels have gradients of, and the name of each in a backward; a sink's needs no kernel."""
 
 GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
-    f"a gradient of {' and '.join(names)} is needed": tuple(asked for name in names if (asked := WITH_GRADIENTS[name]))
+    f"a gradient of {' and '.join(names)} is needed": tuple(requested for name in names if (requested := WITH_GRADIENTS[name]))
     for count in range(1, len(WITH_GRADIENTS) + 1)
     for names in combinations(WITH_GRADIENTS, count)
 }

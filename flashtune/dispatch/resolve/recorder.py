@@ -14,7 +14,7 @@ from flashtune.dispatch.resolve.inspection import GRADIENTS, ON_THE_CPU, PLAIN_T
 from flashtune.dispatch.resolve.memo import Memo
 
 
-def meet(memo: Memo, call: Call, given: Arguments, why_torch: str | None) -> None:
+def meet(memo: Memo, call: Call, arguments: Arguments, why_torch: str | None) -> None:
     """Record the problem of a call, and its backward's where gradients are requested, if kernels may serve it, or might on a GPU.
 
     `why_torch` is the result of `why_torch_now`.
@@ -22,15 +22,15 @@ def meet(memo: Memo, call: Call, given: Arguments, why_torch: str | None) -> Non
     problem = call.problem
     if problem is None or memo.pinned or not (why_torch is None or why_torch is ON_THE_CPU or why_torch in GRADIENTS):
         return
-    others = {"attn_mask": given.attn_mask, **dict(zip(PER_HEAD, given.per_head or (), strict=False))}
+    others = {"attn_mask": arguments.attn_mask, **dict(zip(PER_HEAD, arguments.per_head or (), strict=False))}
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
-    every = (*given[:3], *tensors.values())
+    every = (*arguments[:3], *tensors.values())
     if why_torch is ON_THE_CPU and any(type(x) not in PLAIN_TYPES for x in every):
         return
-    asked = _asked(every, {name for name, x in tensors.items() if x.requires_grad})
+    requested = _requested(every, {name for name, x in tensors.items() if x.requires_grad})
     CALLS.meet(problem)
-    if asked is not None:
-        CALLS.meet(trained_as(problem, asked))
+    if requested is not None:
+        CALLS.meet(trained_as(problem, requested))
 
 
 def meet_step(call: Call, n_kv: int) -> None:
@@ -39,8 +39,8 @@ def meet_step(call: Call, n_kv: int) -> None:
         CALLS.meet(replace(call.problem, n_kv=n_kv))
 
 
-def _asked(every: Sequence[Tensor], wanted: set[str]) -> list[str] | None:
+def _requested(every: Sequence[Tensor], wanted: set[str]) -> list[str] | None:
     """Requested gradients beside dQ, dK and dV; None where there is no backward, or none that kernels compute."""
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in every) or not wanted <= WITH_GRADIENTS.keys():
         return None
-    return [asked for name in wanted if (asked := WITH_GRADIENTS[name])]
+    return [requested for name in wanted if (requested := WITH_GRADIENTS[name])]

@@ -15,7 +15,7 @@ def define_lazily(*makers: Callable[[], None]) -> None:
     namespace: Any = torch.ops.flashtune
     lock, waiting, making = threading.RLock(), list(makers), False
 
-    def asked(name: str) -> Any:
+    def lookup(name: str) -> Any:
         nonlocal making
         if name.startswith("__"):
             raise AttributeError(name)
@@ -31,4 +31,4 @@ def define_lazily(*makers: Callable[[], None]) -> None:
             return type(namespace).__getattr__(namespace, name)
 
     # PyTorch's namespaces are modules, for which __getattr__ serves missing names (PEP 562).
-    namespace.__getattr__ = asked
+    namespace.__getattr__ = lookup

@@ -12,43 +12,45 @@ from flashtune.core.torch_attention import sdpa
 from flashtune.dispatch.call import Arguments, Options, PerHead
 
 
-def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, **words: Any) -> Any:
+def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, **kwargs: Any) -> Any:
     """The call by PyTorch's override protocol: tracers' proxies and function modes see `attention` itself.
 
     Other classes that override functions, as nested tensors, implement PyTorch's function, which is called for them.
     """
-    options, per_head = Options(**{name: words[name] for name in Options._fields}), PerHead(*(words[name] for name in PER_HEAD))
+    options, per_head = Options(**{name: kwargs[name] for name in Options._fields}), PerHead(*(kwargs[name] for name in PER_HEAD))
     nested(Arguments(query, key, value, attn_mask, seed, per_head), options)
-    asked = _get_overloaded_args((query, key, value, attn_mask))
-    proxied = is_causal_bias(attn_mask) or any(isinstance(x, torch.fx.Proxy) for x in asked)
-    if asked and not proxied and _torch_has(options, seed, per_head):
+    overloaded = _get_overloaded_args((query, key, value, attn_mask))
+    proxied = is_causal_bias(attn_mask) or any(isinstance(x, torch.fx.Proxy) for x in overloaded)
+    if overloaded and not proxied and _torch_has(options, seed, per_head):
         return torchs(query, key, value, attn_mask, options)
-    return handle_torch_function(attention, (query, key, value, attn_mask), query, key, value, attn_mask, seed=seed, **words)
+    return handle_torch_function(attention, (query, key, value, attn_mask), query, key, value, attn_mask, seed=seed, **kwargs)
 
 
-def nested(given: Arguments, options: Options) -> bool:
+def nested(arguments: Arguments, options: Options) -> bool:
     """True where a tensor is nested; raises InputTypeError for options that PyTorch's own function, which serves those, lacks."""
-    found = [name for name, x in zip(Arguments._fields, given[:3], strict=False) if isinstance(x, torch.Tensor) and x.is_nested]
-    if not found or _torch_has(options, given.seed, given.per_head):
+    found = [name for name, x in zip(Arguments._fields, arguments[:3], strict=False) if isinstance(x, torch.Tensor) and x.is_nested]
+    if not found or _torch_has(options, arguments.seed, arguments.per_head):
         return bool(found)
     more = [name for name, x, usual in zip(Options._fields[4:], options[4:], Options()[4:], strict=True) if x != usual]
-    more += [name for name, x in zip(("seed", *PER_HEAD), (given.seed, *(given.per_head or PerHead())), strict=True) if x is not None]
+    more += [
+        name for name, x in zip(("seed", *PER_HEAD), (arguments.seed, *(arguments.per_head or PerHead())), strict=True) if x is not None
+    ]
     raise InputTypeError(
         f"{found[0]} is a nested tensor, which PyTorch's own attention alone takes, and that without {' and '.join(more)}: "
         "pad it to a dense one and mask the padding"
     )
 
 
-def is_torchs(given: Arguments, options: Options) -> bool:
+def is_torchs(arguments: Arguments, options: Options) -> bool:
     """True where `attention` passes a call on to PyTorch's own function because of the class of its tensors."""
-    return nested(given, options) or (has_torch_function(given[:4]) and _torch_has(options, given.seed, given.per_head))
+    return nested(arguments, options) or (has_torch_function(arguments[:4]) and _torch_has(options, arguments.seed, arguments.per_head))
 
 
 def torchs(query: Any, key: Any, value: Any, attn_mask: Any, options: Options) -> Any:
     """The call by PyTorch's own function, whatever its tensors are, with the options that aren't defaults."""
-    words = {name: x for name, x, usual in zip(Options._fields, options[:4], Options(), strict=False) if x is not usual and x != usual}
+    kwargs = {name: x for name, x, usual in zip(Options._fields, options[:4], Options(), strict=False) if x is not usual and x != usual}
     # A mask's class may not implement comparisons.
-    return sdpa(query, key, value, **(words if attn_mask is None else {"attn_mask": attn_mask, **words}))
+    return sdpa(query, key, value, **(kwargs if attn_mask is None else {"attn_mask": attn_mask, **kwargs}))
 
 
 def is_causal_bias(mask: object) -> bool:

@@ -111,8 +111,8 @@ def define(eager: Callable[..., Any]) -> None:
     def _(dout: torch.Tensor, dlse: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
         _, _, _, attn_mask, slopes, sinks, of_query, of_keys, of_mask, of_slopes, of_sinks, *_ = others
         more = [
-            query.new_empty(0) if x is None or not asked else x.new_empty(x.shape)
-            for x, asked in ((attn_mask, of_mask), (slopes, of_slopes), (sinks, of_sinks))
+            query.new_empty(0) if x is None or not requested else x.new_empty(x.shape)
+            for x, requested in ((attn_mask, of_mask), (slopes, of_slopes), (sinks, of_sinks))
         ]
         return *_written(query, key, value, of_query, of_keys), *more
 
@@ -218,11 +218,11 @@ class _Attention(torch.autograd.Function):
         plan, bits = ctx.given
         # In a graph of the gradients (create_graph) the operator raises for second derivatives.
         if torch.is_grad_enabled() or not _untraced(dout) or not (dlse is None or _untraced(dlse)):
-            state, asked = torch.tensor([signed(bits)]), ctx.needs_input_grad[:6]
+            state, requested = torch.tensor([signed(bits)]), ctx.needs_input_grad[:6]
             tensors = dout, dlse, query, key, value, out, lse, state, attn_mask, slopes, sinks
-            return *_by_operator(plan.memo, asked, *tensors, numbers=plan.numbers), None, None
-        asked = of_query, of_key or of_value, of_mask, of_slopes, of_sinks
-        inputs = BackwardInputs(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, *asked)
+            return *_by_operator(plan.memo, requested, *tensors, numbers=plan.numbers), None, None
+        requested = of_query, of_key or of_value, of_mask, of_slopes, of_sinks
+        inputs = BackwardInputs(query, key, value, out, lse, dout, dlse, attn_mask, slopes, sinks, bits, *requested)
         dq, dk, dv, *more = plan.backward.gradients(inputs)
         return dq, dk if of_key else None, dv if of_value else None, *more, None, None
 
@@ -258,8 +258,10 @@ def _written(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised gradients, each laid out as its input; empty for those not requested."""
     dq, dk, dv = (
-        x.new_empty_strided(x.shape, out_strides((x.shape[0], x.shape[1], x.shape[2], x.shape[3]), x.stride())) if asked else x.new_empty(0)
-        for x, asked in ((query, of_query), (key, of_keys), (value, of_keys))
+        x.new_empty_strided(x.shape, out_strides((x.shape[0], x.shape[1], x.shape[2], x.shape[3]), x.stride()))
+        if requested
+        else x.new_empty(0)
+        for x, requested in ((query, of_query), (key, of_keys), (value, of_keys))
     )
     return dq, dk, dv
 
@@ -278,23 +280,23 @@ def _differentiated(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | No
     """Requested gradients."""
     query, key, value, *others = ctx.saved_tensors
     nothing = (None,) * (1 + len(ctx.numbers))
-    asked = ctx.needs_input_grad[:6]
+    requested = ctx.needs_input_grad[:6]
     if dout is None and dlse is None:
-        return *(None for _ in asked), *nothing
+        return *(None for _ in requested), *nothing
     dout = torch.zeros_like(others[0]) if dout is None else dout
-    return *_by_operator(ctx.memo, asked, dout, dlse, query, key, value, *others, numbers=ctx.numbers), *nothing
+    return *_by_operator(ctx.memo, requested, dout, dlse, query, key, value, *others, numbers=ctx.numbers), *nothing
 
 
-def _by_operator(memo: Memo, asked: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
+def _by_operator(memo: Memo, requested: Sequence[bool], *tensors: torch.Tensor | None, numbers: Sequence[Any]) -> Any:
     """Requested gradients of query, key, value, mask, slopes and sinks; `tensors` as the operator takes them."""
-    of_query, of_key, of_value, *of_others = asked
+    of_query, of_key, of_value, *of_others = requested
     # Autograd's threads have no layers of their own.
     _forwards.memo = memo
     try:
         found = torch.ops.flashtune.attention_gradients(*tensors, of_query, of_key or of_value, *of_others, *numbers)
     finally:
         _forwards.memo = None
-    return tuple(grad if wanted else None for grad, wanted in zip(found, asked, strict=True))
+    return tuple(grad if wanted else None for grad, wanted in zip(found, requested, strict=True))
 
 
 def _twice(ctx: Any, *_: object) -> None:
@@ -322,7 +324,7 @@ def _gradients(
     memo = getattr(_forwards, "memo", None) or layers.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
-    asked, numbers = others[:5], Numbers(*others[5:])
+    requested, numbers = others[:5], Numbers(*others[5:])
     backward = backwards.backward_of(
         memo,
         (kinds, query.device, numbers),
@@ -332,5 +334,5 @@ def _gradients(
         ),
     )
     seed = int(state.item()) % 2**64 if numbers.dropout_p else 0
-    inputs = BackwardInputs(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, *asked)
+    inputs = BackwardInputs(query, key, value, out, lse, dout, dlse, attn_mask, alibi_slopes, sinks, seed, *requested)
     return tuple(query.new_empty(0) if grad is None else grad for grad in backward.gradients(inputs))
