@@ -207,7 +207,7 @@ class Arguments:
 
         width = x.base.item_bytes
         # The swizzle depends on the width of elements alone.
-        layout = (
+        layout: Any = (
             gl.NVMMASharedLayout(0, 8 * width, len(x.block))
             if x.layout == "plain"
             else gl.NVMMASharedLayout.get_default_for(list(x.block), {1: gl.uint8, 2: gl.uint16}[width])
