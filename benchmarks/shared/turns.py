@@ -99,7 +99,7 @@ def described(plan: Any) -> str:
     source = "compiled here"
     if plan.manifest is not None and (plan.manifest.archive or plan.manifest.folder) is not None:
         source = "cache" if plan.manifest.archive is None else "package"
-    return f"{name}, {len(plan.program.recorded)} launches, {source}"
+    return f"{name}, {len(plan.program.planned)} launches, {source}"
 
 
 def served_by(call: Call) -> str:
