@@ -210,13 +210,13 @@ def _left_out(layer: Layer, error: FlashtuneError) -> Mapping[ProblemKey, list[T
 def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
     """Records of a layer by key: those of a sound and current file on request, without SQLAlchemy."""
     path = _file_of(layer.location)
-    if path is None:
-        return by_key(_through_store(layer))
-    if layer.precedence and os.path.isfile(path):
+    if layer.precedence and path is not None and os.path.isfile(path):
         check_card(path)
-    if layer.optional and not os.path.lexists(path):
+    if layer.optional and path is not None and not os.path.lexists(path):
         return {}
     try:
+        if path is None:
+            return by_key(_through_store(layer))
         try:
             return FileRecords(path, shipped=layer.location == shipped_path())
         except FileChanged:
