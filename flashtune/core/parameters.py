@@ -24,6 +24,14 @@ FACTORS = ("q_descale", "k_descale", "v_descale")
 PER_HEAD_FLAGS = {"alibi_slopes": "alibi"} | {name: name for name in PER_HEAD if name not in (*FACTORS, "alibi_slopes")}
 """The feature that each of the others needs; a launch uses callers' names, but for `slopes`."""
 
+DROPOUT_STEPS = 32768
+"""Values of a dropout draw (15 bits): the resolution of its rates."""
+
+
+def dropout_threshold(p: float) -> int:
+    """The number of the 2^15 values of a draw that drop a pair: p rounded to 1/32768."""
+    return round(p * DROPOUT_STEPS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallParameters:

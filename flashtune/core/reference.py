@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.band import Band
+from flashtune.core.parameters import dropout_threshold
 
 PHILOX_ROUNDS = 7
 """Philox4x32-7 passes BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, table 2)."""
@@ -35,11 +36,6 @@ def _wide_product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     low, high = (x & 0xFFFF) * factor, (x >> 16) * factor
     total = low + ((high & 0xFFFF) << 16)
     return ((high >> 16) + (total >> 32)) & _MASK32, total & _MASK32
-
-
-def dropout_threshold(p: float) -> int:
-    """The number of the 2^15 values of a draw that drop a pair: p rounded to 1/32768."""
-    return round(p * 32768)
 
 
 def dropout_keep_rows(

@@ -5,17 +5,11 @@ from typing import Any
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.launches import LaunchInputs, Operand
+from flashtune.core.parameters import DROPOUT_STEPS, dropout_threshold
 
 LOG2_E = 1.4426950408889634
-DROPOUT_STEPS = 32768
-"""Steps of dropout rates: the resolution of the random bits that are compared with them."""
 FAR = 2**30
 """Window side beyond any sequence's length."""
-
-
-def rounded_rate(dropout_p: float) -> int:
-    """A dropout rate in steps."""
-    return round(dropout_p * DROPOUT_STEPS)
 
 
 def band_sizes(spec: KernelSpec, inputs: LaunchInputs) -> list[int]:
@@ -41,7 +35,7 @@ def score_numbers(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
     found: list[Any] = [inputs.softcap * LOG2_E, inputs.scale / inputs.softcap] if spec.softcap else [inputs.scale * LOG2_E]
     found += band_sizes(spec, inputs)
     if spec.dropout:
-        steps = rounded_rate(inputs.dropout_p)
+        steps = dropout_threshold(inputs.dropout_p)
         # At a rate of 1 the kernel's threshold wraps to 0; a factor of 0 then drops every pair.
         kept = 1.0 / (1.0 - inputs.dropout_p) if steps < DROPOUT_STEPS else 0.0
         found += [kept, steps, inputs.seed & (2**64 - 1), inputs.offset & (2**32 - 1)]
@@ -51,6 +45,11 @@ def score_numbers(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
 def wide(tensors: Sequence[Operand]) -> bool:
     """True if offsets within a tile may reach 2^31: a tile has up to 2^8 rows and columns."""
     return max(stride for x in tensors for stride in x.strides[2:]) >= 2**22
+
+
+def outer_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a descriptor's outer dimensions, with 16 for dimensions of size 1, whose strides have no meaning."""
+    return tuple(stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True))
 
 
 def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[bool]:

@@ -4,9 +4,10 @@ from typing import Any
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch
+from flashtune.core.parameters import DROPOUT_STEPS, dropout_threshold
 from flashtune.templates.backward.hopper.layout import BackwardLayout, HopperBackward, SplitLayout, query_divisions
 from flashtune.templates.launches.backward import FUSED, SMALL, PointerBackward, needed
-from flashtune.templates.launches.common import DROPOUT_STEPS, LOG2_E, band_sizes, cdiv, rounded_rate, strides_divide
+from flashtune.templates.launches.common import LOG2_E, band_sizes, cdiv, strides_divide
 from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_steps, pack_mask, swizzled
 
 
@@ -34,7 +35,7 @@ class HopperBackwardHost:
 
     def keep(self, inputs: LaunchInputs) -> float:
         """The share of pairs that dropout keeps, by whose inverse gradients of scores grow."""
-        return 1 - inputs.dropout_p if rounded_rate(inputs.dropout_p) < DROPOUT_STEPS else 1.0
+        return 1 - inputs.dropout_p if dropout_threshold(inputs.dropout_p) < DROPOUT_STEPS else 1.0
 
     def numbers(self, call: "_Call", bits: Operand | None, m_tiles: int, n_tiles: int) -> list[Any]:
         """Arguments of a kernel of gradients after its tensors; `bits` is the packed mask."""
@@ -46,7 +47,7 @@ class HopperBackwardHost:
         found += [int(stride > 0) for stride in needed(i.mask).strides] if spec.mask == "bias" else []
         found += [*band_sizes(spec, i), i.scale, (i.softcap if spec.softcap else i.scale) * LOG2_E]
         found += [2 * LOG2_E * i.scale / i.softcap] if spec.softcap else []
-        found += [i.seed, i.offset, rounded_rate(i.dropout_p), 1 / self.keep(i)] if spec.dropout else []
+        found += [i.seed, i.offset, dropout_threshold(i.dropout_p), 1 / self.keep(i)] if spec.dropout else []
         found += [needed(i.slopes), *needed(i.slopes).strides] if spec.alibi else []
         if spec.mask == "bool":
             found += [bits, *matrix_steps(call.matrices())]

@@ -4,8 +4,9 @@ from typing import Any
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
+from flashtune.core.parameters import dropout_threshold
 from flashtune.templates.hopper.layout import HopperLayout
-from flashtune.templates.launches.common import LOG2_E, cdiv, magic_divisor, per_head, rounded_rate
+from flashtune.templates.launches.common import LOG2_E, cdiv, magic_divisor, outer_strides, per_head
 
 PACKED_BITS_LIMIT = 2**32
 """Most elements of a mask with repeated rows that is packed to bits: half a GiB."""
@@ -16,8 +17,7 @@ BITS_TYPES = {64: "i16", 128: "i32", 256: "i64"}
 
 def swizzled(x: Operand, rows: int, columns: int) -> Descriptor:
     """A descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine reads zeros outside."""
-    strides = (*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)), 1)
-    return Descriptor(x, x.shape, strides, (1, 1, rows, columns), "swizzled")
+    return Descriptor(x, x.shape, (*outer_strides(x.shape[:3], x.strides[:3]), 1), (1, 1, rows, columns), "swizzled")
 
 
 def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand | None) -> bool:
@@ -119,8 +119,7 @@ class HopperForwardHost:
         (b, h, n, d), (step_b, step_h, step_n, _) = x.shape, x.strides
         shape = (b, kv_heads, h // kv_heads, n, d)
         steps = (step_b, step_h * (h // kv_heads), step_h, step_n)
-        strides = (*(stride if size > 1 else 16 for size, stride in zip(shape[:4], steps, strict=True)), 1)
-        return Descriptor(x, shape, strides, (1, 1, packed, 64 // packed, columns), "swizzled")
+        return Descriptor(x, shape, (*outer_strides(shape[:4], steps), 1), (1, 1, packed, 64 // packed, columns), "swizzled")
 
     def _divisors(self, inputs: LaunchInputs, m_tiles: int, heads: int) -> list[int]:
         section = self.config.number("section")
@@ -136,7 +135,7 @@ class HopperForwardHost:
         found += [2 * LOG2_E * scale / softcap] if spec.softcap else []
         if spec.dropout:
             kept = 1 / (1 - inputs.dropout_p) if inputs.dropout_p < 1 else 0.0
-            found += [inputs.seed, inputs.offset, rounded_rate(inputs.dropout_p), kept]
+            found += [inputs.seed, inputs.offset, dropout_threshold(inputs.dropout_p), kept]
         return found
 
 

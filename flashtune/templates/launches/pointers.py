@@ -3,9 +3,9 @@
 from typing import Any
 
 from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch
+from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
 from flashtune.templates.family import padded
-from flashtune.templates.launches.common import cdiv, per_head, score_numbers, strides_divide, wide
+from flashtune.templates.launches.common import cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
 
 NARROW_TILE_BYTES = 128
 """Bytes of a tile's row below which Triton 3.6 misreads it beside wider ones, unless Q and K are aligned."""
@@ -32,7 +32,7 @@ class PointerHost:
         if interpreted and not interpretable(self.spec):
             return False
         if self._described:
-            return all(map(_describable, (q, k, v)))
+            return all(map(copyable, (q, k, v)))
         return interpreted or accepts_narrow(self.block_dv, q, k)
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
@@ -119,8 +119,7 @@ class DecodeHost(PointerHost):
 def split_count(blocks: int, tiles: int, programs: int) -> int:
     """The number of programs that share a tile's blocks of keys: the fewest with the longest share of `programs` over all tiles."""
     splits = min(max(programs // tiles, 1), blocks)
-    share = -(-blocks // splits)
-    return -(-blocks // share)
+    return cdiv(blocks, cdiv(blocks, splits))
 
 
 def interpretable(spec: KernelSpec) -> bool:
@@ -135,16 +134,5 @@ def accepts_narrow(columns: int, q: Operand, k: Operand) -> bool:
     return all(x.aligned and x.strides[3] == 1 and all(step * x.item_bytes % 16 == 0 for step in x.strides[:3]) for x in (q, k))
 
 
-def _described_strides(x: Operand) -> tuple[int, ...]:
-    """Strides of `x` (B, H, N, D), with 16 for dimensions of size 1, whose strides have no meaning."""
-    return (*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.strides[:3], strict=True)), x.strides[3])
-
-
-def _describable(x: Operand) -> bool:
-    steps = _described_strides(x)
-    unit = 16 // x.item_bytes
-    return x.aligned and steps[3] == 1 and min(steps[:3]) > 0 and all(step % unit == 0 for step in steps[:3])
-
-
 def _descriptor(x: Operand, rows: int, columns: int) -> Descriptor:
-    return Descriptor(x, x.shape, _described_strides(x), (1, 1, rows, columns), "triton")
+    return Descriptor(x, x.shape, (*outer_strides(x.shape[:3], x.strides[:3]), x.strides[3]), (1, 1, rows, columns), "triton")
