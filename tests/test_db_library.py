@@ -93,7 +93,7 @@ def settling(variant: str, time: float, maximum: str, **changes: object) -> Outc
 
 
 @pytest.mark.parametrize(
-    ("others", "twin"),
+    ("others", "fallback"),
     [
         ((settling("slow", 140.0, "running"), settling("fast", 130.0, "running"), settling("settles", 110.0, "first")), "fast"),
         ((settling("fast", 130.0, "running", rank=3), settling("raced", 131.0, "running", rank=2)), "raced"),
@@ -104,8 +104,8 @@ def settling(variant: str, time: float, maximum: str, **changes: object) -> Outc
     ],
     ids=["the fastest", "by the race", "of another family", "not measured", "without the axis", "nothing"],
 )
-def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twin(
-    tmp_path: Path, others: tuple[Outcome, ...], twin: str | None
+def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_fallback(
+    tmp_path: Path, others: tuple[Outcome, ...], fallback: str | None
 ) -> None:
     winner = settling("winner", 100.0, "first", rank=1)
     samples.write(tmp_path / "a.sqlite", (samples.result(*others, winner),))
@@ -114,9 +114,9 @@ def test_a_row_that_settles_has_the_best_measured_trial_that_does_not_as_its_twi
         store.export(tmp_path / "b.sqlite", winners_only=True)
     assert record.outcome.variant_id == "winner"
     # A search knows it before its result is read again.
-    assert record.twin == samples.result(*others, winner).twin
-    assert (record.twin.variant_id if record.twin else None) == twin
-    # Where only the best is exported, its twin comes along.
+    assert record.fallback == samples.result(*others, winner).fallback
+    assert (record.fallback.variant_id if record.fallback else None) == fallback
+    # Where only the best is exported, its fallback comes along.
     assert Library.of(tmp_path / "b.sqlite").best(record.key) == replace(record, origin=str(tmp_path / "b.sqlite"))
     assert [replace(r, origin="") for r in FileRecords(tmp_path / "a.sqlite").winners()] == [replace(record, origin="")]
 
@@ -133,9 +133,9 @@ def test_the_packages_database_is_read_by_threads_and_by_a_forked_process(monkey
     assert shipped[keys[0]] == wanted[0] and shipped._connection is not connection
 
 
-def test_a_row_with_running_maxima_needs_no_twin(tmp_path: Path) -> None:
+def test_a_row_with_running_maxima_needs_no_fallback(tmp_path: Path) -> None:
     samples.write(tmp_path / "a.sqlite", (samples.result(settling("a", 10.0, "running", rank=1), settling("b", 20.0, "running", rank=2)),))
-    assert [record.twin for record in Library.of(tmp_path / "a.sqlite").winners()] == [None]
+    assert [record.fallback for record in Library.of(tmp_path / "a.sqlite").winners()] == [None]
 
 
 def test_records_of_both_layers_are_merged_filtered_and_in_order(own_database: Path, shipped: Path) -> None:
@@ -244,7 +244,7 @@ def test_the_shipped_winners_are_the_stores_own_and_need_no_sqlalchemy() -> None
     with Store.open(shipped_path(), writable=False) as store:
         wanted = [replace(record, origin="") for record in store.winners()]
     assert [replace(record, origin="") for record in FileRecords(shipped_path(), shipped=True).winners()] == wanted and wanted
-    assert any(record.twin is not None for record in wanted)
+    assert any(record.fallback is not None for record in wanted)
     code = """
 import sys
 from flashtune.db.library import Library

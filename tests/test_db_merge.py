@@ -69,13 +69,13 @@ def test_a_merge_of_three_databases_loses_no_best_row_and_says_what_gave_way(thr
     assert {Path(lost.origin).stem for lost, _ in merged.lost} == {"a", "b", "c"}
 
 
-def test_a_merged_row_keeps_its_twin_and_how_its_search_ended(tmp_path: Path) -> None:
+def test_a_merged_row_keeps_its_fallback_and_how_its_search_ended(tmp_path: Path) -> None:
     first, running = (replace(CONFIG, items=(*CONFIG.items, ("maximum", value))) for value in ("first", "running"))
     searched = samples.result(samples.outcome("settles", 100.0, config=first, rank=1), samples.outcome("runs", 110.0, config=running))
     path = samples.write(tmp_path / "a.sqlite", (replace(searched, ending=Ending(reason="gain", regret=0.01)),))
     merge([path], tmp_path / "b.sqlite")
     [record], [merged] = (Library.of(one).records() for one in (path, tmp_path / "b.sqlite"))
-    assert record.twin is not None and record.ending is not None
+    assert record.fallback is not None and record.ending is not None
     assert replace(merged, origin="") == replace(record, origin="")
 
 

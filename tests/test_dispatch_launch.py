@@ -189,7 +189,7 @@ def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(library
 
 SHIPPED = shipped_index(PACKAGE).kernels
 WINNERS = databases.Library.of(databases.shipped_path()).winners()
-RECORDS = [one for record in WINNERS for one in (record.as_twin(), record) if one is not None]
+RECORDS = [one for record in WINNERS for one in (record.as_fallback(), record) if one is not None]
 # Launches differ by what is compiled in, and by whether kernels count mispredicting programs.
 OF_SPECS = list(
     {(one.outcome.template, one.problem.spec(), "maximum=first" in one.outcome.config.label()): one for one in RECORDS}.values()

@@ -1,4 +1,4 @@
-"""A plan that scores mislead goes over to its twin, asks whether they still do, and comes back; explain tells of it."""
+"""A plan that scores mislead goes over to its fallback, asks whether they still do, and comes back; explain tells of it."""
 
 import ctypes
 import itertools
@@ -21,7 +21,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import api
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import driver, prepared
-from flashtune.dispatch.plans.forward import KernelPlan, Twin
+from flashtune.dispatch.plans.forward import Fallback, KernelPlan
 from flashtune.dispatch.plans.misprediction import FEW, FIRST_PERIOD, LONGEST_PERIOD, SHARE, WATCHED, Misprediction
 from flashtune.dispatch.policy import choose
 from flashtune.dispatch.resolve.memo import Memo
@@ -50,9 +50,9 @@ class Calls:
         served = ""
         for _ in range(count):
             state = self.misled
-            twin = (state.busy or self.word.value != state.seen) and state.twin_serves()
-            served += "t" if twin else "s"
-            self._queue.append(0 if twin else misled)
+            fallback = (state.busy or self.word.value != state.seen) and state.fallback_serves()
+            served += "t" if fallback else "s"
+            self._queue.append(0 if fallback else misled)
             self.word.value = (self.word.value + self._queue.pop(0)) % 2**32
         return served
 
@@ -152,7 +152,7 @@ class Settled(KernelPlan):
 
 
 class Other:
-    """A twin's plan."""
+    """A fallback's plan."""
 
     def __init__(self, *, fails: bool = False, program: object = True) -> None:
         self.fails, self.program, self.built = fails, program, 0
@@ -163,7 +163,7 @@ class Other:
             raise RuntimeError("ptxas: out of registers")
 
     def run(self, *_: object) -> Any:
-        return "twin", None
+        return "fallback", None
 
 
 def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[Settled, Any]:
@@ -171,7 +171,7 @@ def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[S
     q = torch.zeros(1, 1, 64, 64)
     warn = ([] if warned is None else warned).append
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
-    found = Settled(call, module, q, twin=Twin(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
+    found = Settled(call, module, q, fallback=Fallback(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
     word = SimpleNamespace(value=0)
     found.misprediction = Misprediction(word, PROGRAMS)
     return found, word
@@ -190,17 +190,17 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def test_a_plan_makes_its_twin_when_it_is_first_misled(capturing: list[bool]) -> None:
+def test_a_plan_makes_its_fallback_when_it_is_first_misled(capturing: list[bool]) -> None:
     other = Other()
     plan, word = planned(lambda: other)
     assert served(plan, 3) == ["settled"] * 3 and not other.built
     word.value += MANY * FEW
-    assert served(plan, 3) == ["twin"] * 3
+    assert served(plan, 3) == ["fallback"] * 3
     assert other.built == 1
 
 
 @pytest.mark.parametrize("other", [None, Other(fails=True), Other(program=None)], ids=["none", "unbuildable", "unprepared"])
-def test_without_a_twin_that_runs_the_plan_serves_on_and_warns_once(other: Other | None, capturing: list[bool]) -> None:
+def test_without_a_fallback_that_runs_the_plan_serves_on_and_warns_once(other: Other | None, capturing: list[bool]) -> None:
     warned: list[str] = []
     plan, word = planned(lambda: other, warned)
     word.value += MANY * FEW
@@ -216,17 +216,17 @@ def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> Non
     capturing[0] = True
     assert served(plan, 200) == ["settled"] * 200
     capturing[0] = False
-    assert served(plan) == ["twin"]
+    assert served(plan) == ["fallback"]
     capturing[0] = True
     # A graph keeps what serves while it is captured.
-    assert served(plan, 500) == ["twin"] * 500
+    assert served(plan, 500) == ["fallback"] * 500
     assert plan.misprediction is not None and plan.misprediction.times == 1
 
 
 def test_in_deterministic_mode_one_kernel_serves(capturing: list[bool]) -> None:
     plan, word = planned(Other)
     word.value += MANY * FEW
-    assert served(plan) == ["twin"]
+    assert served(plan) == ["fallback"]
     before = torch.are_deterministic_algorithms_enabled()
     # As torch.use_deterministic_algorithms does, which imports its compiler.
     torch._C._set_deterministic_algorithms(True)
@@ -234,14 +234,14 @@ def test_in_deterministic_mode_one_kernel_serves(capturing: list[bool]) -> None:
         assert served(plan, 200) == ["settled"] * 200
     finally:
         torch._C._set_deterministic_algorithms(before)
-    assert served(plan) == ["twin"]
+    assert served(plan) == ["fallback"]
 
 
 def test_a_call_that_asks_for_the_same_bits_has_no_count() -> None:
     settling = SimpleNamespace(launches=hopper_kernels.rendered(hopper_kernels.problem(64).spec(), maximum="first").launches)
-    q, twin = torch.zeros(1, 1, 64, 64), Twin(config=CONFIG, plan=lambda: None)
+    q, fallback = torch.zeros(1, 1, 64, 64), Fallback(config=CONFIG, plan=lambda: None)
     call = parse(Arguments(q, q, q), Options())
-    assert KernelPlan(replace(call, deterministic=True), settling, q, twin=twin)._count(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(replace(call, deterministic=True), settling, q, fallback=fallback)._count(0) is None  # type: ignore[arg-type]
     assert KernelPlan(call, settling, q)._count(0) is None  # type: ignore[arg-type]
 
 
@@ -275,22 +275,22 @@ def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
         assert [plan.launches[-1].arguments[place].address for place in places] == list(told or unread)
 
 
-RECORDS = [record for record in Library.of(shipped_path()).records(gpu="h200") if record.twin is not None]
+RECORDS = [record for record in Library.of(shipped_path()).records(gpu="h200") if record.fallback is not None]
 
 
-def test_the_policy_names_the_twin_of_the_row_that_serves() -> None:
+def test_the_policy_names_the_fallback_of_the_row_that_serves() -> None:
     record, target = RECORDS[0], find_target("h200")
     chosen = choose(record.problem, target, [record], families())
-    assert record.twin is not None and chosen.config is not None and chosen.twin is not None
-    assert settles(chosen.config) and chosen.twin == families()[record.twin.template].completed(record.twin.config)
+    assert record.fallback is not None and chosen.config is not None and chosen.fallback is not None
+    assert settles(chosen.config) and chosen.fallback == families()[record.fallback.template].completed(record.fallback.config)
     # One that stands in has it moved like its config, and one that is none any more is left out.
     wider = replace(record.problem, n_kv=record.problem.n_kv + 64)
-    assert choose(wider, target, [record], families()).twin == chosen.twin
-    for other in (replace(record.twin, config=Config.of(maximum="running")), replace(record.twin, template="flash_decode"), None):
-        assert choose(record.problem, target, [replace(record, twin=other)], families()).twin is None
+    assert choose(wider, target, [record], families()).fallback == chosen.fallback
+    for other in (replace(record.fallback, config=Config.of(maximum="running")), replace(record.fallback, template="flash_decode"), None):
+        assert choose(record.problem, target, [replace(record, fallback=other)], families()).fallback is None
 
 
-def test_explain_names_the_twin_and_what_the_plan_remembers(capturing: list[bool]) -> None:
+def test_explain_names_the_fallback_and_what_the_plan_remembers(capturing: list[bool]) -> None:
     problem = next(record for record in RECORDS if settles(record.outcome.config)).problem
     found = dispatch.explain_problem(problem, "h200")
     assert found.twin is not None and not settles(found.twin)
@@ -309,7 +309,7 @@ def test_explain_names_the_twin_and_what_the_plan_remembers(capturing: list[bool
 def test_what_explain_tells_is_that_of_the_plan_in_force() -> None:
     memo = Memo()
     plan, _ = planned(Other)
-    again = Settled(plan.call, plan.module, torch.zeros(1, 1, 64, 64), twin=plan.twin)
+    again = Settled(plan.call, plan.module, torch.zeros(1, 1, 64, 64), fallback=plan.fallback)
     assert api._in_force(memo, again) is None
     memo.keep("signature", plan)
     assert api._in_force(memo, again) is plan

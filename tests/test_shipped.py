@@ -61,8 +61,8 @@ def test_every_promised_cell_is_measured_and_served(d: int, n: int, dtype: str, 
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.problem.label())
-def test_rows_and_their_twins_are_of_the_installed_templates_and_inside_the_declared_space(record: TuningRecord) -> None:
-    for one in (record, record.as_twin()):
+def test_rows_and_their_fallbacks_are_of_the_installed_templates_and_inside_the_declared_space(record: TuningRecord) -> None:
+    for one in (record, record.as_fallback()):
         if one is not None:
             variant = variant_for(one)
             assert variant.id == one.outcome.variant_id

@@ -55,24 +55,24 @@ def test_every_distinct_winner_has_one_path_of_its_own_and_all_its_rows() -> Non
     assert sum(len(one.records) for one in arranged) == len(SHIPPED)
 
 
-def test_each_shipped_row_that_settles_maxima_has_its_twin_shipped() -> None:
+def test_each_shipped_row_that_settles_maxima_has_its_fallback_shipped() -> None:
     index = read_index(PACKAGE)
     settling = [record for record in SHIPPED if settles(record.outcome.config)]
-    twins = [twin for record in settling if (twin := record.as_twin()) is not None]
-    assert len(twins) > len(settling) // 2
-    for twin in twins:
-        assert not settles(twin.outcome.config)
-        kernel = index.find(variant_for(twin).id)
+    fallbacks = [fallback for record in settling if (fallback := record.as_fallback()) is not None]
+    assert len(fallbacks) > len(settling) // 2
+    for fallback in fallbacks:
+        assert not settles(fallback.outcome.config)
+        kernel = index.find(variant_for(fallback).id)
         assert kernel is not None and kernel.manifest is not None
-    of_twins = {(one.variant.id, twin.key) for one in arrange(SHIPPED) for twin in one.twins}
-    assert of_twins == {(variant_for(twin).id, twin.key) for twin in twins}
+    of_fallbacks = {(one.variant.id, fallback.key) for one in arrange(SHIPPED) for fallback in one.fallbacks}
+    assert of_fallbacks == {(variant_for(fallback).id, fallback.key) for fallback in fallbacks}
 
 
-def test_a_kernel_that_is_only_a_twin_is_listed_as_one(tmp_path: Path) -> None:
-    record = next(record for record in SHIPPED if record.twin is not None)
+def test_a_kernel_that_is_only_a_fallback_is_listed_as_one(tmp_path: Path) -> None:
+    record = next(record for record in SHIPPED if record.fallback is not None)
     arranged = arrange([record])
-    assert sorted((len(one.records), len(one.twins)) for one in arranged) == [(0, 1), (1, 0)]
-    assert [one.twins[0].outcome for one in arranged if one.twins] == [record.twin]
+    assert sorted((len(one.records), len(one.fallbacks)) for one in arranged) == [(0, 1), (1, 0)]
+    assert [one.fallbacks[0].outcome for one in arranged if one.fallbacks] == [record.fallback]
     write(generated([record]), tmp_path)
     assert "measured, fallback |" in (tmp_path / "README.md").read_text()
 
@@ -135,7 +135,7 @@ def test_what_no_longer_wins_goes_and_with_it_its_folders(tmp_path: Path) -> Non
 
 def test_a_strangers_files_stay_whatever_their_names(tmp_path: Path) -> None:
     write(generated(DECODES), tmp_path)
-    left_out = next(one.variant.id for one in arrange(DECODES) if len(one.records) == 1 and not one.twins)
+    left_out = next(one.variant.id for one in arrange(DECODES) if len(one.records) == 1 and not one.fallbacks)
     others = [record for record in DECODES if record.outcome.variant_id != left_out]
     # Another kernel's name may be shorter without it.
     stale, *_ = sorted({one.kernel.path for one in arrange(DECODES)} - {one.kernel.path for one in arrange(others)})

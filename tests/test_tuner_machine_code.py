@@ -218,7 +218,9 @@ def host_sides() -> list[tuple[Arranged, Manifest, LoadedKernel]]:
 @pytest.mark.parametrize("n_kv", [1, 197, 4096])
 def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_inside: bool) -> None:
     for one, manifest, module in host_sides():
-        inputs = make_inputs(shaped((one.records or one.twins)[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside)
+        inputs = make_inputs(
+            shaped((one.records or one.fallbacks)[0].problem, n_kv), device="meta", seed=2**64 - 1, heads_inside=heads_inside
+        )
         if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.keywords["mask"]):
             continue
         words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}

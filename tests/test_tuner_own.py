@@ -89,11 +89,11 @@ def test_a_template_with_host_code_in_its_text_is_left_to_triton(monkeypatch: py
 
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")
-def test_a_winners_twin_is_compiled_with_it() -> None:
-    row = next(record for record in Library.of(shipped_path()).records() if record.twin is not None)
-    twin = row.as_twin()
-    assert twin is not None
-    assert [order.variant_id for order in own._missing([row, row], H200)] == [variant_for(row).id, variant_for(twin).id]
+def test_a_winners_fallback_is_compiled_with_it() -> None:
+    row = next(record for record in Library.of(shipped_path()).records() if record.fallback is not None)
+    fallback = row.as_fallback()
+    assert fallback is not None
+    assert [order.variant_id for order in own._missing([row, row], H200)] == [variant_for(row).id, variant_for(fallback).id]
 
 
 def test_what_is_shipped_comes_first(cache: Path) -> None:

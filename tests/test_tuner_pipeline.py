@@ -644,17 +644,17 @@ def test_winners_are_compiled_for_later_while_others_are_searched(monkeypatch: p
         assert put == ([] if fails else list(dict.fromkeys(winners)))
 
 
-def test_a_winners_twin_is_compiled_and_kept_with_it() -> None:
-    row = next(record for record in Library.of(shipped_path()).records() if record.twin is not None)
+def test_a_winners_fallback_is_compiled_and_kept_with_it() -> None:
+    row = next(record for record in Library.of(shipped_path()).records() if record.fallback is not None)
     put: list[str] = []
     keeping = Keeping(
-        compile=lambda one, target: MachineCode(text=f"{one.outcome.variant_id} {one.twin}"), put=lambda code: put.append(code.text)
+        compile=lambda one, target: MachineCode(text=f"{one.outcome.variant_id} {one.fallback}"), put=lambda code: put.append(code.text)
     )
     winners = Winners(keeping, plan(1).target, 1.0)
     workers: Any = HereAndNow(jobs=1)
     winners.won(row, workers)
     winners.put()
-    assert row.twin is not None and put == [f"{row.outcome.variant_id} None", f"{row.twin.variant_id} None"]
+    assert row.fallback is not None and put == [f"{row.outcome.variant_id} None", f"{row.fallback.variant_id} None"]
 
 
 def test_searches_may_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
     from flashtune.tuner.publish.sources import source_for, variant_for
 
     for record in records:
-        for one in (record, record.as_twin()):
+        for one in (record, record.as_fallback()):
             # A record of an earlier version may hold another id than its kernel has today, which is what explain prints.
             if one is not None and unservable(one) is None and variant_id in (one.outcome.variant_id, variant_for(one).id):
                 return source_for(one).text

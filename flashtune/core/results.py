@@ -188,7 +188,7 @@ class TuningRecord:
     provenance: Provenance
     baseline: Baseline | None = None
     ending: Ending | None = None
-    twin: Outcome | None = None
+    fallback: Outcome | None = None
     """The fallback kernel where the outcome freezes row maxima: the best measured trial of the same run that doesn't, for mispredicted
     softmax."""
     origin: str = ""
@@ -196,16 +196,16 @@ class TuningRecord:
     precedence: int = 0
     """Precedence of its layer among the requested ones; 0 for the user's own results and the shipped ones."""
 
-    def as_twin(self) -> "TuningRecord | None":
+    def as_fallback(self) -> "TuningRecord | None":
         """The record of its fallback kernel; None where it has none."""
-        return None if self.twin is None else replace(self, outcome=self.twin, twin=None)
+        return None if self.fallback is None else replace(self, outcome=self.fallback, fallback=None)
 
     def as_result(self) -> "SearchResult":
         """The result of a search that found only the record and its fallback kernel."""
         return SearchResult(
             gpu=self.key.gpu,
             problem=self.problem,
-            outcomes=(self.outcome,) if self.twin is None else (self.outcome, self.twin),
+            outcomes=(self.outcome,) if self.fallback is None else (self.outcome, self.fallback),
             provenance=self.provenance,
             baseline=self.baseline,
             ending=self.ending,
@@ -269,7 +269,7 @@ class SearchResult:
         return min(timed, key=lambda o: (o.rank or 10**9, o.measurement.median_us if o.measurement else 0.0, o.variant_id), default=None)
 
     @property
-    def twin(self) -> Outcome | None:
+    def fallback(self) -> Outcome | None:
         """The fallback kernel of a winner with frozen row maxima: its family's best correct measured outcome without them."""
         best = self.best
         if best is None or not settles(best.config):

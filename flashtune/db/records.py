@@ -245,4 +245,4 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             outcome = rows.read_outcome(trial)
             fallback = rows.fallback_of(outcome, fallbacks.get(trial.values["run_id"]))
             rows.refuse_impossible(key.gpu, found["problem"], outcome, found["baseline"])
-        return TuningRecord(key=key, outcome=outcome, twin=fallback, origin=self._name, **found)
+        return TuningRecord(key=key, outcome=outcome, fallback=fallback, origin=self._name, **found)

@@ -199,7 +199,7 @@ class Store:
             fallback_outcome = rows.fallback_of(outcome, None if fallback is None else _part(fallback, "trial"))
         with row_named(self.name, "trial", found["trial.id"]):
             rows.refuse_impossible(key.gpu, run["problem"], outcome, run["baseline"])
-        return TuningRecord(key=key, outcome=outcome, twin=fallback_outcome, origin=self.name, **run)
+        return TuningRecord(key=key, outcome=outcome, fallback=fallback_outcome, origin=self.name, **run)
 
     def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, dict[str, Any]]:
         with row_named(self.name, "problem", found["problem.id"]):

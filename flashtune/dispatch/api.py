@@ -259,7 +259,7 @@ def _forward_of(plan: Plan) -> Plan:
 
 def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
     """Cached plan that serves calls as the chosen one would: its misprediction state belongs to calls made so far."""
-    if not isinstance(chosen, KernelPlan) or chosen.twin is None:
+    if not isinstance(chosen, KernelPlan) or chosen.fallback is None:
         return None
     for plan in list(memo.plans.values()):
         forward = _forward_of(plan)

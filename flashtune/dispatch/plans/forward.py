@@ -126,7 +126,7 @@ class ModulePlan:
             return prepared.program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
 
 
-class Twin(NamedTuple):
+class Fallback(NamedTuple):
     """Fallback kernel of a plan, for mispredicted softmax: a config of the same family, and a factory of its plan, which may fail or return
     None."""
 
@@ -139,14 +139,14 @@ class KernelPlan(ModulePlan):
 
     __slots__ = (
         "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_moves_sign",
-        "_other", "_plain", "_rest", "_scratch", "_temporaries", "misprediction", "twin",
+        "_other", "_plain", "_rest", "_scratch", "_temporaries", "fallback", "misprediction",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, twin: Twin | None = None, **others: Any) -> None:
+    def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, fallback: Fallback | None = None, **others: Any) -> None:
         """`q` is (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch. `others` are the
         arguments of ModulePlan."""
         super().__init__(call, module, **others)
-        self.twin = twin
+        self.fallback = fallback
         self._other: KernelPlan | None = None
         self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
@@ -209,25 +209,25 @@ class KernelPlan(ModulePlan):
     def _count(self, device: int) -> driver.MirroredCount | None:
         """Counter of the kernel's mispredicting programs; None where it would have no effect."""
         # Deterministic calls are always served by the same kernel.
-        if self.twin is None or self.call.deterministic or not self.module.counts_misses:
+        if self.fallback is None or self.call.deterministic or not self.module.counts_misses:
             return None
-        return driver.MIRRORED_COUNTS.of(device, (self.twin.config, self.call))
+        return driver.MIRRORED_COUNTS.of(device, (self.fallback.config, self.call))
 
     def _instead(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
     ) -> "KernelPlan | None":
         """Plan of the fallback kernel, where that serves this call; None where this plan does."""
-        misprediction, twin = self.misprediction, self.twin
-        if misprediction is None or twin is None or torch.are_deterministic_algorithms_enabled():
+        misprediction, fallback = self.misprediction, self.fallback
+        if misprediction is None or fallback is None or torch.are_deterministic_algorithms_enabled():
             return None
         if torch._C._cuda_isCurrentStreamCapturing():
             # A graph keeps the kernel of its capture, so that captured calls never switch.
             return self._other if misprediction.away else None
-        if not misprediction.twin_serves():
+        if not misprediction.fallback_serves():
             return None
         if self._other is None:
             try:
-                other = twin.plan()
+                other = fallback.plan()
                 if other is not None:
                     other.build(query, key, value, attn_mask, per_head)
                 if other is None or other.program is None:
@@ -235,7 +235,7 @@ class KernelPlan(ModulePlan):
                 self._other = other
             except Exception as error:
                 # The present kernel is slower on these scores, but correct.
-                self._warn(f"flashtune: scores defeat a kernel's softmax, but its fallback {twin.config.label()} can't serve: {error}")
+                self._warn(f"flashtune: scores defeat a kernel's softmax, but its fallback {fallback.config.label()} can't serve: {error}")
                 self.misprediction = None
         return self._other
 

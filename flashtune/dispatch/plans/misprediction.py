@@ -62,7 +62,7 @@ class Misprediction:
         self.away = False
         """True while the fallback kernel serves all calls but probes."""
         self.busy = False
-        """True where each call has to ask `twin_serves`; else only calls that find `word.value` unequal to `seen` do."""
+        """True where each call has to ask `fallback_serves`; else only calls that find `word.value` unequal to `seen` do."""
         self.times = 0
         """Number of switches to the fallback kernel."""
         self._programs, self._limit = programs, -(-programs // SHARE)
@@ -73,7 +73,7 @@ class Misprediction:
         self._left = 0
         self._probed = False
 
-    def twin_serves(self) -> bool:
+    def fallback_serves(self) -> bool:
         """True where the fallback kernel serves this call; to be called once for each call that isn't on the fast path."""
         if not self.away:
             self._watch()

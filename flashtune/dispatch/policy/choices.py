@@ -20,7 +20,7 @@ Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default"
 class Choice(NamedTuple):
     """One way to serve a problem: a family with a config, or PyTorch (no family). `note` is the reason in a sentence.
 
-    Where the record is of another key, `differences` lists the differences, and `estimate` their estimated loss. `twin` is the config of
+    Where the record is of another key, `differences` lists the differences, and `estimate` their estimated loss. `fallback` is that of
     the fallback kernel for mispredicted softmax, where `config` has a frozen row max and the record's search measured one. `behind` is the
     logarithm of the cost model's expected time over the best of those compared; None where it wasn't evaluated.
     """
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     config: Config | None = None
     differences: tuple[str, ...] = ()
     estimate: Estimate | None = None
-    twin: Config | None = None
+    fallback: Config | None = None
     behind: float | None = None
 
 
@@ -196,7 +196,7 @@ def near_choice(fit: Fit, context: Context, *, preferred: Preferred | None = Non
         config=fit.config,
         differences=differing,
         estimate=loss,
-        twin=_twin(record, context, fit.family, fit.config),
+        fallback=_fallback(record, context, fit.family, fit.config),
         behind=behind,
     )
 
@@ -241,16 +241,16 @@ def _torch_remark(slower: float) -> str:
     return "" if slower == 1.0 else f"; PyTorch is expected to read at {slower:.2f} times its rate there"
 
 
-def _twin(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:
+def _fallback(record: TuningRecord, context: Context, family: Family, config: Config) -> Config | None:
     """Config of the record's fallback kernel, where `config` has a frozen row max, adapted where necessary; None where it can't serve."""
-    if record.twin is None or record.twin.template != family.name or not settles(config):
+    if record.fallback is None or record.fallback.template != family.name or not settles(config):
         return None
-    twin = family.completed(record.twin.config)
+    fallback = family.completed(record.fallback.config)
     try:
-        family.validate(twin)
+        family.validate(fallback)
     except InputError:
         return None
-    moved = context.work.moved(family, twin, context.problem.spec(), context.pool)
+    moved = context.work.moved(family, fallback, context.problem.spec(), context.pool)
     if isinstance(moved, str) or settles(moved):
         return None
     return moved if _is_own(record, context.key) else family.resized(moved, context.problem, context.target)
@@ -272,8 +272,8 @@ def exact_choice(fit: Fit, context: Context) -> Choice:
         return Choice(kind="framework", spec=spec, note=note, record=record)
     note += _torch_remark(slower) if relative is not None and relative > 1.0 else ""
     kind: Kind = "exact" if record.outcome.source == "measured" else "predicted"
-    twin = _twin(record, context, family, config)
-    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, twin=twin)
+    fallback = _fallback(record, context, family, config)
+    return Choice(kind=kind, spec=spec, note=note, record=record, family=family, config=config, fallback=fallback)
 
 
 def default_choice(family: Family, problem: Problem, target: Target) -> Choice | Refusal:

@@ -16,7 +16,7 @@ from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Twin
+from flashtune.dispatch.plans.forward import Fallback, FrameworkPlan, KernelPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, length_buckets, rank, torch_has
 from flashtune.dispatch.policy.compiled_first import compiled_first
 from flashtune.dispatch.resolve import backwards
@@ -139,8 +139,8 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
             said = functools.partial(explained, choice, problem, target, tuple(refused), variant, interpreted=interpreted)
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
-            twin = _twin(memo, call, choice, target, q)
-            plan = KernelPlan(call, module, q, twin=twin, manifest=manifest, whole=whole, warn=memo.warn_once)
+            fallback = _fallback(memo, call, choice, target, q)
+            plan = KernelPlan(call, module, q, fallback=fallback, manifest=manifest, whole=whole, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller resumes the generator only after this candidate failed.
             kernel = (variant.id, str(call.device))
@@ -151,10 +151,10 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         failed.add(family.name)
 
 
-def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> Twin | None:
+def _fallback(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> Fallback | None:
     """Fallback kernel of a choice; its code is loaded at the first switch to it."""
-    family, config, record = choice.family, choice.twin, choice.record
-    if family is None or config is None or record is None or record.twin is None:
+    family, config, record = choice.family, choice.fallback, choice.record
+    if family is None or config is None or record is None or record.fallback is None:
         return None
     like = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="meta")
 
@@ -164,7 +164,7 @@ def _twin(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> 
             module, manifest, whole, _ = code_of(memo, family, variant, call.device, target)
             return None if module is None else KernelPlan(call, module, like, manifest=manifest, whole=whole, warn=memo.warn_once)
 
-    return Twin(config=config, plan=plan)
+    return Fallback(config=config, plan=plan)
 
 
 def serves_bucket(memo: Memo, call: Call, variant: Variant | None, sides: Sides) -> bool:

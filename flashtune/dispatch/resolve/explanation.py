@@ -94,7 +94,7 @@ def explained(
         framework_us=None if record is None else record.framework_us,
         refused=tuple(refused),
         differences=choice.differences,
-        twin=choice.twin,
+        twin=choice.fallback,
     )
 
 

@@ -57,7 +57,7 @@ def record_of(result: SearchResult) -> TuningRecord | None:
         provenance=result.provenance,
         baseline=result.baseline,
         ending=result.ending,
-        twin=result.twin,
+        fallback=result.fallback,
     )
 
 

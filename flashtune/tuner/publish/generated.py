@@ -59,7 +59,7 @@ class Arranged:
     variant: Variant
     target: Target
     records: tuple[TuningRecord, ...]
-    twins: tuple[TuningRecord, ...] = ()
+    fallbacks: tuple[TuningRecord, ...] = ()
     sibling: Variant | None = None
 
     @property
@@ -85,26 +85,26 @@ class Changes:
 def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
     """Distinct winners of these records and their fallback kernels, one per architecture, in the order of their paths."""
     rows: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
-    twins: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
+    fallbacks: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
     for record in records:
         rows[find_target(record.key.gpu).arch, variant_for(record)].append(record)
-        if (twin := record.as_twin()) is not None and not unservable(twin):
-            twins[find_target(twin.key.gpu).arch, variant_for(twin)].append(twin)
+        if (fallback := record.as_fallback()) is not None and not unservable(fallback):
+            fallbacks[find_target(fallback.key.gpu).arch, variant_for(fallback)].append(fallback)
     groups: dict[str, list[tuple[str, Variant]]] = defaultdict(list)
-    for arch, variant in dict.fromkeys([*rows, *twins]):
+    for arch, variant in dict.fromkeys([*rows, *fallbacks]):
         groups[f"{_folder(arch, variant)}/{_tile(variant)}"].append((arch, variant))
-    own = {variant.id for _, variant in (*rows, *twins)}
+    own = {variant.id for _, variant in (*rows, *fallbacks)}
     arranged = []
     for start, members in groups.items():
         axes = _telling_axes([variant for _, variant in members])
         for arch, variant in members:
             path = "_".join([start, *(_word(axis, variant.config[axis]) for axis in axes if axis in variant.config)]) + ".py"
             kernel = GeneratedKernel(variant_id=variant.id, template=variant.template, arch=arch, path=path)
-            served, beside = (tuple(sorted(found[arch, variant], key=_row_order)) for found in (rows, twins))
+            served, beside = (tuple(sorted(found[arch, variant], key=_row_order)) for found in (rows, fallbacks))
             target = find_target((*served, *beside)[0].key.gpu)
             sibling = _sibling(variant)
             beside_it = None if sibling is None or sibling.id in own else sibling
-            arranged.append(Arranged(kernel=kernel, variant=variant, target=target, records=served, twins=beside, sibling=beside_it))
+            arranged.append(Arranged(kernel=kernel, variant=variant, target=target, records=served, fallbacks=beside, sibling=beside_it))
     return sorted(arranged, key=lambda one: one.kernel.path)
 
 
@@ -248,7 +248,7 @@ def _readme(arranged: Sequence[Arranged]) -> str:
         ]
         for one in members:
             name, variant = f"[{Path(one.kernel.path).stem}]({one.kernel.path})", f"`{one.kernel.variant_id}`"
-            for record, role in [*((record, "") for record in one.records), *((record, ", fallback") for record in one.twins)]:
+            for record, role in [*((record, "") for record in one.records), *((record, ", fallback") for record in one.fallbacks)]:
                 pytorch = "" if record.framework_us is None else f"{record.framework_us:.1f}"
                 p, ours = record.problem, f"{record.median_us:.1f}"
                 cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, pytorch, _standing(record) + role]

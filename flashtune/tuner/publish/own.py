@@ -55,7 +55,7 @@ def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
     """Compile orders for the kernels of these records, and their fallback kernels, where the cache lacks them, each once."""
     orders: dict[str, Order] = {}
     records = list(records) if can_have_binaries(target) else []
-    for record in [*records, *(twin for record in records if (twin := record.as_twin()) is not None)]:
+    for record in [*records, *(fallback for record in records if (fallback := record.as_fallback()) is not None)]:
         if unservable(record) is not None:
             continue
         variant, source = variant_for(record), source_for(record)

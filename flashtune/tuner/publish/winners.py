@@ -39,8 +39,8 @@ class Winners:
 
     def won(self, record: TuningRecord, workers: Workers) -> None:
         """Compile a winner, and its fallback kernel, and store them at the end."""
-        fallback = record.as_twin()
-        records = [replace(record, twin=None), *([] if fallback is None else [fallback])]
+        fallback = record.as_fallback()
+        records = [replace(record, fallback=None), *([] if fallback is None else [fallback])]
         self.compile_ahead(records, workers)
         with self._lock:
             self._won.update(one.outcome.variant_id for one in records)
