@@ -34,7 +34,7 @@ from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.resolve import choosing
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
-from flashtune.templates.loading import host_of, load_kernel
+from flashtune.templates.loading import host_of, load_kernel, loaded
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.publish.sources import source_for
 
@@ -214,7 +214,7 @@ def host_of_shipped(kernel: GeneratedKernel) -> LoadedKernel:
 
 def host_side(record: TuningRecord) -> LoadedKernel:
     chosen = family(record.outcome.template)
-    return LoadedKernel(host_of(chosen, record.problem.spec(), record.outcome.config))
+    return loaded(chosen, record.problem.spec(), record.outcome.config)
 
 
 def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
@@ -361,7 +361,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
 def hopper(features: Features) -> LoadedKernel:
     chosen = family("flash_fwd_hopper")
     spec = Problem(batch=2, heads=4, kv_heads=4, n_q=9, n_kv=21, d=64, d_v=64, dtype="bf16", features=features).spec()
-    return LoadedKernel(host_of(chosen, spec, chosen.default(spec, find_target("h200"))))
+    return loaded(chosen, spec, chosen.default(spec, find_target("h200")))
 
 
 def test_a_bias_that_the_copy_engine_takes_is_handed_over_as_it_is() -> None:
@@ -448,3 +448,11 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
     assert plan._prepared(operands, parameters, compiles=True) is not None
     assert compiled == [manifest.binaries[0].kernel]
     assert len(warned) == 1 and str(tmp_path) in warned[0] and "until then Triton compiles" in warned[0]
+
+
+def test_a_loaded_kernel_is_named_by_its_template_whether_or_not_its_module_is_there() -> None:
+    assert hopper(Features()).name.startswith("flash_fwd_hopper fwd-bf16-d64 ")
+    chosen = family("flash_fwd")
+    spec = hopper(Features()).host.spec  # type: ignore[union-attr]
+    text = render(chosen, kernels.variant(chosen, spec, chosen.default(spec, find_target("a100"))))
+    assert load_kernel(text, "named").name.startswith("flash_fwd fwd-bf16-d64 ")

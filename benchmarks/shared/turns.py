@@ -93,7 +93,7 @@ def described(plan: Any) -> str:
     """Description of a plan: `framework`, or a kernel's module, its launches a call and where its machine code is from."""
     if not isinstance(plan, KernelPlan):
         return "framework" if isinstance(plan, FrameworkPlan) else "kernels with gradients"
-    name = plan.module.__name__.rpartition(".")[2].removeprefix("flashtune_host_")
+    name = plan.module.name
     if plan.program is None:
         return f"{name} by Triton's launcher"
     source = "compiled here"

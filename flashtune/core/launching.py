@@ -118,14 +118,14 @@ def bias_copy(host: Host, mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class LoadedKernel:
-    """A kernel's host side, and the module of its kernels where these are loaded for Triton to launch.
+    """A kernel's host side, and the module of its kernels where these are loaded for Triton to launch; `name` begins with its template's.
 
     Without a host (a template of one's own) the module's own functions `accepts`, `counts_needed` and `launches` take its place. Other
     attributes are the module's.
     """
 
-    def __init__(self, host: Host | None, module: ModuleType | None = None) -> None:
-        self.host, self.module = host, module
+    def __init__(self, host: Host | None, module: ModuleType | None = None, name: str = "kernel") -> None:
+        self.host, self.module, self.name = host, module, name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)

@@ -1,5 +1,7 @@
 """Loader of kernels for launches: a rendered module joined with the host side of its family."""
 
+from types import ModuleType
+
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Host
 from flashtune.core.launching import LoadedKernel
@@ -22,8 +24,12 @@ def load_kernel(text: str, stem: str) -> LoadedKernel:
     described = getattr(module, CONSTANT, None)
     if described is None or hasattr(module, "launches"):
         return LoadedKernel(None, module)
-    chosen = family(described["template"])
-    return LoadedKernel(host_of(chosen, KernelSpec(**described["spec"]), Config.of(described["config"])), module)
+    return loaded(family(described["template"]), KernelSpec(**described["spec"]), Config.of(described["config"]), module)
+
+
+def loaded(family: Family, spec: KernelSpec, config: Config, module: ModuleType | None = None) -> LoadedKernel:
+    """A family's kernel for launches, its host side alone without a `module`."""
+    return LoadedKernel(host_of(family, spec, config), module, f"{family.name} {spec.label()} {config.label()}")
 
 
 def host_of(family: Family, spec: KernelSpec, config: Config) -> Host:

@@ -6,7 +6,7 @@ from flashtune.core.folders import let_triton_write
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
 from flashtune.templates.family import Family
-from flashtune.templates.loading import host_of, load_kernel
+from flashtune.templates.loading import load_kernel, loaded
 
 
 def variant(family: Family, spec: KernelSpec, config: Config) -> Variant:
@@ -56,4 +56,4 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
 
 def host_code(family: Family, chosen: Variant) -> LoadedKernel:
     """Host side of a variant with machine code."""
-    return LoadedKernel(host_of(family, chosen.spec, chosen.config))
+    return loaded(family, chosen.spec, chosen.config)
