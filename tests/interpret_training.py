@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashtune import dispatch
+from flashtune.bench.whole_calls import call_times
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.errors import InputError
@@ -20,7 +21,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.resolve import backwards
-from flashtune.profiler.whole_calls import call_times
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from planted import PLANTED_PROBLEM
 
+from flashtune.bench import time_calls
 from flashtune.cli.main import main
 from flashtune.core.results import Fate, Measurement
 from flashtune.core.target import find_target
-from flashtune.profiler.whole_calls import time_calls
 from flashtune.tuner import machine
 from flashtune.tuner.children import tasks, workers
 from flashtune.tuner.children.workers import Limits

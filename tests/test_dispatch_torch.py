@@ -253,7 +253,7 @@ assert found.kind != "framework" and 0 < len(read) < 16 < len(FileRecords(shippe
 new = set(sys.modules) - before
 tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics", "tomllib", "shlex"}
 print(sorted({name.split(".")[0] for name in new} & tools))
-rooms = ("flashtune.tuner", "flashtune.profiler", "flashtune.cli", "flashtune.db.store", "flashtune.templates.rendering")
+rooms = ("flashtune.tuner", "flashtune.bench", "flashtune.cli", "flashtune.db.store", "flashtune.templates.rendering")
 rooms += ("flashtune.core.oracles", "flashtune.core.tolerances", "numpy.typing")
 print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
 print(decided)

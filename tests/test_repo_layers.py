@@ -27,7 +27,7 @@ PLANTED = [
     ("tuner", "sqlalchemy", "SQL stays in flashtune.db"),
     ("core", "rich", "Only the command line knows click and rich"),
     ("dispatch", "transformers", "Only the integrations know transformers and diffusers"),
-    ("integrations", "flashtune.profiler", "Rooms import downwards only"),
+    ("integrations", "flashtune.bench", "Rooms import downwards only"),
     ("dispatch/launch", "flashtune.dispatch.resolve", "Dispatch is one way through"),
     ("dispatch/resolve/memo.py", "flashtune.dispatch.resolve.choosing", "Plans are resolved one way"),
     ("dispatch/plans/forward.py", "flashtune.dispatch.plans.plan_cache", "Plans rest on the forward's"),

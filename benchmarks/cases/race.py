@@ -117,8 +117,8 @@ def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Input
 
 def race_problem(problem: Problem, checked: list[Checked], target: Target, seed: int, seconds: float) -> dict[str, Any]:
     """In a child process that times alone: GPU times and whole calls of the candidates and last of PyTorch."""
+    from flashtune.bench.whole_calls import call_times
     from flashtune.core.launching import launcher
-    from flashtune.profiler.whole_calls import call_times
     from flashtune.templates.loading import load_kernel
 
     marks = [time.perf_counter()]

@@ -55,8 +55,8 @@ def bench(*, requested: ProblemOptions, bands: Bands | None, seconds: float, see
 
 def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, seconds: float) -> dict[str, Any] | str:
     """One entry of `rows` in `--json`, or the reason why the problem has none."""
+    from flashtune.bench import time_calls
     from flashtune.dispatch import explain_problem
-    from flashtune.profiler.whole_calls import time_calls
     from flashtune.templates import family
     from flashtune.templates.rendering import variant_of
     from flashtune.tuner.children import tasks

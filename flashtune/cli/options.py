@@ -43,6 +43,9 @@ MOST = 2**31 - 1
 """Largest size that databases hold."""
 
 
+SIZE = click.IntRange(1, LONGEST)
+
+
 class Known(click.ParamType[str]):
     """Text with shell completion of known words, which commas may separate; commands check it themselves."""
 

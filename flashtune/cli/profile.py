@@ -1,41 +1,49 @@
 """`flashtune profile`: time and bytes of attention's steps, for these shapes on this GPU."""
 
-import shutil
-import sys
-from dataclasses import replace
+import importlib.util
+import os
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
+from rich import box
+from rich.table import Table as RichTable
 
-from flashtune.cli.console import messages, print_json
-from flashtune.cli.options import DTYPE, GPU, MODEL, json_option
-from flashtune.cli.profile_text import render
+from flashtune.bench.accounting import DEFAULT_RANK, DEFAULT_WINDOW, ELEMENTWISE, Elementwise
+from flashtune.bench.profiling import Document, Profile
+from flashtune.bench.report import SUFFIXES, Table, parts, write
+from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.options import DTYPE, GPU, MODEL, SIZE, json_option
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, parse_dtype
-from flashtune.core.errors import InputError
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.models import find_model
-from flashtune.core.problem import DIRECTIONS, Features, Problem
+from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem
 from flashtune.core.target import Target, find_target
-from flashtune.profiler.accounting import ELEMENTWISE, Elementwise
-from flashtune.profiler.paths import check_plot_path, require_matplotlib
-from flashtune.profiler.strategies import DEFAULT_RANK, DEFAULT_WINDOW, check_rank, check_window
-from flashtune.profiler.summary import ChosenBy, Profile
 from flashtune.tuner.machine import gpu_may_be_present, local_gpu
 
 DEFAULT_GPU = "h200"
 """GPU of the roofline where none is named and none is present: the one that the shipped kernels were tuned on."""
+
+SPARED = (
+    *("total MB", "MB", "write MiB", "read MiB", "GFLOP", "of peak", "TB/s", "of bandwidth"),
+    *("MLP us", "projections us", "total MiB", "FLOP/byte"),
+)
+"""Columns left out in a narrow terminal, in this order; latencies then lose the smallest N first."""
+WORDS = 20
+"""Characters of the first column that a narrow terminal keeps."""
 
 
 @click.command()
 @click.option(
     "--model", type=MODEL, metavar="NAME", help="Heads, D and N of this model's first attention, without its windows and soft caps."
 )
-@click.option("--batch", "--b", "b", type=int, default=1, show_default=True, help="Batch.")
-@click.option("--heads", "--h", "h", type=int, default=16, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads).")
-@click.option("--n", "n", type=int, default=4096, show_default=True, help="Sequence length.")
-@click.option("--n-q", type=int, help="Number of queries, when it differs from --n: 1 is a step of decoding.")
+@click.option("--batch", "--b", "b", type=SIZE, default=1, show_default=True, help="Batch.")
+@click.option("--heads", "--h", "h", type=SIZE, default=16, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads).")
+@click.option("--n", "n", type=SIZE, default=4096, show_default=True, help="Sequence length.")
+@click.option("--n-q", type=SIZE, help="Number of queries, when it differs from --n: 1 is a step of decoding.")
 @click.option("--causal", is_flag=True, help="Causal attention; the last query sees the last key.")
 @click.option(
     "--direction",
@@ -44,7 +52,7 @@ DEFAULT_GPU = "h200"
     show_default=True,
     help="Forward or backward pass; a backward is only counted.",
 )
-@click.option("--d", "d", type=int, default=128, show_default=True, help="Head size, up to 256.")
+@click.option("--d", "d", type=click.IntRange(1, MAX_HEAD_DIM), default=128, show_default=True, help="Head size.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
 @click.option("--gpu-name", type=GPU, metavar="NAME", help=f"GPU of the roofline (default: the one of this machine, else {DEFAULT_GPU}).")
 @click.option(
@@ -55,35 +63,37 @@ DEFAULT_GPU = "h200"
     help="Count scale and mask, softmax and dropout as one pass over S, or as one pass each.",
 )
 @click.option(
-    "--window", type=int, default=DEFAULT_WINDOW, show_default=True, metavar="W", help="Keys on either side in the local strategy."
+    "--window",
+    type=click.IntRange(min=0),
+    default=DEFAULT_WINDOW,
+    show_default=True,
+    metavar="W",
+    help="Keys on either side in the local strategy.",
 )
 @click.option(
     "--rank",
-    type=int,
+    type=SIZE,
     metavar="R",
     help=f"Rows that K and V are projected to in the low-rank strategy (default {DEFAULT_RANK}, at most N).",
 )
 @click.option(
-    "--plot", "plots", multiple=True, metavar="FILE", help="Write pictures: a report (.html) or one figure (.png, .svg). Repeatable."
+    "--plot",
+    "plots",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Write a report (.html) or its chart (.png, .svg). Repeatable.",
 )
 @json_option
 def profile(
-    model: str | None,
-    b: int,
-    h: int,
-    kv_heads: int | None,
-    n: int,
-    n_q: int | None,
-    causal: bool,
-    direction: Direction,
-    d: int,
-    dtype: str,
+    *,
     gpu_name: str | None,
     elementwise: Elementwise,
     window: int,
     rank: int | None,
-    plots: tuple[str, ...],
+    plots: tuple[Path, ...],
     as_json: bool,
+    **sizes: Any,
 ) -> None:
     """Show where attention's time and bytes go: each step of the standard pipeline and the fused kernel against a GPU's roofline.
 
@@ -95,66 +105,77 @@ def profile(
     flashtune profile --batch 4 --heads 16 --n 4096 --d 128 --dtype bf16 --plot report.html
     flashtune profile --batch 8 --heads 32 --kv-heads 8 --n 16384 --n-q 1 --d 128 --dtype bf16
     """
+    problem = _problem(**sizes)
+    n = problem.n_kv
+    if rank is not None and rank > n:
+        raise InputError(f"--rank {rank} is more than --n {n}, the number of keys that K is projected from: give at most {n}")
+    _check_plots(plots, problem)
+    named = find_target(gpu_name) if gpu_name else None
+    here, why_not = _local(named)
+    if problem.dtype == "fp8":
+        why_not = "torch's own operations, which the steps are timed with, take no fp8"
+    elif problem.direction == "bwd":
+        why_not = "a backward's steps aren't timed one by one; `flashtune bench --direction bwd` times it whole"
+    wanted = Profile(
+        problem=problem,
+        target=named or here or find_target(DEFAULT_GPU),
+        chosen_by="name" if named else "device" if here else "default",
+        elementwise=elementwise,
+        window=window,
+        rank=min(DEFAULT_RANK, n) if rank is None else rank,
+        not_measured=why_not,
+    )
+    found = wanted.document() if why_not else _measured(wanted)
+    for path in plots:
+        write(found, path)
+        messages().print(f"wrote {path}")
+    if as_json:
+        print_json(found)
+    else:
+        print_report(found)
+
+
+def _problem(
+    *,
+    model: str | None,
+    b: int,
+    h: int,
+    kv_heads: int | None,
+    n: int,
+    n_q: int | None,
+    causal: bool,
+    direction: Direction,
+    d: int,
+    dtype: str,
+) -> Problem:
+    """The problem of these options; a model determines heads, head size and causality, and without --n the length."""
     if model is not None:
         kind = find_model(model).attentions[0]
         if kind.d_v is not None:
             raise InputError(f"--model {model} has values of another size than its keys, which profile doesn't count: give --d and --heads")
-        context = click.get_current_context()
         h, kv_heads, d, causal = kind.heads, kind.kv_heads, kind.d, kind.causal
-        n = n if context.get_parameter_source("n") is ParameterSource.COMMANDLINE else kind.n[0]
-    kv_heads, n_q = (h if kv_heads is None else kv_heads), (n if n_q is None else n_q)
-    for option, value in (("--batch", b), ("--heads", h), ("--kv-heads", kv_heads), ("--n", n), ("--n-q", n_q), ("--d", d)):
-        if value < 1:
-            raise InputError(f"{option} {value} is out of range: give at least 1")
+        if click.get_current_context().get_parameter_source("n") is not ParameterSource.COMMANDLINE:
+            n = kind.n[0]
+    kv_heads, n_q = kv_heads or h, n_q or n
     if causal and n_q > n:
         raise InputError(f"--n-q {n_q} with --causal and --n {n} leaves queries without a key: give at most {n} queries")
     features = Features(causal=causal, alignment="top_left" if n_q == n else "bottom_right")
-    problem = Problem(
+    return Problem(
         batch=b, heads=h, kv_heads=kv_heads, n_q=n_q, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype), features=features, direction=direction
     )
-    named = find_target(gpu_name) if gpu_name else None
-    files = [check_plot_path(Path(path)) for path in plots]
-    if files and direction == "bwd":
+
+
+def _check_plots(plots: tuple[Path, ...], problem: Problem) -> None:
+    """Raise an error for files that couldn't be written, before any work for them."""
+    for path in plots:
+        if path.suffix.lower() not in SUFFIXES:
+            raise InputError(f"--plot {path} has no known ending: use {', '.join(SUFFIXES)}")
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"--plot {path} can't be written: name a file in an existing folder that you may write to")
+    if plots and problem.direction == "bwd":
         raise InputError("--plot draws the forward's steps: leave it out with --direction bwd")
-    if files:
-        require_matplotlib()
-    here, why_not = _local(named)
-    if problem.dtype == "fp8":
-        why_not = "torch's own operations, which the steps are timed with, take no fp8"
-    elif direction == "bwd":
-        why_not = "a backward's steps aren't timed one by one; `flashtune bench --direction bwd` times it whole"
-    target, chosen_by = _choose(named, here)
-    found = Profile(
-        problem=problem,
-        target=target,
-        chosen_by=chosen_by,
-        elementwise=elementwise,
-        window=check_window(window),
-        rank=check_rank(rank, n),
-        not_measured=why_not,
-    )
-    if not why_not:
-        # Imported here: torch and dispatch cost seconds that a profile without a GPU doesn't need.
-        from flashtune.profiler.timing import Bench, measure
-
-        messages().print(f"measuring on {target.name}, under a minute")
-        found = replace(found, measured=measure(found, Bench.on_gpu(found)))
-    for path in files:
-        from flashtune.profiler.report import write
-
-        write(found, path)
-        messages().print(f"wrote {path}")
-    if as_json:
-        print_json(found.as_json())
-    else:
-        # Files and pipes get all columns.
-        click.echo(render(found, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-
-
-def _choose(named: Target | None, here: Target | None) -> tuple[Target, ChosenBy]:
-    if named is not None:
-        return named, "name"
-    return (here, "device") if here is not None else (find_target(DEFAULT_GPU), "default")
+    if plots and importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentProblem("--plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'")
 
 
 def _local(named: Target | None) -> tuple[Target | None, str]:
@@ -167,3 +188,41 @@ def _local(named: Target | None) -> tuple[Target | None, str]:
     if named is not None and named is not gpu.target:
         return gpu.target, f"this machine has a {gpu.name}, not a {named.name}"
     return gpu.target, ""
+
+
+def _measured(wanted: Profile) -> Document:
+    # Imported here: torch and dispatch cost seconds that a profile without a GPU doesn't need.
+    from flashtune.bench.steps import Bench, measure
+
+    messages().print(f"measuring on {wanted.target.name}, under a minute")
+    return measure(wanted, Bench(wanted.target.l2_bytes))
+
+
+def print_report(found: Document, *, width: int | None = None) -> None:
+    """Print a profile to standard output; a narrow terminal gets fewer columns."""
+    out = console(width=width)
+    for place, part in enumerate(parts(found)):
+        if place:
+            out.print()
+        if isinstance(part, Table):
+            out.print(_fitted(part, out.width))
+        else:
+            out.print(part, soft_wrap=not out.is_terminal and width is None)
+
+
+def _fitted(table: Table, width: int) -> RichTable:
+    """The table in lines of at most `width`: without columns of `SPARED`, and with shortened words, where they don't fit."""
+    shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
+    shown.caption, shown.caption_justify = (f"({table.note})" if table.note else None), "left"
+    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+    kept = list(range(len(widths)))
+    spared = [table.columns.index(name) for name in (*SPARED, *filter(str.isdigit, table.columns)) if name in table.columns]
+    # Three blanks stand between columns.
+    while (room := width - sum(3 + widths[place] for place in kept[1:])) < min(widths[0], WORDS) and spared:
+        kept.remove(spared.pop(0))
+    widths[0] = min(widths[0], room)
+    for place in kept:
+        shown.add_column(table.columns[place], justify="right" if place else "left", no_wrap=True, width=widths[place])
+    for row in table.rows:
+        shown.add_row(*(row[place] for place in kept))
+    return shown

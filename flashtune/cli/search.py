@@ -197,11 +197,11 @@ def run_search(
     # In parallel: the server imports torch, this process the rest, and a thread looks for GPUs.
     start_server()
     looking = begun(choose_source, target, options.predict)
+    from flashtune.bench import time_calls
     from flashtune.cli.progress import SearchProgress
     from flashtune.cli.storage import study_storage
     from flashtune.db.library import Layer, Library, overlay_path, shipped_path
     from flashtune.db.store import Store
-    from flashtune.profiler.calls_task import time_calls
     from flashtune.templates import families, family
     from flashtune.tuner.machine import cores, devices_of, numbered, provenance, require_interpreter
     from flashtune.tuner.propose.space import SearchSpace

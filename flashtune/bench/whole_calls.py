@@ -11,27 +11,22 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import FlashtuneError
 from flashtune.core.launching import LoadedKernel
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import Target
 from flashtune.dispatch import api
 from flashtune.dispatch.resolve import layers
 from flashtune.dispatch.resolve.memo import Memo
-from flashtune.templates.loading import load_kernel
-from flashtune.tuner.children import tasks
-from flashtune.tuner.replies import Called, Failed
 from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.verify.inputs import Inputs
 
 Call = Callable[[], object]
 
 
-def attention_call(inputs: Inputs) -> Call:
-    """Function that calls `dispatch.attention` on these inputs, and for a backward problem computes its gradients."""
-    parameters, mask = inputs.parameters, inputs.mask
-    kwargs: dict[str, Any] = {
+def call_kwargs(inputs: Inputs) -> dict[str, Any]:
+    """Keyword arguments of `dispatch.attention` for these inputs."""
+    parameters = inputs.parameters
+    return {
+        "attn_mask": inputs.mask,
+        "dropout_p": parameters.dropout_p,
         "scale": parameters.scale,
         "enable_gqa": inputs.problem.gqa_ratio > 1,
         "window": (parameters.band.left, parameters.band.right),
@@ -39,33 +34,28 @@ def attention_call(inputs: Inputs) -> Call:
         "softcap": parameters.softcap,
         **parameters.per_head(),
     }
-    if inputs.problem.direction == "fwd":
-        return lambda: api.attention(inputs.q, inputs.k, inputs.v, mask, parameters.dropout_p, **kwargs)
+
+
+def attention_call(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Function that calls `dispatch.attention` on these inputs."""
+    kwargs = call_kwargs(inputs)
+    return lambda: api.attention(inputs.q, inputs.k, inputs.v, **kwargs)
+
+
+def training_step(inputs: Inputs) -> Call:
+    """Function that calls `dispatch.attention` on the inputs of a backward, and computes its gradients."""
+    features, kwargs = inputs.problem.features, call_kwargs(inputs)
     q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    if mask is not None and inputs.problem.features.dbias:
-        mask = mask.detach().requires_grad_()
-        leaves = [*leaves, mask]
-    if inputs.problem.features.dslopes:
-        kwargs["alibi_slopes"] = kwargs["alibi_slopes"].detach().requires_grad_()
-        leaves = [*leaves, kwargs["alibi_slopes"]]
+    for name in ("attn_mask",) * features.dbias + ("alibi_slopes",) * features.dslopes:
+        kwargs[name] = kwargs[name].detach().requires_grad_()
+        leaves = [*leaves, kwargs[name]]
 
     def step() -> object:
         with torch.enable_grad():
-            out = api.attention(q, k, v, mask, parameters.dropout_p, **kwargs)
+            out = api.attention(q, k, v, **kwargs)
         return torch.autograd.grad(out, leaves, inputs.operands["dout"])
 
     return step
-
-
-def time_calls(sources: list[tasks.Source], problem: Problem, target: Target, seed: int, budget_s: float) -> Called | Failed:
-    """Task that times whole calls of some kernels and of PyTorch, in the process with the problem's inputs on its GPU."""
-    try:
-        inputs = tasks.inputs_on_device(problem, target, seed)
-        modules = [load_kernel(source.text, source.stem) for source in sources]
-        times = call_times(modules, inputs, budget_s=budget_s)
-    except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
-        return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
-    return Called(times=tuple(times[: len(sources)]), framework=times[-1] if len(times) > len(sources) else None)
 
 
 def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float) -> list[float]:
@@ -73,8 +63,8 @@ def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: flo
 
     The times are those of the slower of host and GPU: only the end of each group of calls waits for the GPU.
     """
-    ours, framework = attention_call(inputs), framework_call(inputs, step=True)
-    direction = inputs.problem.direction
+    direction, framework = inputs.problem.direction, framework_call(inputs, step=True)
+    ours = attention_call(inputs) if direction == "fwd" else training_step(inputs)
     runs: list[tuple[Any, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
     runs += [] if framework is None else [(None, framework)]
     found: list[list[float]] = [[] for _ in runs]

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
@@ -16,10 +15,6 @@ from hypothesis import strategies as st
 
 from flashtune.cli import profile as command
 from flashtune.cli.main import main
-from flashtune.cli.profile_text import render
-from flashtune.core.problem import Problem
-from flashtune.core.target import find_target
-from flashtune.profiler.summary import Profile
 from flashtune.tuner.machine import LocalGpu
 
 EXAMPLE = ["--b", "1", "--h", "12", "--n", "1024", "--d", "64", "--dtype", "fp16"]
@@ -92,7 +87,7 @@ def test_the_default_target_is_said_to_be_a_default() -> None:
 def test_text_has_both_units_labelled() -> None:
     text = run(*EXAMPLE, "--gpu-name", "v100").output
     lines = {line.split()[0]: line.split() for line in text.splitlines() if "  " in line}
-    assert "tensor    MiB     MB" in text
+    assert lines["tensor"] == ["tensor", "MiB", "MB"]
     assert lines["Q"] == ["Q", "1.50", "1.57"] and lines["S"] == ["S", "24.00", "25.17"]
     assert lines["qk"][3:5] == ["27.00", "28.31"] and lines["elementwise"][3:5] == ["48.00", "50.33"] and lines["pv"][3] == "27.00"
     assert "crossover 124.4 FLOP/byte" in text
@@ -119,20 +114,35 @@ def test_a_gpu_outside_the_table_is_not_measured(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--n", "0"], "flashtune: --n 0 is out of range: give at least 1"),
-        (["--n", "-5"], "flashtune: --n -5 is out of range: give at least 1"),
-        (["--b", "0"], "flashtune: --batch 0 is out of range: give at least 1"),
-        (["--h", "0"], "flashtune: --heads 0 is out of range: give at least 1"),
-        (["--d", "0"], "flashtune: --d 0 is out of range: give at least 1"),
-        (["--d", "300"], "flashtune: d=300 is too large: kernels take head sizes up to 256"),
+        *(
+            ([option, value], f"flashtune: Invalid value for '{name}': {value} is not in the range")
+            for option, name, value in (
+                ("--n", "--n", "0"),
+                ("--n", "--n", "-5"),
+                ("--b", "--batch' / '--b", "0"),
+                ("--h", "--heads' / '--h", "0"),
+                ("--n-q", "--n-q", "0"),
+                ("--d", "--d", "0"),
+                ("--d", "--d", "300"),
+                ("--window", "--window", "-1"),
+                ("--rank", "--rank", "0"),
+            )
+        ),
         (["--gpu-name", "h900"], "flashtune: unknown GPU 'h900': did you mean"),
         (["--dtype", "int8"], "flashtune: unknown dtype 'int8': use one of fp16, bf16, fp32"),
         (["--gpu-name", "v100", "--dtype", "bf16"], "flashtune: v100 has no bf16 matrix products"),
-        (["--window", "-1"], "flashtune: --window must be 0 or more, not -1"),
-        (["--rank", "0"], "flashtune: --rank must be between 1 and N, not 0"),
-        (["--n", "32", "--rank", "64"], "flashtune: --rank must be between 1 and N, not 64 with N=32"),
+        (
+            ["--n", "32", "--rank", "64"],
+            "flashtune: --rank 64 is more than --n 32, the number of keys",
+        ),
         (["--plot", "report.pdf"], "flashtune: --plot report.pdf has no known ending: use .html, .png, .svg"),
-        (["--plot", "/nowhere/at/all.html"], "flashtune: --plot /nowhere/at/all.html can't be written: No such file or directory"),
+        (["--plot", "/nowhere/at/all.html"], "flashtune: --plot /nowhere/at/all.html can't be written: name a file in an existing folder"),
+        (["--plot", "/tmp"], "flashtune: Invalid value for '--plot': File '/tmp' is a directory."),
+        (["--causal", "--n", "64", "--n-q", "65"], "flashtune: --n-q 65 with --causal and --n 64 leaves queries without a key"),
+        (["--heads", "6", "--kv-heads", "4"], "flashtune: 6 query heads can't share 4 key heads"),
+        (["--n", "many"], "flashtune: Invalid value for '--n'"),
+        (["--elementwise", "half"], "flashtune: Invalid value for '--elementwise'"),
+        (["--no-such-option"], "flashtune: No such option"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str) -> None:
@@ -142,26 +152,12 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str) 
     assert result.stderr.startswith(line) and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--n", "many"], ["--elementwise", "half"], ["--no-such-option"]])
-def test_what_click_refuses_is_one_line_and_exit_code_2_too(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("flashtune: ") and result.stderr.count("\n") == 1
-
-
-def test_a_plot_path_that_is_a_directory_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "report.html"
-    folder.mkdir()
-    result = run(*EXAMPLE, "--plot", str(folder))
-    assert result.exit_code == 2 and "is a directory: name a file in it" in result.stderr
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_plot_path_in_a_read_only_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     result = run(*EXAMPLE, "--plot", str(tmp_path / "report.png"))
     tmp_path.chmod(stat.S_IRWXU)
-    assert result.exit_code == 2 and "can't be written: Permission denied" in result.stderr
+    assert result.exit_code == 2 and "can't be written: name a file in an existing folder" in result.stderr
 
 
 def test_nothing_is_left_behind_when_one_of_several_plots_is_refused(tmp_path: Path) -> None:
@@ -224,31 +220,10 @@ def test_options_have_the_names_of_search_and_keep_their_old_ones(old: tuple[str
     assert (found["batch"], found["heads"]) == (2, 4)
 
 
-@pytest.mark.parametrize("words", [("--causal", "--n", "64", "--n-q", "65"), ("--heads", "6", "--kv-heads", "4"), ("--n-q", "0")])
-def test_sizes_that_make_no_sense_are_one_line(words: tuple[str, ...]) -> None:
-    result = run(*words)
-    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+@pytest.mark.parametrize(("words", "rank"), [((), 64), (("--n", "10"), 10), (("--rank", "32"), 32)])
+def test_rank_defaults_to_64_or_to_all_keys_where_there_are_fewer(words: tuple[str, ...], rank: int) -> None:
+    assert run_json(*words)["problem"]["rank"] == rank
 
 
 def test_the_text_of_what_is_not_plain_says_so() -> None:
     assert "H=16 Hkv=4 N=1024 Nq=1 D=64 fp16 causal" in run("--kv-heads", "4", "--n", "1024", "--n-q", "1", "--causal", "--d", "64").stdout
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_text_fits_a_terminal_of_any_width(width: int) -> None:
-    found = Profile(
-        problem=Problem(batch=4, heads=16, kv_heads=16, n_q=16384, n_kv=16384, d=128, d_v=128, dtype="fp16"),
-        target=find_target("h200"),
-        chosen_by="name",
-        elementwise="separate",
-        window=128,
-        rank=64,
-        not_measured="this machine has no GPU that torch can use",
-    )
-    lines = render(found, width=width).splitlines()
-    assert max(len(click.unstyle(line)) for line in lines) <= width
-    whole = render(found)
-    # Names and floors are what no width takes away.
-    for word in ("scale_mask", "low_rank", "floor us", "bound"):
-        assert word in whole and word in render(found, width=width)
-    assert render(found, width=200).split() == whole.split()

@@ -1,4 +1,4 @@
-"""Counting: the published figures to the byte, and what must hold for every size."""
+"""Counts and floors: the published figures to the byte, and what must hold for every size."""
 
 from dataclasses import replace
 
@@ -6,11 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashtune.bench.accounting import (
+    ELEMENTWISE,
+    Elementwise,
+    Roofline,
+    Step,
+    fused_step,
+    standard_steps,
+    strategies,
+    tensor_bytes,
+    total,
+    windowed,
+)
+from flashtune.bench.profiling import Profile
 from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
-from flashtune.profiler.accounting import ELEMENTWISE, Elementwise, fused_step, standard_steps, tensor_bytes, total
-from flashtune.profiler.strategies import DEFAULT_RANK, check_rank, check_window, low_rank, strategies, windowed
+from flashtune.core.target import Target, find_target, targets
 
 MIB = 2**20
 
@@ -128,7 +140,7 @@ def test_low_rank_pays_for_its_projections_and_then_attends_to_fewer_keys(proble
         assert step.matmul_flops == 2 * rows * rank * problem.n_kv * problem.d
         assert step.read_bytes == size * (rank * problem.n_kv + rows * problem.n_kv * problem.d)
         assert step.write_bytes == size * rows * rank * problem.d
-    assert attention.matmul_flops == low_rank(problem, rank).flops() == 4 * rows * problem.n_q * rank * problem.d
+    assert attention.matmul_flops == replace(problem, n_kv=rank).flops() == 4 * rows * problem.n_q * rank * problem.d
 
 
 def test_only_standard_and_fused_are_exact_and_so_is_a_window_that_hides_nothing() -> None:
@@ -138,19 +150,64 @@ def test_only_standard_and_fused_are_exact_and_so_is_a_window_that_hides_nothing
     assert strategies(problem, "fused", 63, 4)[2].exact
 
 
-def test_rank_defaults_to_64_or_to_all_keys_where_there_are_fewer() -> None:
-    assert check_rank(None, 4096) == DEFAULT_RANK == 64
-    assert check_rank(None, 10) == 10
-    assert check_rank(32, 4096) == 32
+each_target = pytest.mark.parametrize("target", list(targets().values()), ids=lambda target: target.slug)
 
 
-@pytest.mark.parametrize("rank", [0, -1, 101])
-def test_a_rank_that_reduces_nothing_is_refused(rank: int) -> None:
-    with pytest.raises(InputError, match="--rank must be between 1 and N"):
-        check_rank(rank, 100)
+def twelve_heads(n: int, d: int) -> Problem:
+    return plain(1, 12, n, d)
 
 
-def test_a_negative_window_is_refused() -> None:
-    assert check_window(0) == 0
-    with pytest.raises(InputError, match="--window must be 0 or more, not -1"):
-        check_window(-1)
+def test_the_v100_balances_at_about_125_operations_per_byte() -> None:
+    assert Roofline(find_target("v100"), "fp16").crossover == pytest.approx(125, abs=1)
+
+
+@each_target
+def test_the_crossover_is_where_a_step_takes_as_long_in_memory_as_in_the_matrix_units(target: Target) -> None:
+    roofline, flops = Roofline(target, "fp16"), 10**12
+    units = roofline.units_us(Step(name="balanced", read_bytes=round(flops / roofline.crossover), write_bytes=0, matmul_flops=flops))
+    assert units["compute"] == pytest.approx(units["memory"], rel=1e-6)
+
+
+@each_target
+def test_the_standard_pipeline_is_memory_bound_and_the_fused_kernel_is_not(target: Target) -> None:
+    """At D = 64 every product's intensity stays below 64, under the crossover of all of these GPUs but the RTX 3090."""
+    problem, roofline = twelve_heads(4096, 64), Roofline(target, "fp16")
+    bounds = {step.name: roofline.floor(step)[1] for step in standard_steps(problem, "separate")}
+    assert {bounds[name] for name in ("scale_mask", "softmax", "dropout")} == {"memory"}
+    assert bounds["qk"] == bounds["pv"] == ("memory" if roofline.crossover > 64 else "compute")
+    assert roofline.floor(fused_step(problem))[1] != "memory"
+
+
+@pytest.mark.parametrize(("n", "d", "bound"), [(4096, 32, "exp"), (4096, 128, "compute"), (16, 128, "memory")])
+def test_small_heads_are_bound_by_the_exponential_unit(n: int, d: int, bound: str) -> None:
+    assert Roofline(find_target("h200"), "fp16").floor(fused_step(twelve_heads(n, d)))[1] == bound
+
+
+def test_a_dtype_without_matrix_units_is_refused_with_those_that_have_them() -> None:
+    with pytest.raises(InputError, match="v100 has no bf16 matrix products: use --dtype fp16 or fp32"):
+        Roofline(find_target("v100"), "bf16")
+
+
+counts = st.integers(1, 10**12)
+steps = st.builds(Step, name=st.just("x"), read_bytes=counts, write_bytes=counts, matmul_flops=counts, vector_flops=counts, exps=counts)
+
+
+@given(st.lists(steps, min_size=1, max_size=6))
+def test_steps_in_a_row_take_the_sum_of_their_floors(found: list[Step]) -> None:
+    roofline = Roofline(find_target("a100"), "bf16")
+    time_us, bound = roofline.floor(*found)
+    floors = [roofline.floor(step) for step in found]
+    assert time_us == pytest.approx(sum(us for us, _ in floors))
+    assert all(us == max(roofline.units_us(step).values()) for (us, _), step in zip(floors, found, strict=True))
+    parts = {unit: sum(us for us, by in floors if by == unit) for unit in ("compute", "memory", "exp")}
+    assert parts[bound] == max(parts.values())
+
+
+@each_target
+def test_a_profile_holds_for_every_target(target: Target) -> None:
+    found = Profile(
+        problem=twelve_heads(1024, 64), target=target, chosen_by="name", elementwise="fused", window=128, rank=64, not_measured="no GPU"
+    ).document()
+    assert found["target"]["slug"] == target.slug
+    assert found["fused"]["floor_us"] < found["standard"]["floor_us"]
+    assert found["standard"]["floor_us"] == pytest.approx(sum(step["floor_us"] for step in found["steps"]))

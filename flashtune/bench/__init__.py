@@ -1,0 +1,29 @@
+"""Costs of attention: what its steps have to move and compute, and what they and whole calls take on a GPU."""
+
+from typing import TYPE_CHECKING
+
+from flashtune.core.errors import FlashtuneError
+from flashtune.core.results import Fate
+
+if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
+    from flashtune.core.target import Target
+    from flashtune.tuner.children.tasks import Source
+    from flashtune.tuner.replies import Called, Failed
+
+
+def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Called | Failed":
+    """Task that times whole calls of some kernels and of PyTorch, in the process with the problem's inputs on its GPU."""
+    # Imported here: a search hands this task to others without torch in its own process.
+    from flashtune.bench.whole_calls import call_times
+    from flashtune.templates.loading import load_kernel
+    from flashtune.tuner.children import tasks
+    from flashtune.tuner.replies import Called, Failed
+
+    try:
+        inputs = tasks.inputs_on_device(problem, target, seed)
+        modules = [load_kernel(source.text, source.stem) for source in sources]
+        times = call_times(modules, inputs, budget_s=budget_s)
+    except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
+        return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
+    return Called(times=tuple(times[: len(sources)]), framework=times[-1] if len(times) > len(sources) else None)

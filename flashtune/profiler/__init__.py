@@ -1,1 +1,0 @@
-"""Profile of attention's time and bytes: accounting, roofline, measurements and plots."""
