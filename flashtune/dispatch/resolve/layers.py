@@ -1,7 +1,7 @@
 """Databases in force for a call: layers of a thread, a task or the whole process over the user's own results.
 
-Each stack of layers has its own plan cache. A call reads one context variable to find it; all other work happens when layers are added or
-removed, and when a plan is missing.
+Each stack of layers has a plan cache. A call reads one context variable to find it; all other work happens when layers change and when a
+plan is missing.
 """
 
 import os
@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 from flashtune.core.errors import InputError
 from flashtune.dispatch.plans.plan_cache import Plans
@@ -39,7 +40,7 @@ class Use:
         if self.everywhere:
             with _lock:
                 _everywhere = tuple(use for use in _everywhere if use is not self)
-            _changed()
+                _look_up_anew()
             return
         uses = STACK.get().uses
         if self not in uses and not self.removed:
@@ -58,10 +59,9 @@ class Use:
 
 
 class Stack:
-    """Layers of a context, the topmost first, and their plan cache.
+    """Layers of a context, the topmost first, and their plan cache, which is empty until `current` was called.
 
-    Copied contexts share it, so that a plan serves all of them. Plans of a stack that is no longer in force are empty: a call that misses
-    gets the right ones from `current`.
+    Copied contexts share it, so that a plan serves all of them.
     """
 
     __slots__ = ("__weakref__", "plans", "uses")
@@ -69,17 +69,19 @@ class Stack:
     def __init__(self, uses: tuple[Use, ...] = ()) -> None:
         self.uses = uses
         self.plans = Plans()
+        with _lock:
+            _stacks.add(self)
 
 
-_BOTTOM = Stack()
-STACK: ContextVar[Stack] = ContextVar("flashtune.layers", default=_BOTTOM)
-"""Stack of this context: a thread starts with the bottom one, a task of asyncio with its creator's."""
 _lock = threading.RLock()
+_stacks: WeakSet[Stack] = WeakSet()
 _everywhere: tuple[Use, ...] = ()
 _reloaded: Use | None = None
 _memos: dict[Settings, Memo] = {}
-_evicted: list[Memo] = []
 _pinned: Memo | None = None
+_BOTTOM = Stack()
+STACK: ContextVar[Stack] = ContextVar("flashtune.layers", default=_BOTTOM)
+"""Stack of this context: a thread starts with the bottom one, a task of asyncio with its creator's."""
 
 
 def _unlock() -> None:
@@ -120,12 +122,12 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured)
     own = () if everywhere else STACK.get().uses
     with _lock:
-        memo = _memo_of(_settings((added, *own, *_everywhere)))
+        memo = _memo_of((added, *own, *_everywhere))
     memo.read()
     if everywhere:
         with _lock:
             _everywhere = (added, *_everywhere)
-        _changed()
+            _look_up_anew()
     else:
         _lay((added, *own))
     return added
@@ -135,12 +137,8 @@ def current() -> Memo:
     """Context in force here; the next calls find its plans at once."""
     stack = STACK.get()
     with _lock:
-        memo = _pinned or _memo_of(_settings((*stack.uses, *_everywhere)))
+        memo = _pinned or _memo_of((*stack.uses, *_everywhere))
         stack.plans = memo.plans
-        evicted, _evicted[:] = _evicted[:], []
-    # Outside of _lock: a thread that chooses holds its memo's lock and may call `current`, so that the opposite order could deadlock.
-    for one in evicted:
-        one.move()
     return memo
 
 
@@ -150,58 +148,51 @@ def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
     `database` becomes a layer below those in use everywhere, until the next `reload`; with `alone` it hides all below.
     """
     global _reloaded
+    located = _located(database)
     with _lock:
-        _reloaded = None if database is None else Use(_located(database), alone=alone, everywhere=True, unmeasured=None)
-        old = list(_memos.values())
+        _reloaded = None if located is None else Use(located, alone=alone, everywhere=True, unmeasured=None)
         _memos.clear()
-    _changed(old)
+        _look_up_anew()
 
 
 @contextmanager
 def serving(memo: Memo) -> Iterator[None]:
     """Serve the calls of all threads by this memo meanwhile: with one that pins a kernel, that is measured as it would serve."""
     global _pinned
-    before, _pinned = _pinned, memo
-    _changed()
+    before = _pinned
     try:
+        with _lock:
+            _pinned = memo
+            _look_up_anew()
         yield
     finally:
-        _pinned = before
-        _changed([memo])
+        with _lock:
+            _pinned = before
+            _look_up_anew()
 
 
-def _settings(stack: tuple[Use, ...]) -> Settings:
-    """Settings of a stack of layers, the topmost first."""
-    stack = stack if _reloaded is None else (*stack, _reloaded)
+def _look_up_anew() -> None:
+    """Make every thread look up its layers at the next call; to be called under `_lock`."""
+    for stack in _stacks:
+        stack.plans = Plans()
+
+
+def _memo_of(uses: tuple[Use, ...]) -> Memo:
+    """Memo of the settings of these layers, the topmost first, made where there is none; to be called under `_lock`."""
     databases: list[str] = []
     alone = False
-    for one in stack:
+    for one in uses if _reloaded is None else (*uses, _reloaded):
         if one.database is not None and not alone:
             databases.append(one.database)
         alone = alone or one.alone
-    said = next((one.unmeasured for one in stack if one.unmeasured is not None), None)
-    return Settings(databases=tuple(dict.fromkeys(databases)), alone=alone, unmeasured=said)
-
-
-def _memo_of(settings: Settings) -> Memo:
-    """Memo of these settings, made where there is none."""
-    memo = _memos.pop(settings, None)
-    if memo is None:
-        while len(_memos) >= MOST_MEMOS:
-            _evicted.append(_memos.pop(next(iter(_memos))))
-        memo = Memo(settings)
+    said = next((one.unmeasured for one in uses if one.unmeasured is not None), None)
+    settings = Settings(databases=tuple(dict.fromkeys(databases)), alone=alone, unmeasured=said)
     # The dict is ordered by last use.
+    memo = _memos.pop(settings, None) or Memo(settings)
+    while len(_memos) >= MOST_MEMOS:
+        del _memos[next(iter(_memos))]
     _memos[settings] = memo
     return memo
-
-
-def _changed(others: list[Memo] | None = None) -> None:
-    """Make every thread look up its layers at the next call, by emptying the plan caches that stacks refer to."""
-    with _lock:
-        memos = [*_memos.values(), *(others or [])]
-    for memo in memos:
-        memo.move()
-    current()
 
 
 def _located(database: str | Path | None) -> str | None:

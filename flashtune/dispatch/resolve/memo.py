@@ -115,13 +115,6 @@ class Memo:
             self.buckets.clear()
             self.backwards.clear()
 
-    def move(self) -> None:
-        """Move the plans into another dict: threads that refer to the old one find nothing there, and look up their layers."""
-        with self.lock:
-            moved = Plans(self.plans)
-            self.plans.clear()
-            self.plans = moved
-
     def read(self) -> None:
         """Read the library, if that wasn't done; raises DatabaseError where a database is missing or damaged."""
         with self.lock, held_off():
