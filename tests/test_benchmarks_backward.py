@@ -1,4 +1,4 @@
-"""The cases `backward` and `training` without a GPU: cells, verdicts, tables, and that the small model trains."""
+"""The cases `backward` and `models` without a GPU: cells, verdicts, tables, and that the small model trains."""
 
 import json
 import sys
@@ -20,9 +20,9 @@ from flashtune.tuner.verify.inputs import make_inputs
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.cases import backward, training
+from benchmarks.cases import backward, models
 from benchmarks.cases.race import random_inputs
-from benchmarks.shared import backward_cells
+from benchmarks.shared import backward_cells, children
 from benchmarks.shared.children import NO_TIME
 
 
@@ -97,7 +97,7 @@ def test_cells_for_which_there_is_no_time_are_named(tmp_path: Path, monkeypatch:
         for task, _words in jobs:
             yield (backward_cells.Checked() if task is backward_cells.check_cell else {"flashtune": Measurement.of([9.0])}), ""
 
-    monkeypatch.setattr(backward, "in_children", answers)
+    monkeypatch.setattr(children, "in_children", answers)
     monkeypatch.setattr(backward, "this_gpu", lambda: find_target("h200"))
     monkeypatch.setattr(sys, "argv", ["backward.py", "--cells", "plain", "--d", "64", "--n", "512", "--budget-s", "0"])
     monkeypatch.setenv("OUT", str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_random_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pyte
     """Each feature reaches the call; torch's default has no soft cap, and drops other pairs."""
     monkeypatch.setattr(backward_cells, "here", lambda: "h200")
     [cell, *_] = backward_cells.random_cells(3, seed=5, gpu="h200")
-    assert cell.group == backward_cells.RANDOM and cell.name == cell.case
+    assert cell.group == backward_cells.RANDOM
     for features in (Features(causal=True), Features(mask="bool"), Features(mask="bias"), Features(causal=True, window=(3, 0))):
         sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 20, "n_kv": 20, "d": 16, "d_v": 16}
         inputs = make_inputs(Problem(**sizes, dtype="fp32", features=features, direction="bwd"), device="cpu", seed=1)
@@ -149,7 +149,7 @@ def test_what_serves_a_random_cell_is_what_serves_its_very_call(monkeypatch: pyt
 
 def test_the_small_model_trains_as_by_the_math_backend() -> None:
     words = {"device": "cpu", "steps": 6, "width": 32, "n": 16}
-    ours = training.losses(dispatch.attention, 3, **words)  # type: ignore[arg-type]
-    wanted = training.losses(training.math_attention, 3, **words)  # type: ignore[arg-type]
+    ours = models.losses(dispatch.attention, 3, **words)  # type: ignore[arg-type]
+    wanted = models.losses(models.math_attention, 3, **words)  # type: ignore[arg-type]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(wanted), atol=0.05, rtol=0.0)
     assert ours[-1] < ours[0]

@@ -16,7 +16,7 @@ from flashtune.db.library import Library, shipped_path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.cases import readme_table
+from benchmarks.cases import readme
 from benchmarks.cases.archive import folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,23 +134,23 @@ def test_figures_of_backwards_are_those_of_the_rows() -> None:
 def test_tables_of_forwards_are_written_into_the_page_and_nothing_else_is_touched() -> None:
     before = (PAGE).read_text()
     # The fixtures are the results of a folder that stays as it is.
-    rows = readme_table.rows_of(sorted((folder() / "2026-11-21-h200-forward").glob("forward_[pf]*.json")))
-    plain, features = readme_table.plain_table(rows), readme_table.feature_table(rows)
+    rows = readme.rows_of(sorted((folder() / "2026-11-21-h200-forward").glob("forward_[pf]*.json")))
+    plain, features = readme.plain_table(rows), readme.feature_table(rows)
     assert "| D=128, causal | 350 (1.09x) | 500 (1.19x)" in plain and plain.count("\n") == 7
     assert "| window 1024, causal | 454 | Flex (1.65x) | 570 | Flex (1.88x) |" in features
-    after = readme_table.rewritten(before, [plain, features])
+    after = readme.rewritten(before, [plain, features])
     assert plain in after and features in after
     assert [line for line in after.split("\n") if line[:1] != "|"] == [line for line in before.split("\n") if line[:1] != "|"]
     with pytest.raises(ValueError, match="has 0 tables"):
-        readme_table.rewritten(after.replace("| N = 4096 |", "| n |"), [features])
+        readme.rewritten(after.replace("| N = 4096 |", "| n |"), [features])
 
 
 def test_rates_in_the_page_are_of_cells_that_were_timed_and_right() -> None:
     [file] = (folder() / "2026-11-21-h200-forward").glob("forward_features.json")
     row = json.loads(file.read_text())["rows"][0]
-    assert readme_table.feature_table([row]) != readme_table.feature_table([])
+    assert readme.feature_table([row]) != readme.feature_table([])
     for fault in ({"wrong": "max_abs is 1"}, {"failed": "killed"}, {"times": {}}):
-        assert readme_table.rows_of([Faulty(row | fault)]) == []  # type: ignore[list-item]
+        assert readme.rows_of([Faulty(row | fault)]) == []  # type: ignore[list-item]
 
 
 class Faulty:
@@ -165,5 +165,5 @@ class Faulty:
 
 def test_tables_of_forwards_are_what_one_run_wrote() -> None:
     said = (PAGE).read_text()
-    rows = readme_table.rows_of([readme_table.PLAIN_RUN])
-    assert readme_table.rewritten(said, [readme_table.plain_table(rows), readme_table.feature_table(rows)]) == said
+    rows = readme.rows_of([readme.PLAIN_RUN])
+    assert readme.rewritten(said, [readme.plain_table(rows), readme.feature_table(rows)]) == said

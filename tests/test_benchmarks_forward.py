@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answer, nothing
 
 from flashtune import dispatch
-from flashtune.cli.search import SearchOptions
-from flashtune.core.problem import Problem
-from flashtune.core.results import Measurement, TuningRecord
-from flashtune.core.target import Target, find_target
-from flashtune.templates import families, family
+from flashtune.core.results import Measurement
+from flashtune.core.target import find_target
+from flashtune.templates import family
 from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.timing.stopwatch import Run
 from flashtune.tuner.verify.distributions import PRESENT
@@ -25,10 +22,9 @@ from flashtune.tuner.verify.distributions import PRESENT
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
-from benchmarks.cases import forward, tune
+from benchmarks.cases import forward
 from benchmarks.shared import peers as forward_peers
 from benchmarks.shared.cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
-from benchmarks.shared.children import in_children
 from benchmarks.shared.peers import OURS, Checked, Error
 from benchmarks.shared.report import NO_TIME, Row, geometric_mean, summary, tables
 
@@ -250,71 +246,23 @@ def test_a_cell_that_our_dispatch_refuses_fails(monkeypatch: pytest.MonkeyPatch)
         forward_peers.check_cell(small(find("fp8", "full")), "cpu", 0)
 
 
-def test_a_cell_that_hangs_crashes_or_raises_costs_itself() -> None:
-    jobs = [(answer, (n, "done")) for n in (512, 1024, 2048, 4096)]
-    found = list(in_children(jobs, start=nothing, count=1, limit_s=6.0))
-    assert [got for got, _ in found] == [None, None, None, "done"]
-    reasons = [reason for _, reason in found]
-    assert reasons[0] == "killed after 6 s"
-    assert "exit code 3" in reasons[1]
-    assert reasons[2:] == ["ValueError: no", ""]
-
-
-@pytest.mark.parametrize("main", [forward.main, tune.main])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--cells", "plain,fp4"), f"unknown cells fp4: use {', '.join(GROUPS)}"),
         (("--d", "64,x"), "'64,x' is not a number, nor numbers with commas between them"),
         (("--n", ""), "'' is not a number"),
+        (("--without", "flex,foo"), "unknown peers foo"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
 def test_words_that_are_no_cells_or_numbers_are_refused(
-    main: Callable[[], None], words: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py case", *words])
     with pytest.raises(SystemExit):
-        main()
+        forward.main()
     assert said in capsys.readouterr().err
-
-
-def test_every_group_is_searched_with_families_that_serve_it() -> None:
-    h200 = find_target("h200")
-    for group in GROUPS:
-        for problem in tune.problems_of(group):
-            for name in tune.FAMILIES[group]:
-                assert families()[name].supports(problem.spec(), h200) is None
-    assert set(tune.FAMILIES["small"]) == {"flash_fwd_hopper", "flash_decode"}
-
-
-def test_tune_hands_on_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[tuple[list[str], Any]] = []
-
-    def run_search(target: Target, problems: list[Problem], how: SearchOptions, **_: object) -> list[TuningRecord]:
-        searched.append(([problem.label() for problem in problems], how.templates))
-        return []
-
-    monkeypatch.setattr(tune, "run_search", run_search)
-    monkeypatch.setattr(tune, "this_gpu", lambda: find_target("h200"))
-    words = ["--cells", "plain,small", "--d", "64,128", "--n", "512,8192", "--dtype", "bf16"]
-    monkeypatch.setattr(sys, "argv", ["run.py tune", "--db", "x.sqlite", *words])
-    tune.main()
-    (plain, one), (small, both) = searched
-    assert [label for label in plain if "n512" in label] == [f"n512-d{d}-bf16-{case}" for d in (64, 128) for case in ("full", "causal")]
-    assert one == ("flash_fwd_hopper",)
-    assert small == [
-        *(f"n512-d{d}-bf16-{case}" for d in (128, 64) for case in ("full", "causal")),
-        "n16x8192-d128-bf16-causal+bottom_right-gqa4",
-    ]
-    assert both == ("flash_fwd_hopper", "flash_decode")
-
-
-def test_a_peer_that_no_cell_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py forward", "--without", "flex,foo"])
-    with pytest.raises(SystemExit):
-        forward.arguments()
-    assert "unknown peers foo" in capsys.readouterr().err
 
 
 SCORES = [cell for cell in cells(("scores",)) if cell.problem.n_kv == 4096 and cell.problem.d == 64]

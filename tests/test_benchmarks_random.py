@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.cases import random_shapes as unprepared
 from benchmarks.shared import flash_attention_4, random_shapes, searches
 from benchmarks.shared.cells import AT_ONCE, Cell, cells
-from benchmarks.shared.children import NO_TIME, Children, Job
+from benchmarks.shared.children import NO_TIME, Children, Job, in_children
 from benchmarks.shared.peers import OURS, OWN, Checked, data_of
 from benchmarks.shared.report import Row, summary
 
@@ -207,6 +207,8 @@ def test_a_run_without_time_says_of_each_shape_that_it_was_left_out(monkeypatch:
 
 
 def test_children_answer_in_order_cost_themselves_alone_and_end_in_time() -> None:
+    hanging: list[Job] = [(time.sleep, (600.0,)), (abs, (-1,))]
+    assert list(in_children(hanging, start=gc.freeze, limit_s=6.0)) == [(None, "killed after 6 s"), (1, "")]
     with Children(start=gc.freeze, count=2, limit_s=60.0) as children:
         jobs: list[Job] = [(os.getpid, ()), (os._exit, (3,)), (operator.truediv, (1, 0)), (abs, (-2,))]
         (pid, _), (none, died), (_, raised), (two, fine) = children.by(math.inf, iter(jobs), late="late")

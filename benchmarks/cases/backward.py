@@ -15,7 +15,6 @@ import math
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ from benchmarks.shared.backward_cells import (
     GROUPS,
     OURS,
     STEP,
-    Cell,
     Checked,
     cells,
     check_cell,
@@ -37,8 +35,9 @@ from benchmarks.shared.backward_cells import (
     start_as_user,
     time_cell,
 )
-from benchmarks.shared.children import NO_TIME, in_children, until
-from benchmarks.shared.environment import argument_parser, made_by, names_of, numbers_of, output_folder, this_gpu
+from benchmarks.shared.cells import Cell
+from benchmarks.shared.children import check_then_time
+from benchmarks.shared.environment import cell_options, made_by, names_of, output_folder, this_gpu
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import tolerance
 
@@ -118,21 +117,13 @@ def _table(rows: list[Row], over: dict[str, Callable[[Row], float | None]]) -> s
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    parser = argument_parser(__doc__)
+    parser = cell_options(__doc__, limit=180.0, jobs=4)
     parser.add_argument("--cells", type=lambda text: names_of(text, GROUPS, "cells"), default=",".join(GROUPS), help="groups (%(default)s)")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="random shapes without records instead, chosen as for users")
     parser.add_argument("--combined", action="store_true", help="several features at once instead, chosen as for users")
     kinds = parser.add_mutually_exclusive_group()
     for kind, what in (("sequences", "one sequence or two, as models are fine-tuned"), ("captions", "16 to 128 keys, as captions have")):
         kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="training", help=f"random shapes of {what}")
-    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
-    parser.add_argument("--n", type=numbers_of, help="only these lengths, with commas between them")
-    parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
-    parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a cell is killed (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=4, help="cells checked at once (default: %(default)s)")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
@@ -155,26 +146,21 @@ def main() -> None:
     """Run, print and write."""
     options = arguments()
     chosen = chosen_cells(options, this_gpu().slug)
-    prepare = start_as_user if options.random or options.combined else start
-    provenance, began, rows = made_by(options.seed), time.monotonic(), list[Row]()
-
-    def keep() -> None:
-        (output_folder() / "backward.json").write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1))
-
-    # All are checked before the first is timed, alone on the GPU.
-    checking = [(check_cell, (cell, options.seed)) for cell in chosen]
-    checks = list(in_children(checking, start=prepare, count=options.jobs, limit_s=options.limit))
-    print(f"{len(checks)} checked after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    sound = [(cell, checked) for cell, (checked, failed) in zip(chosen, checks, strict=True) if not failed]
-    rows += [row_of(cell, Checked(), {}, failed) for cell, (_, failed) in zip(chosen, checks, strict=True) if failed]
-    timing = in_children([(time_cell, (cell, options.seed, options.seconds)) for cell, _ in sound], start=prepare, limit_s=options.limit)
-    for (cell, checked), (times, failed) in until(began + options.budget_s, zip(sound, timing, strict=True)):
-        rows.append(row_of(cell, checked, times or {}, failed))
-        keep()
-        print(f"{cell.name}: {rows[-1]['failed'] or rows[-1]['wrong'] or 'right'}", file=sys.stderr, flush=True)
-    timing.close()
-    rows += [row_of(cell, checked, {}, NO_TIME) for cell, checked in sound if all(row["cell"] != cell.name for row in rows)]
-    keep()
-    print(table(rows))
-    if any(row["failed"] or row["wrong"] for row in rows):
+    provenance, rows = made_by(options.seed), dict[Cell, Row]()
+    found = check_then_time(
+        chosen,
+        lambda cell: (check_cell, (cell, options.seed)),
+        lambda cell: (time_cell, (cell, options.seed, options.seconds)),
+        start=start_as_user if options.random or options.combined else start,
+        count=options.jobs,
+        limit_s=options.limit,
+        budget_s=options.budget_s,
+    )
+    for cell, checked, times, failed in found:
+        rows[cell] = row_of(cell, checked or Checked(), times or {}, failed)
+        kept = {"provenance": provenance, "rows": list(rows.values())}
+        (output_folder() / "backward.json").write_text(json.dumps(kept, indent=1))
+        print(f"{cell.name}: {rows[cell]['failed'] or rows[cell]['wrong'] or 'right'}", file=sys.stderr, flush=True)
+    print(table(list(rows.values())))
+    if any(row["failed"] or row["wrong"] for row in rows.values()):
         raise SystemExit(1)

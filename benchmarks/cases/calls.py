@@ -1,8 +1,9 @@
-"""Calls: host time, throughput of an eager loop at models' shapes, training calls, and a new process's first result, beside torch's.
+"""Calls: host time, an eager loop at models' shapes, decoding steps, training calls, and a new process's first result, beside torch's.
 
 Ours and torch's take turns on the same tensors; figures are medians of rounds, and every output is compared with torch's first. `host` are
 calls that leave the GPU idle, `grid` models' shapes back to back, where the slower of host and GPU decides, `process` seconds of a new
-process beyond importing torch, `training` a causal forward and its gradients by our kernels, chosen or not.
+process beyond importing torch, `training` a causal forward and its gradients by our kernels, chosen or not. `steps` are decoding steps by
+all of torch's backends as well: first calls at new numbers of keys, each of which cuDNN builds a plan for, host time, and back to back.
 
 Prints a line for each figure, writes calls.json after each, and exits with 1 where one could not be measured.
 """
@@ -11,11 +12,13 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.shared.environment import argument_parser, names_of, this_gpu
@@ -84,29 +87,18 @@ GRID: list[tuple[str, int, int, int, int, int, bool]] = [
 ]
 """Model, batch, query heads, key heads, tokens, head size, causal."""
 
-DECODING = [(1, 32, 8, 500, 128), (1, 32, 8, 4096, 128), (8, 32, 8, 2048, 128), (64, 32, 8, 1024, 128), (1, 32, 8, 131072, 128)]
-DECODING += [(16, 12, 12, 1024, 64), (1, 12, 12, 8192, 64), (64, 32, 8, 4096, 128), (4, 16, 8, 32768, 128)]
-"""Batch, query heads, key heads, keys, head size."""
-
 
 def grid_part() -> Iterator[dict[str, Any]]:
-    """The whole grid, decoding first."""
-    yield from grid_cells([("decoding", b, h, kv, 1, d, False, n) for b, h, kv, n, d in DECODING])
-    yield from grid_cells([(*cell, cell[4]) for cell in GRID])
-
-
-def grid_cells(cells: list[tuple[str, int, int, int, int, int, bool, int]]) -> Iterator[dict[str, Any]]:
     """Back-to-back throughput: the slower of host and GPU decides."""
-    names = ("cell", "b", "h", "kv_heads", "n", "d", "causal", "n_kv")
     with torch.no_grad():
-        for cell in cells:
-            sizes: dict[str, Any] = dict(zip(names, cell, strict=True))
+        for cell in GRID:
+            sizes: dict[str, Any] = dict(zip(("cell", "b", "h", "kv_heads", "n", "d", "causal"), cell, strict=True))
             yield from guarded(sizes, partial(grid_row, sizes))
 
 
 def grid_row(cell: dict[str, Any]) -> dict[str, Any]:
     """One cell: both ways compared, then timed in turns."""
-    q, k, v = tensors(cell["b"], cell["h"], cell["n"], cell["d"], kv_heads=cell["kv_heads"], n_kv=cell["n_kv"])
+    q, k, v = tensors(cell["b"], cell["h"], cell["n"], cell["d"], kv_heads=cell["kv_heads"])
     words = {"is_causal": cell["causal"], "enable_gqa": cell["h"] != cell["kv_heads"]}
     calls: dict[str, Call] = {"ours": lambda: dispatch.attention(q, k, v, **words), "torch": lambda: sdpa(q, k, v, **words)}
     error = float((calls["ours"]().float() - calls["torch"]().float()).abs().max())
@@ -116,6 +108,80 @@ def grid_row(cell: dict[str, Any]) -> dict[str, Any]:
     times = medians(timed_in_turns(calls, rounds=9, repeats=repeats))
     found = {"error": error, "served": explained.kind, "template": explained.template, "served_by": served_by(calls["ours"])}
     return cell | found | {"ours_us": times["ours"], "torch_us": times["torch"], "speedup": times["torch"] / times["ours"]}
+
+
+DECODING = [
+    (1, 32, 8, 512, 128),
+    (4, 16, 4, 512, 128),
+    (4, 12, 12, 512, 64),
+    (4, 8, 4, 512, 256),
+    (4, 16, 4, 128, 128),
+    (4, 12, 12, 128, 64),
+    (8, 32, 8, 2048, 128),
+    (16, 12, 12, 1024, 64),
+    (64, 32, 8, 1024, 128),
+    (4, 16, 8, 32768, 128),
+    (1, 32, 8, 131072, 128),
+    (64, 32, 8, 4096, 128),
+    (1, 12, 12, 8192, 64),
+    (1, 32, 8, 4096, 128),
+]
+"""Batch, query heads, key heads, keys, head size: those whose host time shows first."""
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+NEW_LENGTHS = 6
+"""Numbers of keys that are new to each way."""
+
+
+def ways(q: torch.Tensor, words: dict[str, Any]) -> dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]:
+    """Ours and torch's, by default and by each backend that takes these."""
+
+    def by(backend: SDPBackend, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, **words)
+
+    return {
+        "ours": lambda k, v: dispatch.attention(q, k, v, **words),
+        "torch": lambda k, v: sdpa(q, k, v, **words),
+        **{name: partial(by, backend) for name, backend in BACKENDS.items()},
+    }
+
+
+def steps_row(step: dict[str, Any]) -> dict[str, Any]:
+    """One step: seconds of first calls at new numbers of keys, each way's own, then microseconds of known ones."""
+    b, h, kv_heads, n, d = step.values()
+    words = {"enable_gqa": h != kv_heads}
+    found: dict[str, Any] = dict(step)
+    q, k, v = tensors(b, h, 1, d, kv_heads=kv_heads, n_kv=n)
+    calls: dict[str, Call] = {}
+    for place, (name, way) in enumerate(ways(q, words).items(), start=1):
+        try:
+            error = float((way(k, v).float() - sdpa(q, k, v, **words).float()).abs().max())
+        except RuntimeError as refusal:
+            found[f"{name}_refused"] = str(refusal).splitlines()[0][:120]
+            continue
+        firsts = []
+        for more in range(NEW_LENGTHS):
+            _, new_k, new_v = tensors(b, h, 1, d, kv_heads=kv_heads, n_kv=n + place * NEW_LENGTHS + more)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            way(new_k, new_v)
+            firsts.append(round((time.perf_counter() - start) * 1e3, 2))
+        found |= {f"{name}_error": error, f"{name}_new_ms": firsts}
+        calls[name] = partial(way, k, v)
+    host = medians(host_in_turns(calls, rounds=20))
+    times = medians(timed_in_turns(calls, rounds=5, repeats=100))
+    found |= {f"{name}_host_us": us for name, us in host.items()} | {f"{name}_us": us for name, us in times.items()}
+    return found | {"speedup": times["torch"] / times["ours"], "served_by": served_by(calls["ours"])}
+
+
+def steps_part() -> Iterator[dict[str, Any]]:
+    """Decoding steps, one after the other."""
+    with torch.no_grad():
+        for step in DECODING:
+            named = dict(zip(("b", "h", "kv_heads", "n_kv", "d"), step, strict=True))
+            yield from guarded(named, partial(steps_row, named), limit_s=40.0)
 
 
 FIRST_CALL = """
@@ -244,7 +310,7 @@ def training_row(cell: dict[str, Any], dropout_p: float) -> dict[str, Any]:
     return cell | {"dropout_p": dropout_p} | words | timed
 
 
-PARTS = {"host": host_part, "grid": grid_part, "process": process_part, "training": training_part}
+PARTS = {"host": host_part, "grid": grid_part, "steps": steps_part, "process": process_part, "training": training_part}
 
 
 def main() -> None:

@@ -20,17 +20,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from benchmarks.shared.cells import USUAL, Cell, cells, groups_of, peers_of_text
-from benchmarks.shared.children import NO_TIME, in_children, until
-from benchmarks.shared.environment import argument_parser, made_by, numbers_of, output_folder, this_gpu
+from benchmarks.shared.children import NO_TIME, check_then_time
+from benchmarks.shared.environment import cell_options, made_by, output_folder, this_gpu
 from benchmarks.shared.peers import Checked, check_cell, start, time_cell
 from benchmarks.shared.report import Row, summary, tables
 
 DEVICE = "cuda:0"
-CHECKING = 0.5
-"""Share of a run's time after which no more cells are checked."""
 WRITING_S = 2.0
 """Seconds from one writing to the next: hundreds of cells are written each time."""
 
@@ -49,38 +46,30 @@ def run(
 
     Cells that `budget_s` leaves no time for have a row that says so.
     """
-    began = time.monotonic()
     rows = {cell: Row(cell=cell, failed=NO_TIME) for cell in chosen}
-    checks = in_children([(check_cell, (cell, DEVICE, seed)) for cell in chosen], start=start, count=jobs, limit_s=limit_s)
-    for cell, (checked, failed) in until(began + CHECKING * budget_s, zip(chosen, checks, strict=True)):
-        rows[cell] = Row(cell=cell, checked=checked or Checked(), failed=failed)
-        print(f"checked {cell.name} {rows[cell].remark}".rstrip(), file=sys.stderr, flush=True)
-    checks.close()
-    sound = [cell for cell in chosen if not rows[cell].remark]
-    rows |= {cell: replace(rows[cell], failed=NO_TIME) for cell in sound}
-    times = in_children([(time_cell, (cell, DEVICE, seed, seconds)) for cell in sound], start=start, limit_s=limit_s)
-    for cell, (found, failed) in until(began + budget_s, zip(sound, times, strict=True)):
-        rows[cell] = replace(rows[cell], times=found or {}, failed=failed)
-        print(f"timed {cell.name} {rows[cell].remark}".rstrip(), file=sys.stderr, flush=True)
+    found = check_then_time(
+        chosen,
+        lambda cell: (check_cell, (cell, DEVICE, seed)),
+        lambda cell: (time_cell, (cell, DEVICE, seed, seconds)),
+        start=start,
+        count=jobs,
+        limit_s=limit_s,
+        budget_s=budget_s,
+        sound=lambda cell, checked: not Row(cell=cell, checked=checked).wrong,
+    )
+    for cell, checked, times, failed in found:
+        rows[cell] = Row(cell=cell, checked=checked or Checked(), times=times or {}, failed=failed)
+        print(f"{cell.name} {rows[cell].remark or 'timed'}", file=sys.stderr, flush=True)
         if keep is not None:
             keep(list(rows.values()))
-    times.close()
     return list(rows.values())
 
 
 def arguments() -> argparse.Namespace:
     """Options of the command line."""
-    parser = argument_parser(__doc__)
+    parser = cell_options(__doc__, limit=120.0, jobs=min(8, os.cpu_count() or 1))
     parser.add_argument("--cells", type=groups_of, default=",".join(USUAL), help="groups of cells; also models and scores (%(default)s)")
-    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
-    parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name this regular expression finds")
     parser.add_argument("--without", type=peers_of_text, default="", help="peers to leave out, such as flex, which compiles for longest")
-    parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a cell is killed (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="cells checked at once (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.shared import cells as forward_cells
 from benchmarks.shared import flash_attention_4
-from benchmarks.shared.cells import problem_of
+from benchmarks.shared.cells import Cell, Group, problem_of
 from benchmarks.shared.peers import words_of
 from benchmarks.shared.random_shapes import Kind, random_problems
 from benchmarks.shared.searches import shipped
@@ -35,24 +36,18 @@ from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 OURS, FA4, FA2_REPEATABLE, FA4_REPEATABLE = "flashtune", "fa4", "fa2 deterministic", "fa4 deterministic"
 LENGTHS = (512, 1024, 4096, 16384)
-RANDOM = "random"
+RANDOM: Group = "unprepared"
 """Group of random shapes, and of combined features: dispatch chooses as for users."""
 STEP, DEFAULT_STEP = "training step", "default's training step"
 """Whole calls with their gradients of RANDOM cells, by dispatch and by torch's default, the host included."""
-DETERMINISTIC = "deterministic"
+DETERMINISTIC: Group = "deterministic"
 """Group of plain cells whose every call must write the same bits."""
-GROUPS = ("plain", DETERMINISTIC, "features", "scores")
+GROUPS: tuple[Group, ...] = ("plain", DETERMINISTIC, "features", "scores")
 
 FEATURES: dict[str, Features] = {
-    "mask": Features(mask="bool"),
-    "bias": Features(mask="bias"),
+    **forward_cells.FEATURES,
     "bias gradient": Features(mask="bias", dbias=True),
-    "dropout": Features(causal=True, dropout=True),
-    "window": Features(causal=True, window=(1024, 0)),
-    "softcap": Features(causal=True, softcap=True),
-    "alibi": Features(causal=True, alibi=True),
     "slopes gradient": Features(causal=True, alibi=True, dslopes=True),
-    "gqa": Features(causal=True),
 }
 SCORES = ("sink+11", "drift-14", "deviation-8", "misled-10%")
 """Distributions of scores that a feature cell is also run on, plain and causal."""
@@ -60,23 +55,6 @@ SCORES = ("sink+11", "drift-14", "deviation-8", "misled-10%")
 MANY_ROWS = 4096
 
 Run = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A backward to time; `scores` is the distribution of its inputs."""
-
-    group: str
-    case: str
-    problem: Problem
-    scores: str = "random"
-
-    @property
-    def name(self) -> str:
-        """For tables and messages."""
-        if self.group == RANDOM:
-            return self.case
-        return f"{self.group} {self.case} D={self.problem.d} N={self.problem.n_kv}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +68,14 @@ class Checked:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def cells(groups: tuple[str, ...]) -> list[Cell]:
+def cells(groups: tuple[Group, ...]) -> list[Cell]:
     """The cells of these groups: plain, deterministic, features, scores."""
     found = []
     for causal in (False, True):
         case = "causal" if causal else "full"
         for d in (64, 128, 256):
-            for group, lengths in (("plain", LENGTHS), (DETERMINISTIC, LENGTHS[1:])):
+            of_groups: dict[Group, tuple[int, ...]] = {"plain": LENGTHS, DETERMINISTIC: LENGTHS[1:]}
+            for group, lengths in of_groups.items():
                 found += [Cell(group=group, case=case, problem=_trained(d, n, Features(causal=causal))) for n in lengths]
     for d in (64, 128):
         for case, features in FEATURES.items():
@@ -112,9 +91,7 @@ def _trained(d: int, n: int, features: Features, *, sharing: int = 1) -> Problem
 
 def random_cells(count: int, *, seed: int, gpu: str, kind: Kind = "training") -> list[Cell]:
     """Backwards of random shapes that have no record."""
-    known = [record.key for record in shipped()]
-    found = random_problems(count, seed=seed, gpu=gpu, known=known, kind=kind)
-    return [Cell(group=RANDOM, case=cell.name, problem=cell.problem) for cell in found]
+    return random_problems(count, seed=seed, gpu=gpu, known=[record.key for record in shipped()], kind=kind)
 
 
 COMBINED = (
@@ -151,7 +128,7 @@ def start() -> None:
 def inputs_of(cell: Cell, seed: int) -> Inputs:
     """Random inputs on the GPU; no gradient flows to the LSE, which peers don't return."""
     inputs = make_inputs(cell.problem, device="cuda", seed=seed)
-    redistribute(inputs, cell.scores, seed=seed)
+    redistribute(inputs, cell.scores or "random", seed=seed)
     inputs.operands["dlse"].zero_()
     return inputs
 

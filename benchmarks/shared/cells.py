@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.shared.environment import names_of
-from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType
+from flashtune.core.dtypes import ITEMSIZE, DType
 from flashtune.core.models import ModelAttention, models
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.verify.distributions import PRESENT
 
-Group = Literal["plain", "features", "fp8", "decode", "small", "models", "scores", "unprepared"]
+Group = Literal["plain", "features", "fp8", "decode", "small", "models", "scores", "unprepared", "deterministic"]
 USUAL: tuple[Group, ...] = ("plain", "features", "fp8", "decode", "small")
 """Groups of a run that names none."""
 GROUPS: tuple[Group, ...] = (*USUAL, "models", "scores")
@@ -21,11 +21,6 @@ GROUPS: tuple[Group, ...] = (*USUAL, "models", "scores")
 def groups_of(text: str) -> tuple[Group, ...]:
     """Groups of cells (see `names_of`)."""
     return names_of(text, GROUPS, "cells")
-
-
-def dtypes_of(text: str) -> tuple[DType, ...]:
-    """Element types (see `names_of`)."""
-    return names_of(text, DTYPES, "element types")
 
 
 def peers_of_text(text: str) -> tuple[str, ...]:
@@ -99,7 +94,7 @@ class Cell:
     group: Group
     case: str
     problem: Problem
-    peers: tuple[str, ...]
+    peers: tuple[str, ...] = ()
     scores: str = ""
 
     @property

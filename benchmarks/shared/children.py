@@ -3,7 +3,7 @@
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as Overdue
 from types import TracebackType
@@ -16,7 +16,11 @@ from flashtune.tuner.children.tasks import one_line
 NO_TIME = "left out: time was up"
 """Reason for a job that a run had no time for."""
 
+CHECKING = 0.5
+"""Share of a run's time after which no more cells are checked."""
+
 Found = TypeVar("Found")
+Cell = TypeVar("Cell", bound=Hashable)
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
@@ -88,6 +92,39 @@ def in_children(jobs: Sequence[Job], *, start: Callable[[], None], count: int = 
     """Each job's answer in their order, by children of its own (see `Children.each`)."""
     with Children(start=start, count=count, limit_s=limit_s) as children:
         yield from children.each(jobs)
+
+
+def check_then_time(
+    cells: Sequence[Cell],
+    check: Callable[[Cell], Job],
+    measure: Callable[[Cell], Job],
+    *,
+    start: Callable[[], None],
+    count: int,
+    limit_s: float,
+    budget_s: float = math.inf,
+    sound: Callable[[Cell, Any], bool] = lambda cell, checked: True,
+) -> Iterator[tuple[Cell, Any, Any, str]]:
+    """Each cell with the answers of its check and of its timing and the reason that there is none, as they come.
+
+    All are checked first, `count` at a time and for CHECKING of the time; then those that are `sound` are timed, one alone at a time.
+    """
+    began, sounds, late = time.monotonic(), dict[Cell, Any](), dict.fromkeys(cells)
+    checks = in_children([check(cell) for cell in cells], start=start, count=count, limit_s=limit_s)
+    for cell, (checked, failed) in until(began + CHECKING * budget_s, zip(cells, checks, strict=True)):
+        if not failed and sound(cell, checked):
+            sounds[cell] = checked
+        else:
+            del late[cell]
+            yield cell, checked, None, failed
+    checks.close()
+    times = in_children([measure(cell) for cell in sounds], start=start, limit_s=limit_s)
+    for cell, (found, failed) in until(began + budget_s, zip(sounds, times, strict=True)):
+        del late[cell]
+        yield cell, sounds[cell], found, failed
+    times.close()
+    for cell in late:
+        yield cell, sounds.get(cell), None, NO_TIME
 
 
 def until(deadline: float, found: Iterable[Found]) -> Iterator[Found]:

@@ -1,5 +1,6 @@
 """Surroundings of a case: its command, the folder of its results, this machine's GPU, and options that several cases have."""
 
+import math
 import os
 import shlex
 import sys
@@ -43,6 +44,20 @@ def this_gpu() -> Target:
     if gpu is None or gpu.target is None:
         raise SystemExit(f"{sys.argv[0]} runs on a GPU that flashtune knows and found none: run it on the GPU's machine")
     return gpu.target
+
+
+def cell_options(description: str | None, *, limit: float, jobs: int) -> ArgumentParser:
+    """A parser with the options of cases that check cells side by side and then time one after another."""
+    parser = argument_parser(description)
+    parser.add_argument("--d", type=numbers_of, help="only these head sizes, with commas between them")
+    parser.add_argument("--n", type=numbers_of, help="only these numbers of keys, with commas between them")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name this regular expression finds")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing per cell (default: %(default)s)")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds for everything; cells beyond it are left out")
+    parser.add_argument("--limit", type=float, default=limit, help="seconds after which a cell is killed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=jobs, help="cells checked at once (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 def names_of(text: str, known: Sequence[Name], kind: str) -> tuple[Name, ...]:

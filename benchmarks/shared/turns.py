@@ -18,6 +18,9 @@ Call = Callable[[], Any]
 
 DEVICE = "cuda"
 
+MOST_SHOWN = 10
+"""Numbers of a list that is printed."""
+
 
 def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int, warm: bool = True) -> dict[str, list[float]]:
     """Microseconds a call, of `repeats` back to back, for each of `rounds` and each of `calls`: wall time until the GPU is done.
@@ -120,7 +123,8 @@ def report(name: str, parts: dict[str, Callable[[], Iterator[dict[str, Any]]]]) 
         for row in rows():
             results[part].append(row)
             failed += "failed" in row
-            shown = "  ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+            short = ((key, value) for key, value in row.items() if not (isinstance(value, list) and len(value) > MOST_SHOWN))
+            shown = "  ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in short)
             print(f"  {shown}", flush=True)
             (output_folder() / f"{name}.json").write_text(json.dumps(results, indent=1))
         print(f"  ({time.perf_counter() - started:.0f} s)", flush=True)

@@ -1,7 +1,7 @@
-"""Tables of rates in benchmarks/README.md, from committed results of the case `forward`.
+"""Tables of rates in benchmarks/README.md and chart of the README, from committed results of the case `forward`.
 
-Without files it takes the run that the page shows; `--write` puts the tables into the page, whose words stay as they are. All cells of a
-table have one element type.
+Without files it takes the run that the page shows; `--write` puts the tables into the page, whose words stay as they are, and `--chart`
+draws that run (extra `plot`). All cells of a table have one element type.
 """
 
 import json
@@ -17,6 +17,8 @@ RESULTS = folder()
 PAGE = RESULTS.parent / "README.md"
 PLAIN_RUN = RESULTS / "2026-11-22-h200-forward" / "forward_plain_features.json"
 """Run of the case `forward` that the page and the README's chart show."""
+CHART = RESULTS.parent.parent / "docs" / "images" / "forward-h200.svg"
+COLOURS = {64: "#1b9e77", 128: "#d95f02", 256: "#7570b3"}
 
 CASES = {
     "mask": "boolean mask (1, 1, N, N)",
@@ -95,13 +97,47 @@ def rewritten(text: str, tables: Iterable[str]) -> str:
     return text
 
 
+def draw(rows: list[Row]) -> None:
+    """Write the chart of the plain cells beside torch's own choice; the same run gives the same bytes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "flashtune"
+    pyplot.rcParams["svg.fonttype"] = "none"
+    rows = [row for row in rows if _is(row, "plain", "bf16")]
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    for panel, case in zip(panels, ("full", "causal"), strict=True):
+        for d, colour in COLOURS.items():
+            cells = sorted((row["problem"]["n_kv"], row) for row in rows if row["case"] == case and row["problem"]["d"] == d)
+            lengths = [n for n, _ in cells]
+            ours = [row["rates"]["flashtune"] for _, row in cells]
+            torchs = [row["rates"]["flashtune"] / row["ratio_to"]["cudnn"] for _, row in cells]
+            panel.plot(lengths, ours, color=colour, marker="o", markersize=4, label=f"flashtune, D={d}")
+            panel.plot(lengths, torchs, color=colour, linestyle="--", label=f"torch (cuDNN), D={d}")
+        panel.set_xscale("log", base=2, subs=[])
+        panel.set_xticks(lengths, [str(n) for n in lengths])
+        panel.set_title("full attention" if case == "full" else "causal attention", fontsize=10)
+        panel.set_xlabel("sequence length N")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("TFLOP/s (higher is better)")
+    panels[0].set_ylim(bottom=0)
+    panels[1].legend(fontsize=7, ncols=2, loc="lower right")
+    CHART.parent.mkdir(exist_ok=True)
+    figure.savefig(CHART, metadata={"Date": None, "Creator": None})
+
+
 def main() -> None:
-    """Print or write."""
+    """Print, write or draw."""
     parser = argument_parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
+    parser.add_argument("--chart", action="store_true", help="draw docs/images/forward-h200.svg")
     options = parser.parse_args()
     rows = rows_of(options.files or [PLAIN_RUN])
+    if options.chart:
+        draw(rows)
     tables = [plain_table(rows), feature_table(rows)]
     if options.write:
         PAGE.write_text(rewritten(PAGE.read_text(), tables))
