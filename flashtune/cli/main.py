@@ -18,6 +18,7 @@ from flashtune.core.secrets import mask_secrets
 
 COMMANDS = {
     "search": "Find the fastest kernel for your shapes and store it.",
+    "model": "Tune the attention of one model, and show what the model gains.",
     "show": "List the best known configuration of every problem.",
     "explain": "Show the record that would serve a call, and why.",
     "bench": "Time tuned kernels against PyTorch's backends on this GPU.",

@@ -93,7 +93,7 @@ def attention_mask(
     if padding is not None:
         if kv_offset or padding.shape[1] != seen:
             padding = padding[:, kv_offset : kv_offset + seen]
-        if is_tracing(padding) or not padding.all():
+        if is_tracing(padding) or padding.is_meta or not padding.all():
             # A model may pass the mask back in to be made again, without the offset of the keys.
             return everything() if kv_offset else padding
     return None if seen == kv_length else torch.ones((1, 1), dtype=torch.bool, device=device).expand(batch_size, seen)

@@ -1,0 +1,186 @@
+"""`flashtune model`: tune the attention of one model, and say what the whole model gains."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.export import written
+from flashtune.cli.options import GPU, ListCommand, gpu_of, json_option, seconds_of
+from flashtune.cli.records import PREDICTED_NOTE
+from flashtune.cli.search import SearchOptions, choose_source, run_search
+from flashtune.core.errors import FlashtuneError, InputError, NoKernelFound
+from flashtune.templates import unservable
+
+if TYPE_CHECKING:
+    from flashtune.core.dtypes import DType
+    from flashtune.core.problem import Problem
+    from flashtune.core.results import Source, TuningRecord
+    from flashtune.core.target import Target
+    from flashtune.model.tuning import ModelReport
+
+DTYPES: tuple["DType", ...] = ("bf16", "fp16")
+
+
+@click.command(cls=ListCommand)
+@click.argument("path", metavar="PATH")
+@click.option("--gpu-name", type=GPU, metavar="NAME", help="The GPU to tune for (default: the one in this machine).")
+@click.option(
+    "--workload",
+    "named",
+    multiple=True,
+    metavar="KIND:BxN",
+    help="A way of running the model: forward, padded, decode or train, with B sequences of N tokens; repeatable (default: by model).",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Element type of the model.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="L", help="Build the model with L layers at most.")
+@click.option("--budget", metavar="TIME", default="5m", show_default=True, help="Wall time of the search: 90s, 10m, 1h.")
+@click.option("--trials", type=click.IntRange(min=1), default=40, show_default=True, metavar="K", help="Candidates per problem.")
+@click.option("--out", metavar="FILE", help="The database to write (default: tuned.sqlite in the model's folder, else in this one).")
+@click.option("--licence", "--license", "licence", default="Apache-2.0", show_default=True, metavar="SPDX", help="Licence in its card.")
+@click.option("--predict", is_flag=True, help="Rank by the cost model even where a GPU is present.")
+@json_option
+def model(
+    path: str,
+    gpu_name: str | None,
+    named: tuple[str, ...],
+    dtype: "DType",
+    layers: int | None,
+    budget: str,
+    trials: int,
+    out: str | None,
+    licence: str,
+    predict: bool,
+    as_json: bool,
+) -> None:
+    """Tune the attention of the model at PATH: a folder of transformers or diffusers, or its config.json.
+
+    The model is built (with random weights where the folder has none), its attention calls are recorded for each workload, those without
+    a record are searched, and the winners are written to one file beside the weights, with a card. On the GPU the whole model is then
+    checked against eager attention in float32, and timed with PyTorch's attention and with ours.
+
+    On a machine without a GPU the records are predicted, and nothing is checked or timed.
+
+    \b
+    flashtune model ./llama-3-8b
+    flashtune model ./llama-3-8b --workload forward:1x8192 --workload decode:16x8192
+    flashtune model config.json --layers 4 --dtype fp16 --budget 2m
+    """
+    import torch
+
+    from flashtune.core.torch_dtypes import TORCH_DTYPES
+    from flashtune.model import tuning, workloads
+    from flashtune.model.sources import find_subject
+
+    subject = find_subject(path, layers=layers)
+    chosen = tuple(map(workloads.parse, named)) or subject.defaults
+    target = gpu_of(gpu_name)
+    source = choose_source(target, predict)
+    device = f"cuda:{torch.cuda.current_device()}" if source == "measured" else None
+    kind: torch.dtype = TORCH_DTYPES[dtype]
+    judged = tuning.record_calls(subject, chosen, dtype=kind, device=device)
+    report = tuning.ModelReport(subject.name, target, dtype, judged)
+    for one in judged:
+        messages().print(f"{one.workload}: {tuning.shown_shares(one.counts)}")
+    destination = _destination(path, out)
+    options = SearchOptions(trials=trials, budget_s=seconds_of(budget), predict=predict)
+    report.records = _tuned(report.problems(), target, source, options, quiet=as_json)
+    report.database = _write(destination, report.records, licence)
+    if device is not None:
+        with tuning.in_force(destination):
+            tuning.judge(subject, judged, device=device, dtype=kind, say=lambda text: messages().print(text))
+    if as_json:
+        print_json(report.as_json())
+    else:
+        _print(report, predicted=source == "predicted")
+    wrong = [str(one.workload) for one in judged if one.check is not None and not one.check.right]
+    if wrong:
+        raise FlashtuneError(f"outputs of {', '.join(wrong)} are further from float32 than allowed: don't use {destination}, and report it")
+
+
+def _destination(path: str, out: str | None) -> Path:
+    """The database to write; raises InputError where it isn't in an existing folder, before anything takes time."""
+    folder = Path(path) if Path(path).is_dir() else Path()
+    found = Path(out) if out is not None else folder / "tuned.sqlite"
+    if not found.parent.is_dir():
+        raise InputError(f"there is no folder {found.parent}: make it, or name another file with --out")
+    return found
+
+
+def _tuned(
+    problems: list["Problem"], target: "Target", source: "Source", options: SearchOptions, *, quiet: bool
+) -> dict["Problem", "TuningRecord"]:
+    """The record of each problem, after a search of those that have none yet of this source or a better one."""
+    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
+    from flashtune.model.tuning import best_records
+
+    def known() -> dict["Problem", "TuningRecord"]:
+        records = Library([Layer(location=place, optional=True) for place in (overlay_path(), shipped_path())]).winners()
+        usable = [one for one in records if one.key.gpu == target.slug and unservable(one) is None]
+        return best_records(problems, target, usable)
+
+    served = {problem for problem, record in known().items() if source == "predicted" or record.outcome.source == "measured"}
+    missing = [problem for problem in problems if problem not in served and _searchable(problem, target)]
+    messages().print(f"{len(problems)} kinds of calls: {len(missing)} to search, {len(served)} with a record")
+    if missing:
+        run_search(target, missing, options, quiet=quiet)
+    return known()
+
+
+def _searchable(problem: "Problem", target: "Target") -> bool:
+    """True if a family serves a problem; the others are named on standard error."""
+    from flashtune.templates import families
+    from flashtune.tuner.propose.space import SearchSpace
+
+    try:
+        SearchSpace(families(), problem, target)
+    except InputError as error:
+        messages().print(f"left to PyTorch: {problem.label()}: {error}")
+        return False
+    return True
+
+
+def _write(destination: Path, records: dict["Problem", "TuningRecord"], licence: str) -> Path:
+    """Write the records to the model's database, with a card beside it; raises NoKernelFound where there are none."""
+    from flashtune.cli.export import licence_for
+    from flashtune.db.writing import write_file
+
+    if not records:
+        raise NoKernelFound("no kernel was found for any of the model's calls: PyTorch serves them all")
+    wanted = licence_for(str(destination), licence, force=True)
+    unique = {record.key: record for record in records.values()}
+    write_file(destination, [record.as_result() for record in unique.values()], replace=True)
+    written(str(destination), wanted, len(unique))
+    return destination
+
+
+def _print(report: "ModelReport", *, predicted: bool) -> None:
+    """Tables of the calls and of the workloads."""
+    calls = Table(title=f"Attention of {report.model} on {report.target.name}", title_justify="left")
+    for heading in ("workload", "call", "calls", "share", "served by", "us", "vs PyTorch"):
+        calls.add_column(heading, justify="left" if heading in ("workload", "call", "served by") else "right")
+    for row in report.calls():
+        us, gain = row["median_us"], row["speedup"]
+        us_shown = "" if us is None else f"{us:.1f}" + ("*" if row["source"] == "predicted" else "")
+        gained = "" if gain is None else f"{gain:.2f}x"
+        calls.add_row(row["workload"], row["problem"], str(row["calls"]), f"{row['share']:.0%}", row["served"], us_shown, gained)
+    console().print(calls)
+    if predicted:
+        console().print(f"* {PREDICTED_NOTE}")
+    else:
+        console().print(_whole_models(report))
+    console().print(f"{report.database} holds {len({one.key for one in report.records.values()})} records: load it with dispatch.use(path)")
+
+
+def _whole_models(report: "ModelReport") -> Table:
+    table = Table(title="Whole model", title_justify="left")
+    for heading in ("workload", "PyTorch ms", "tuned ms", "speed-up", "error", "allowed", ""):
+        table.add_column(heading, justify="left" if heading in ("workload", "") else "right")
+    for one in report.workloads:
+        times, found = one.times, one.check
+        ms = ("", "", "") if times is None else (f"{times.torch_ms:.3f}", f"{times.tuned_ms:.3f}", f"{times.speedup:.3f}x")
+        errors = ("", "") if found is None else (f"{found.tuned:.1e}", f"{found.allowed:.1e}")
+        table.add_row(str(one.workload), *ms, *errors, one.why)
+    return table

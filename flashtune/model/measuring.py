@@ -1,0 +1,132 @@
+"""Comparison of a whole model with tuned attention and with PyTorch's: outputs against float32, and times of interleaved runs."""
+
+import copy
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashtune.model.sources import Subject
+from flashtune.model.workloads import Run, Workload, runner
+
+CHECKED_BATCH = 2
+"""Sequences at most of a check: float32 and eager attention need several times the memory of a run."""
+
+ALLOWED = 2.0
+"""Error of tuned attention over that of PyTorch's, both against eager attention in float32, up to which outputs count as right."""
+
+ROUNDS = 7
+
+LEAST_S = 0.02
+"""Least time of one timing, in seconds: shorter runs are repeated within it."""
+
+MOST_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Errors of a model's outputs, and of its gradients where it trains, against eager attention in float32, over the largest value."""
+
+    tuned: float
+    torch: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """True if the error is within what is allowed."""
+        return self.tuned <= self.allowed
+
+
+def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Check:
+    """Errors of one workload, with a smaller batch where it is large."""
+    small = replace(workload, batch=min(workload.batch, CHECKED_BATCH))
+    inputs = subject.inputs(small, device=device, dtype=dtype)
+    exact = copy.deepcopy(model).float()
+    subject.attend(exact, "eager")
+    wide = {key: _widened(value) for key, value in inputs.items()}
+    expected = _results(exact, wide, small)
+    del exact
+    errors = {}
+    for implementation in ("sdpa", "tuned"):
+        subject.attend(model, implementation)
+        found = _results(model, inputs, small)
+        errors[implementation] = max(_error(one, other) for one, other in zip(found, expected, strict=True))
+    allowed = ALLOWED * errors["sdpa"] + torch.finfo(dtype).eps
+    return Check(tuned=errors["tuned"], torch=errors["sdpa"], allowed=allowed)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.float()
+    if isinstance(value, Mapping):
+        return {key: _widened(one) for key, one in value.items()}
+    return value
+
+
+def _results(model: torch.nn.Module, inputs: dict[str, Any], workload: Workload) -> list[torch.Tensor]:
+    """Output of one run, without what padding gave, and gradients of all parameters where it trains."""
+    out = runner(model, inputs, workload)()
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape == out.shape[:2]:
+        out = out[mask.bool()]
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None] if workload.trains else []
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [out, *gradients]
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if not expected.numel():
+        return 0.0
+    largest = expected.abs().max().item()
+    gap = (found.float() - expected).abs().max().item()
+    # NaN counts as infinitely wrong.
+    return gap / max(largest, 1e-30) if gap == gap else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Median times of one run of a workload, in milliseconds."""
+
+    tuned_ms: float
+    torch_ms: float
+
+    @property
+    def speedup(self) -> float:
+        """PyTorch's time over ours."""
+        return self.torch_ms / self.tuned_ms
+
+
+def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Times:
+    """Times of a workload on a device, host included: runs with PyTorch's attention and with ours take turns."""
+    inputs = subject.inputs(workload, device=device, dtype=dtype)
+    times: dict[str, list[float]] = {"sdpa": [], "tuned": []}
+    run = runner(model, inputs, workload)
+    repeats = 1
+    for turn in range(ROUNDS + 1):
+        for implementation, found in times.items():
+            subject.attend(model, implementation)
+            if turn == 0:
+                run()
+                repeats = max(repeats, min(MOST_REPEATS, int(LEAST_S / max(_timed(run, 1), 1e-6)) + 1))
+            else:
+                found.append(_timed(run, repeats))
+    return Times(*(1e3 * statistics.median(times[name]) for name in ("tuned", "sdpa")))
+
+
+def _timed(run: Run, repeats: int) -> float:
+    prepared = [run.prepare() for _ in range(repeats)]
+    _synchronize()
+    started = time.perf_counter()
+    for one in prepared:
+        run.step(one)
+    _synchronize()
+    return (time.perf_counter() - started) / repeats
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

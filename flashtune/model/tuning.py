@@ -1,0 +1,165 @@
+"""Steps of `flashtune model`: record a model's calls, search them, write its database, and judge the whole model with it."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtune import dispatch
+from flashtune.core.problem import Problem
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target
+from flashtune.model import measuring, recording, shares
+from flashtune.model.measuring import Check, Times
+from flashtune.model.sources import Subject
+from flashtune.model.workloads import Workload
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Judged:
+    """One workload's calls by problem, and what was found of the whole model; `why` says why something wasn't."""
+
+    workload: Workload
+    counts: Counter[Problem]
+    check: Check | None = None
+    times: Times | None = None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class ModelReport:
+    """Result of the command for one model: its workloads, and the record that serves each problem, where there is one."""
+
+    model: str
+    target: Target
+    dtype: str
+    workloads: list[Judged]
+    records: dict[Problem, TuningRecord] = field(default_factory=dict)
+    database: Path | None = None
+
+    def problems(self) -> list[Problem]:
+        """All problems, the most important first."""
+        return shares.ordered([one.counts for one in self.workloads], self.target)
+
+    def calls(self) -> list[dict[str, Any]]:
+        """A row for each call of each workload, in the order of its share of the attention's time (PyTorch's, else rooflines)."""
+        rows: list[dict[str, Any]] = []
+        for judged in self.workloads:
+            times = {problem: count * self._unit_us(problem) for problem, count in judged.counts.items()}
+            whole = sum(times.values())
+            for problem in sorted(times, key=lambda one: -times[one]):
+                rows.append(self._row(judged, problem, times[problem] / whole))
+        return rows
+
+    def _unit_us(self, problem: Problem) -> float:
+        record = self.records.get(problem)
+        if record is not None and record.framework_us is not None:
+            return record.framework_us
+        return shares.floor_us(problem, self.target)
+
+    def _row(self, judged: Judged, problem: Problem, share: float) -> dict[str, Any]:
+        record = self.records.get(problem)
+        ratio = None if record is None else record.relative_time
+        served = "PyTorch" if record is None or (ratio is not None and ratio > 1) else record.outcome.template
+        return {
+            "workload": str(judged.workload),
+            "problem": problem.label(),
+            "calls": judged.counts[problem],
+            "share": round(share, 4),
+            "served": served,
+            "source": None if record is None else record.outcome.source,
+            "median_us": None if record is None else round(record.median_us, 3),
+            "framework_us": None if record is None or record.framework_us is None else round(record.framework_us, 3),
+            "speedup": None if ratio is None else round(max(1.0, 1 / ratio), 3),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as `flashtune model --json` prints it."""
+        return {
+            "model": self.model,
+            "gpu": self.target.slug,
+            "dtype": self.dtype,
+            "database": None if self.database is None else str(self.database),
+            "workloads": [_judgement(one) for one in self.workloads],
+            "calls": self.calls(),
+        }
+
+
+def _judgement(one: Judged) -> dict[str, Any]:
+    return {
+        "workload": str(one.workload),
+        "attention_calls": one.counts.total(),
+        "error": None if one.check is None else one.check.tuned,
+        "torch_error": None if one.check is None else one.check.torch,
+        "allowed_error": None if one.check is None else one.check.allowed,
+        "right": None if one.check is None else one.check.right,
+        "tuned_ms": None if one.times is None else round(one.times.tuned_ms, 4),
+        "torch_ms": None if one.times is None else round(one.times.torch_ms, 4),
+        "speedup": None if one.times is None else round(one.times.speedup, 4),
+        "left_out": one.why or None,
+    }
+
+
+def record_calls(subject: Subject, workloads: Sequence[Workload], *, dtype: torch.dtype, device: str | None) -> list[Judged]:
+    """Calls of each workload, recorded on meta tensors, or on `device` where the model's path depends on values."""
+    found = []
+    for workload in workloads:
+        try:
+            counts = recording.calls_of(subject, workload, device="meta", dtype=dtype)
+        except (RuntimeError, NotImplementedError):
+            if device is None:
+                raise
+            counts = recording.calls_of(subject, workload, device=device, dtype=dtype)
+        found.append(Judged(workload, shares.merged(counts)))
+    return found
+
+
+def judge(subject: Subject, workloads: Sequence[Judged], *, device: str, dtype: torch.dtype, say: Say) -> None:
+    """Check and measure every workload on a GPU with the databases in force, and store the results in it.
+
+    Memory that a workload lacks leaves it out, with the reason.
+    """
+    model = subject.build(device=device, dtype=dtype)
+    for one in workloads:
+        for name, work in (("check", _checked), ("time", _timed)):
+            say(f"{one.workload}: {name}")
+            try:
+                work(one, subject, model, device, dtype)
+            except torch.OutOfMemoryError:
+                one.why = f"the GPU's memory is too small for its {name}"
+            torch.cuda.empty_cache()
+
+
+def _checked(one: Judged, subject: Subject, model: torch.nn.Module, device: str, dtype: torch.dtype) -> None:
+    one.check = measuring.check(subject, model, one.workload, device=device, dtype=dtype)
+
+
+def _timed(one: Judged, subject: Subject, model: torch.nn.Module, device: str, dtype: torch.dtype) -> None:
+    one.times = measuring.measure(subject, model, one.workload, device=device, dtype=dtype)
+
+
+def best_records(problems: Sequence[Problem], target: Target, records: Sequence[TuningRecord]) -> dict[Problem, TuningRecord]:
+    """The record of each problem's key, where there is one."""
+    by_key = {record.key: record for record in records}
+    return {problem: by_key[problem.key(target.slug)] for problem in problems if problem.key(target.slug) in by_key}
+
+
+def memory_needed(subject: Subject, dtype: torch.dtype) -> int:
+    """Bytes of the model's parameters in `dtype` and, for the reference, in float32."""
+    size = sum(parameter.numel() for parameter in subject.build(device="meta", dtype=dtype).parameters())
+    return size * (dtype.itemsize + 4)
+
+
+def in_force(path: Path) -> Any:
+    """Context in which a database serves before all others."""
+    return dispatch.use(path)
+
+
+def shown_shares(counts: Mapping[Problem, int]) -> str:
+    """Number of calls and of different problems, in words."""
+    return f"{sum(counts.values())} attention calls of {len(counts)} kinds"

@@ -1,0 +1,191 @@
+"""`flashtune model`: calls of whole models recorded without computing, searched by share, checked and timed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.model import measuring, recording, shares
+from flashtune.model.sources import find_subject
+from flashtune.model.workloads import DECODED, Workload, lengths, padding_mask, parse, runner
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FLUX = {
+    "_class_name": "FluxTransformer2DModel",
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": [4, 4, 8],
+}
+H200 = find_target("h200")
+
+
+def saved(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def counted(folder: Path, workload: str, config: dict[str, Any] = LLAMA, layers: int | None = 2) -> Counter[Problem]:
+    subject = find_subject(saved(folder, config), layers=layers)
+    return recording.calls_of(subject, parse(workload), device="meta", dtype=torch.bfloat16)
+
+
+def test_a_forward_calls_each_layers_attention_once(tmp_path: Path) -> None:
+    expected = Problem(batch=3, heads=4, kv_heads=2, n_q=96, n_kv=96, d=16, d_v=16, dtype="bf16", features=Features(causal=True))
+    assert counted(tmp_path, "forward:3x96") == {expected: 2}
+    assert counted(tmp_path, "forward:3x96", layers=None) == {expected: 5}
+
+
+def test_training_records_each_backward_too(tmp_path: Path) -> None:
+    found = counted(tmp_path, "train:2x32")
+    assert sorted((one.direction, count) for one, count in found.items()) == [("bwd", 2), ("fwd", 2)]
+
+
+def test_a_padded_batch_records_a_mask(tmp_path: Path) -> None:
+    (problem,) = counted(tmp_path, "padded:3x64")
+    assert problem.features.mask == "bool" and problem.features.causal
+
+
+def test_decoding_counts_its_steps_alone_and_as_one_kind(tmp_path: Path) -> None:
+    steps = counted(tmp_path, "decode:2x40")
+    assert {(one.n_q, one.n_kv) for one in steps} == {(1, 41 + i) for i in range(DECODED)}
+    ((problem, count),) = shares.merged(steps).items()
+    assert (problem.n_kv, count) == (40 + DECODED, 2 * DECODED)
+
+
+def test_a_recording_leaves_dispatch_as_it_was(tmp_path: Path) -> None:
+    before = dispatch.attention
+    with pytest.raises(ZeroDivisionError), recording.recorded():
+        _ = 1 / 0
+    assert dispatch.attention is before
+
+
+def test_a_flux_transformer_is_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    ((problem, count),) = counted(tmp_path, "forward:2x64", FLUX).items()
+    assert (problem.batch, problem.heads, problem.n_q, problem.d, count) == (2, 2, 64 + 512, 16, 2)
+
+
+def test_the_largest_share_comes_first() -> None:
+    small, large = (Problem(batch=1, heads=4, kv_heads=4, n_q=n, n_kv=n, d=64, d_v=64, dtype="bf16") for n in (4096, 8192))
+    assert shares.ordered([Counter({small: 1, large: 1})], H200) == [large, small]
+    assert shares.ordered([Counter({small: 30, large: 1})], H200) == [small, large]
+    assert shares.ordered([Counter({small: 1}), Counter({small: 1, large: 1})], H200)[0] == small, "all of one workload"
+
+
+@pytest.mark.parametrize("text", ["forward:1x4096", "padded:8x512", "decode:8x1", "train:4"])
+def test_a_workload_is_read_as_it_is_written(text: str) -> None:
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "forward", "forward:0x8", "prefill:1x8", "forward:1x0", "forward:-1x8", "forward:1x99999999", "decode:2,8"]
+)
+def test_another_text_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(InputError, match=r"size outside|no workload"):
+        parse(text)
+
+
+def test_lengths_of_a_padded_batch_are_a_quarter_padding() -> None:
+    workload = Workload("padded", 5, 100)
+    assert lengths(workload, 100) == [50, 62, 75, 88, 100]
+    assert padding_mask(workload, 100, "cpu").sum(1).tolist() == lengths(workload, 100)
+
+
+@pytest.mark.parametrize("text", ["forward:2x24", "padded:2x24", "decode:2x24", "train:2x24"])
+def test_a_model_with_attention_of_ours_is_as_right_as_with_pytorchs(tmp_path: Path, text: str) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=2)
+    model = subject.build(device="cpu", dtype=torch.bfloat16)
+    found = measuring.check(subject, model, parse(text), device="cpu", dtype=torch.bfloat16)
+    assert found.right and 0 < found.tuned < 0.1
+
+
+@pytest.mark.parametrize("text", ["forward:2x24", "decode:2x24", "train:2x24"])
+def test_wrong_attention_is_found_by_the_whole_models_outputs(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=2)
+    attend = dispatch.attention
+    monkeypatch.setattr(dispatch, "attention", lambda q, *others, **words: attend(3 * q, *others, **words))
+    model = subject.build(device="cpu", dtype=torch.bfloat16)
+    assert not measuring.check(subject, model, parse(text), device="cpu", dtype=torch.bfloat16).right
+
+
+def test_decoding_runs_begin_from_the_same_cache(tmp_path: Path) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=2)
+    model, workload = subject.build(device="cpu", dtype=torch.float32), parse("decode:2x24")
+    run = runner(model, subject.inputs(workload, device="cpu", dtype=torch.float32), workload)
+    assert torch.equal(run(), run())
+
+
+def test_times_are_of_both_implementations(tmp_path: Path) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=1)
+    model = subject.build(device="cpu", dtype=torch.float32)
+    found = measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
+    assert found.tuned_ms > 0 and found.speedup == found.torch_ms / found.tuned_ms
+
+
+def test_weights_of_a_folder_are_used(tmp_path: Path) -> None:
+    first = find_subject(saved(tmp_path, LLAMA), layers=None).build(device="cpu", dtype=torch.float32)
+    torch.nn.init.ones_(first.model.layers[0].self_attn.q_proj.weight)
+    first.save_pretrained(tmp_path)
+    subject = find_subject(tmp_path, layers=None)
+    assert subject.has_weights
+    again = subject.build(device="cpu", dtype=torch.float32)
+    assert torch.equal(again.model.layers[0].self_attn.q_proj.weight, torch.ones(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("[]", "is no JSON object"),
+        ("{", "can't be read as a model's config"),
+        ("{}", "neither model_type"),
+        ('{"model_type": "none_such"}', "transformers can't read"),
+        ('{"_class_name": "NoneSuch"}', "no model of the installed diffusers"),
+        ('{"_class_name": "AutoencoderKL"}', "record its calls"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_sentence(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match=said):
+        find_subject(tmp_path, layers=None)
+
+
+def test_workloads_that_a_model_lacks_are_refused(tmp_path: Path) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=1)
+    with pytest.raises(InputError, match="128 positions"):
+        subject.inputs(parse("forward:1x129"), device="meta", dtype=torch.bfloat16)
+
+
+def test_the_command_without_a_gpu_writes_predicted_records_and_says_so(tmp_path: Path) -> None:
+    saved(tmp_path, LLAMA)
+    words = ["model", str(tmp_path), "--gpu-name", "a100", "--layers", "1", "--workload", "forward:1x64", "--trials", "1", "--json"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["database"] == str(tmp_path / "tuned.sqlite") and Path(found["database"] + ".json").exists()
+    (call,) = found["calls"]
+    assert call["source"] == "predicted" and call["speedup"] is None and call["share"] == 1.0
+    assert found["workloads"][0]["speedup"] is None and found["workloads"][0]["right"] is None
