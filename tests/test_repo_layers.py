@@ -26,7 +26,7 @@ PLANTED = [
     ("dispatch", "optuna", "Dispatch reaches no tuner and no optuna, not even through others"),
     ("tuner", "sqlalchemy", "SQL stays in flashtune.db"),
     ("core", "rich", "Only the command line knows click and rich"),
-    ("dispatch", "transformers", "Only the integrations know transformers and diffusers"),
+    ("dispatch", "transformers", "Only the integrations and whole models know transformers and diffusers"),
     ("integrations", "flashtune.bench", "Rooms import downwards only"),
     ("dispatch/launch", "flashtune.dispatch.resolve", "Dispatch is one way through"),
     ("dispatch/resolve/memo.py", "flashtune.dispatch.resolve.choosing", "Plans are resolved one way"),

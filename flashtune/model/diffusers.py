@@ -32,8 +32,9 @@ class DiffusersModel:
                 f"{named} takes inputs that flashtune doesn't make (it does for UNet2DConditionModel and FluxTransformer2DModel): "
                 "record its calls with FLASHTUNE_CALLS=calls.json"
             )
-        self._class, self._flux = found, named == "FluxTransformer2DModel"
-        known = inspect.signature(found.__init__).parameters
+        self._class: Any = found
+        self._flux = named == "FluxTransformer2DModel"
+        self._known = known = inspect.signature(found).parameters
         self._words = {key: value for key, value in place.config.items() if key in known}
         self._whole = True
         if layers is not None and self._flux:
@@ -47,8 +48,7 @@ class DiffusersModel:
         self.defaults = (Workload("forward", 1 if self._flux else 2), Workload("train", 1))
 
     def _config(self, name: str) -> Any:
-        default = inspect.signature(self._class.__init__).parameters[name].default
-        return self._words.get(name, default)
+        return self._words.get(name, self._known[name].default)
 
     def build(self, *, device: str, dtype: torch.dtype) -> torch.nn.Module:
         """The model in evaluation mode on `device`."""
@@ -76,7 +76,7 @@ class DiffusersModel:
 
         if self._flux:
             n, text = workload.n or LATENT_TOKENS, TEXT_TOKENS["transformer"]
-            found = {
+            found: dict[str, Any] = {
                 "hidden_states": random(b, n, self._config("in_channels")),
                 "encoder_hidden_states": random(b, text, self._config("joint_attention_dim")),
                 "pooled_projections": random(b, self._config("pooled_projection_dim")),

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from flashtune.bench.accounting import Roofline, fused_step
 from flashtune.core.problem import DECODE_ROWS, Problem, next_power_of_two
 from flashtune.core.target import Target
-from flashtune.profiler.accounting import fused_step
-from flashtune.profiler.roofline import floor
 
 LAUNCH_US = 4.0
 """Time that any call takes at least, in microseconds: what starting a kernel costs an H100."""
@@ -32,7 +31,7 @@ def _group(problem: Problem) -> Problem:
 def floor_us(problem: Problem, target: Target) -> float:
     """Least time that a call of a problem takes on a GPU, by its roofline and the start of a kernel, in microseconds."""
     dtype = problem.dtype if problem.dtype in target.peak_tflops else "fp16"
-    return max(LAUNCH_US, floor(fused_step(problem), target, dtype).time_us)
+    return max(LAUNCH_US, Roofline(target, dtype).floor(fused_step(problem))[0])
 
 
 def ordered(counts: Iterable[Mapping[Problem, int]], target: Target) -> list[Problem]:
