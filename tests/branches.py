@@ -8,9 +8,9 @@ import pytest
 
 from flashtune import dispatch
 from flashtune.dispatch import api
-from flashtune.dispatch.plans.forward import FrameworkPlan
 from flashtune.dispatch.plans.gradients import GradientPlan
 from flashtune.dispatch.plans.plan_cache import Plan
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.resolve import backwards, choosing
 from flashtune.dispatch.resolve.inspection import GRADIENTS
 from flashtune.dispatch.resolve.layers import current
@@ -64,7 +64,7 @@ def served() -> str:
 
 
 def _named(plan: Plan) -> str:
-    if isinstance(plan, FrameworkPlan):
+    if isinstance(plan, TorchPlan):
         return "torch"
     if isinstance(plan, TrainingPlan):
         found = {_template(made) if isinstance(made, GradientPlan) else "formula" for made, _ in plan.backward._plans.values()}

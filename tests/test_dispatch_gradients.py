@@ -16,9 +16,9 @@ from flashtune.core.band import Band
 from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import framework
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import devices
+from flashtune.dispatch.plans import pytorch
 from flashtune.templates import families
 
 
@@ -181,12 +181,12 @@ def test_threads_that_keep_to_some_backends_leave_all_of_them_on() -> None:
     entered, left = threading.Event(), threading.Event()
 
     def other() -> None:
-        with framework.sound_backends_of(call, q, k, v, None):
+        with pytorch.sound_backends_of(call, q, k, v, None):
             entered.set()
             left.wait(600)
 
     thread = threading.Thread(target=other)
-    with framework.sound_backends_of(call, q, k, v, None):
+    with pytorch.sound_backends_of(call, q, k, v, None):
         thread.start()
         assert not entered.wait(0.2)
     left.set()
@@ -202,7 +202,7 @@ def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
     call, flash = parse(Arguments(q, k, v), Options()), list[bool]()
 
     def cudnn(device: torch.device, *tensors: torch.Tensor | None, deterministic: bool = False) -> bool:
-        with framework.sound_backends_of(replace(call, device=device, deterministic=deterministic), *tensors):  # type: ignore[arg-type]
+        with pytorch.sound_backends_of(replace(call, device=device, deterministic=deterministic), *tensors):  # type: ignore[arg-type]
             assert not (deterministic and device == cuda and torch.backends.cuda.flash_sdp_enabled())
             flash.append(torch.backends.cuda.flash_sdp_enabled())
             return torch.backends.cuda.cudnn_sdp_enabled()

@@ -13,8 +13,8 @@ from flashtune import dispatch
 from flashtune.dispatch import api
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.forward import FrameworkPlan
 from flashtune.dispatch.plans.plan_cache import Plans
+from flashtune.dispatch.plans.pytorch import TorchPlan
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 
@@ -227,11 +227,11 @@ def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pyt
 def test_torch_is_told_of_nothing_that_it_would_take_anyway() -> None:
     def told(**words: Any) -> Any:
         call = parse(Arguments(Q, K, V), Options(enable_gqa=True, **words))
-        return FrameworkPlan.of(call, Q, K, V, None).words
+        return TorchPlan.of(call, Q, K, V, None).kwargs
 
     assert told() == told(scale=0.25) == {"enable_gqa": True}
     assert told(scale=0.5, dropout_p=0.1) == {"enable_gqa": True, "scale": 0.5, "dropout_p": 0.1}
-    assert FrameworkPlan.of(parse(Arguments(K, K, K), Options(is_causal=True)), K, K, K, None).words == {"is_causal": True}
+    assert TorchPlan.of(parse(Arguments(K, K, K), Options(is_causal=True)), K, K, K, None).kwargs == {"is_causal": True}
 
 
 def test_seeded_dropout_is_decided_for_all_seeds_and_apart_from_unseeded(plans: Plans) -> None:
@@ -244,7 +244,7 @@ def test_seeded_dropout_is_decided_for_all_seeds_and_apart_from_unseeded(plans: 
 def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_call(signature: Any, given: Any, _: object) -> tuple[Any, None]:
         q, k, v = given[:3]
-        plans[signature] = plan = FrameworkPlan.of(parse(Arguments(q, k, v), Options(enable_gqa=True, scale=0.7)), q, k, v)
+        plans[signature] = plan = TorchPlan.of(parse(Arguments(q, k, v), Options(enable_gqa=True, scale=0.7)), q, k, v)
         return plan.run(q, k, v, None, None, None)
 
     monkeypatch.setattr(api, "_first_call", first_call)
@@ -253,5 +253,5 @@ def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plan
     for _ in range(3):
         assert torch.equal(attend(q, k, v, scale=0.7), wanted)
     assert plans.recent is not None and plans.recent.direct is not None
-    monkeypatch.setattr(FrameworkPlan, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(TorchPlan, "run", lambda *_: pytest.fail("ran"))
     assert torch.equal(attend(q, k, v, scale=0.7), wanted)

@@ -12,8 +12,8 @@ from flashtune import dispatch
 from flashtune.core import reference, torch_attention
 from flashtune.core.tolerances import TOLERANCES
 from flashtune.core.torch_attention import laid_out, readable
-from flashtune.dispatch import framework
 from flashtune.dispatch.call import Arguments, Options, PerHead, parse
+from flashtune.dispatch.plans import pytorch
 
 FP32 = TOLERANCES["fp32"]
 
@@ -125,21 +125,21 @@ def test_an_output_without_any_gradient_and_second_gradients_are_torchs() -> Non
 def test_more_heads_than_a_launch_has_room_for_are_served_in_parts(
     batch: int, heads: int, kv_heads: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(framework, "MOST_HEADS", 4)
+    monkeypatch.setattr(pytorch, "MOST_HEADS", 4)
     met: list[torch.Size] = []
 
     def sdpa(*given: Any, **words: Any) -> torch.Tensor:
         met.append(given[0].shape)
         return torch_attention.sdpa(*given, **words)
 
-    monkeypatch.setattr(framework, "differentiable_sdpa", sdpa)
+    monkeypatch.setattr(pytorch, "differentiable_sdpa", sdpa)
     # Parts of these tensors are a CPU's.
-    monkeypatch.setattr(framework, "sdpa", sdpa)
+    monkeypatch.setattr(pytorch, "sdpa", sdpa)
     q, k, v = normal(batch, heads, 6, 8), normal(batch, kv_heads, 5, 8, seed=1), normal(batch, kv_heads, 5, 8, seed=2)
     mask = normal(1, heads, 6, 5) if masked else None
     call = parse(Arguments(q, k, v, mask), Options(enable_gqa=heads != kv_heads))
-    assert not framework.takes_as_it_is(replace(call, device=torch.device("cuda")), q, k, v, mask)
-    out = framework._sdpa(call, on_gpu(q), on_gpu(k), on_gpu(v), mask, scale=call.scale, is_causal=False)
+    assert not pytorch.takes_as_it_is(replace(call, device=torch.device("cuda")), q, k, v, mask)
+    out = pytorch._sdpa(call, on_gpu(q), on_gpu(k), on_gpu(v), mask, scale=call.scale, is_causal=False)
     torch.testing.assert_close(out, reference.attention(q, k, v, mask=mask, scale=call.scale)[0].float(), atol=FP32.atol, rtol=FP32.rtol)
     assert len(met) > 1 and all(max(shape[:2]) <= 4 for shape in met)
 
@@ -147,8 +147,8 @@ def test_more_heads_than_a_launch_has_room_for_are_served_in_parts(
 def test_the_gradient_of_a_bias_alone_makes_torch_keep_what_it_takes() -> None:
     q, bias = normal(2, 2, 6, 8), normal(6, 6).requires_grad_()
     call = parse(Arguments(q, q, q, bias), Options())
-    assert not framework.takes_as_it_is(replace(call, device=torch.device("cuda")), q, q, q, bias)
-    out = framework._sdpa(call, on_gpu(q), on_gpu(q), on_gpu(q), call.small_mask(bias), scale=call.scale, is_causal=False)
+    assert not pytorch.takes_as_it_is(replace(call, device=torch.device("cuda")), q, q, q, bias)
+    out = pytorch._sdpa(call, on_gpu(q), on_gpu(q), on_gpu(q), call.small_mask(bias), scale=call.scale, is_causal=False)
     wide = bias.detach().double().requires_grad_()
     [wanted] = torch.autograd.grad(reference.attention(q, q, q, mask=wide, scale=call.scale)[0].square().sum(), wide)
     found = torch.autograd.grad(out.square().sum(), bias)[0].double()
@@ -167,13 +167,13 @@ def test_what_is_wider_than_its_queries_isnt_handed_to_a_gpu_beside_them(words: 
         met.extend([q.dtype, k.dtype, v.dtype, mask.dtype])
         return torch_attention.sdpa(q, k, v, mask, **words)
 
-    monkeypatch.setattr(framework, "_sdpa", sdpa)
+    monkeypatch.setattr(pytorch, "_sdpa", sdpa)
     q = X[..., :8, :]
     for given, wide in ((q, False), (on_gpu(q), True)):
         met.clear()
         mask, per_head = words.get("attn_mask"), PerHead(words.get("alibi_slopes"))
         call = parse(Arguments(q, q, q, mask, per_head=per_head), Options())
-        out = framework.attention(call, given, given, given, mask, None, per_head)[0]
+        out = pytorch.attention(call, given, given, given, mask, None, per_head)[0]
         assert met == [torch.float32] * 4 if wide else met == [torch.bfloat16] * 3 + [torch.float32]
         assert out.dtype == torch.bfloat16
 

@@ -13,13 +13,13 @@ from torch.nn.attention import SDPBackend
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.config import Config
-from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import sound_backends
-from flashtune.dispatch import framework
 from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch.plans import gradients, pytorch
+from flashtune.dispatch.plans.gradients import BackwardInputs, ReferencePlan
 from flashtune.dispatch.resolve import backwards, choosing
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
@@ -346,20 +346,23 @@ def test_torch_draws_without_gradients_by_the_backends_that_it_draws_by_with_the
     """Each backend drops other pairs: what is computed again, as in a checkpoint, would differ."""
     call: Any = SimpleNamespace(device=torch.device("cuda"), deterministic=False, torch_draws=draws, identity=True)
     q, mask = torch.zeros(1, 1, 4, 8, requires_grad=True), torch.ones(4, 4, dtype=torch.bool)
-    with torch.set_grad_enabled(gradient), framework.sound_backends_of(call, q, q, q, mask):
+    with torch.set_grad_enabled(gradient), pytorch.sound_backends_of(call, q, q, q, mask):
         assert torch.backends.cuda.cudnn_sdp_enabled() != kept
 
 
-def test_the_formula_takes_rows_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (torch.randn(1, heads, rows, 8) for heads, rows in ((2, 10), (1, 12), (1, 12)))
-    out, lse = (torch.randn(1, 2, 10, 8), torch.full((1, 2, 10), 2.0))
-    from flashtune.core.band import Band
-
-    given = CallParameters(scale=0.3, band=Band(left=3, right=2, diagonal=1))
-    whole = framework.gradients(q, k, v, out, lse, out, None, given)
-    monkeypatch.setattr(framework, "ROWS", 3)
-    for found, wanted in zip(framework.gradients(q, k, v, out, lse, out, None, given), whole, strict=True):
-        torch.testing.assert_close(found, wanted)
+def test_the_reference_is_differentiated_rows_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(2, heads, rows, 8) for heads, rows in ((2, 10), (1, 12), (1, 12)))
+    options = Options(enable_gqa=True, window=(3, 2), return_lse=True, dropout_p=0.2, softcap=3.0)
+    for bias in (torch.randn(1, 2, 10, 12), torch.randn(12)):
+        mask = bias.view(1, -1, 10, 12) if bias.dim() == 4 else bias.view(1, 1, 1, 12)
+        call = parse(Arguments(q, k, v, bias, seed=5), options)
+        out, lse = torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10)
+        inputs = BackwardInputs(q, k, v, out, lse, out, lse, mask, torch.rand(2, 2), None, 5, True, True, True, True)
+        plan = ReferencePlan(call, inputs)
+        whole = plan.run(inputs)
+        monkeypatch.setattr(gradients, "ROWS", 3)
+        for found, wanted in zip(plan.run(inputs), whole, strict=True):
+            torch.testing.assert_close(found, wanted)
 
 
 def test_deterministic_is_a_flag_and_changes_nothing_on_the_cpu() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.shared.environment import made_by, output_folder
 from flashtune import dispatch
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.resolve import layers
 
 Call = Callable[[], Any]
@@ -95,7 +96,7 @@ def tensors(
 def described(plan: Any) -> str:
     """Description of a plan: `framework`, or a kernel's module, its launches a call and where its machine code is from."""
     if not isinstance(plan, KernelPlan):
-        return "framework" if isinstance(plan, FrameworkPlan) else "kernels with gradients"
+        return "framework" if isinstance(plan, TorchPlan) else "kernels with gradients"
     name = plan.module.name
     if plan.program is None:
         return f"{name} by Triton's launcher"

@@ -107,15 +107,11 @@ def hidden_outside(seen: Tensor, mask: Tensor | None) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else joined(mask, seen)
 
 
-def scores_of(
-    q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, band: Band, softcap: float, slopes: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Scores before the softmax, in the dtype of q and k, which have equally many heads (see `attention`), -inf where a pair is hidden;
-    and the hyperbolic tangents of the soft cap, or None."""
-    scores, capped = scale * (q @ k.transpose(-1, -2)), None
+def scores_of(q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, band: Band, softcap: float, slopes: Tensor | None) -> Tensor:
+    """Scores before the softmax, in the dtype of q and k, which have equally many heads (see `attention`), -inf where a pair is hidden."""
+    scores = scale * (q @ k.transpose(-1, -2))
     if softcap:
-        capped = torch.tanh(scores / softcap)
-        scores = softcap * capped
+        scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
         scores = scores + alibi(slopes.to(scores.dtype), q.shape[2], k.shape[2], band.diagonal)
     seen = visible(band, q.shape[2], k.shape[2], q.device)
@@ -124,7 +120,7 @@ def scores_of(
     elif mask is not None:
         scores = scores + mask.to(scores.dtype)
     # A bias of -inf hides a pair like a mask; filling it in again stops gradients through -inf - -inf.
-    return scores.masked_fill(~seen | (scores == float("-inf")), float("-inf")), capped
+    return scores.masked_fill(~seen | (scores == float("-inf")), float("-inf"))
 
 
 def attention(
@@ -158,7 +154,7 @@ def attention(
     if descale is not None:
         q, k, v = (x * factor.to(dtype)[..., None, None] for x, factor in zip((q, k, v), descale, strict=True))
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-    scores, _ = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes)
+    scores = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes)
     beside = []
     if sinks is not None:
         # As with biases, no gradient may flow through -inf - -inf.

@@ -18,11 +18,12 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, unwrapped
+from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, unwrapped
 from flashtune.dispatch.launch import devices
 from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, restorer
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
+from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.plan_cache import Plan
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy import length_buckets
 from flashtune.dispatch.resolve import backwards, choosing, recorder
 from flashtune.dispatch.resolve.code import tried
@@ -112,7 +113,7 @@ def attention(
     which. A bias, slopes and sinks get gradients where they require them, of their own sizes, summed in float32 over broadcast dimensions;
     those of a bias or of slopes come from records of backwards that compute them. Kernels have first derivatives alone. Features that
     PyTorch lacks (softcap, return_lse, seed) take memory for all scores in its operations; ALiBi and sinks have paths of their own
-    (flashtune.dispatch.framework).
+    (flashtune.dispatch.plans.pytorch).
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense.
     """
@@ -301,7 +302,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
             recorder.meet_step(resized.call, arguments.key.shape[2])
             return resized.run(*arguments)
     call = parse(arguments, options)
-    plan = FrameworkPlan.of(call, *arguments[:4])
+    plan = TorchPlan.of(call, *arguments[:4])
     draws = call.dropout_p > 0.0 and arguments.seed is None
     if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):  # type: ignore[no-untyped-call]
         # Not cached: the next call outside of a capture may be a kernel's.
@@ -315,7 +316,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
         for candidate in choosing.candidates(memo, call, *arguments[:4], why_torch):
             if candidate.kind == "framework":
                 if bucket is not None and bucket not in memo.buckets:
-                    around = plan if plan.words is not None and choosing.serves_bucket(memo, call, None, options.sides()) else None
+                    around = plan if plan.kwargs is not None and choosing.serves_bucket(memo, call, None, options.sides()) else None
                     memo.buckets[bucket] = around
                 break
             chosen = _plan_of(memo, call, candidate)

@@ -12,6 +12,9 @@ from flashtune.core.band import Band
 from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
 from flashtune.core.problem import MaskKind, Problem
 
+Outputs = tuple[Tensor, Tensor | None]
+"""Output and, where it is requested, LSE."""
+
 
 def surely(condition: bool) -> bool:
     """Value of a comparison of sizes; under a compiler, True only where it is true of all values of symbolic sizes.

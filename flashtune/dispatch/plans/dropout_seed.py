@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtune.dispatch.call import Call, seed_bits
+from flashtune.dispatch.call import Call, Outputs, seed_bits
 from flashtune.dispatch.launch import driver
-
-Outputs = tuple[Tensor, Tensor | None]
 
 _MASK64 = 2**64 - 1
 

@@ -1,96 +1,29 @@
-"""Plans of the forward pass: PyTorch's own attention, or a kernel's launches, prepared at a signature's first call."""
+"""Plans of the forward pass by a kernel, whose launches are prepared at a signature's first call."""
 
 import contextlib
-import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtune.core import launching, reference
+from flashtune.core import launching
 from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import PER_HEAD, CallParameters
-from flashtune.core.torch_attention import differentiable_sdpa, sdpa
-from flashtune.dispatch import framework
-from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits, relaxed
+from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
 from flashtune.dispatch.plans.misprediction import Misprediction
-
-Outputs = tuple[Tensor, Tensor | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class FrameworkPlan:
-    """Plan that runs PyTorch's own attention, or the composite for features that it lacks.
-
-    `words` are the keyword arguments of PyTorch's function beside tensors and mask, where it takes the call unchanged; else None.
-    """
-
-    call: Call
-    words: Mapping[str, Any] | None = None
-
-    @classmethod
-    def of(cls, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> "FrameworkPlan":
-        """Plan for a call with these tensors, or others with the same memory layout."""
-        words: Mapping[str, Any] | None = None
-        if framework.takes_as_it_is(call, query, key, value, mask):
-            asked = {"dropout_p": call.dropout_p, "is_causal": call.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
-            usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
-            # PyTorch's argument parser takes time for each, so that defaults are left out.
-            words = {name: value for name, value in asked.items() if value != usual[name]}
-        return cls(call=call, words=words)
-
-    def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
-        """Nothing to build."""
-
-    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """PyTorch's function with the call's options, for calls without a mask or per-head arguments; None where more than it is needed."""
-        return None if self.words is None else functools.partial(self._torchs, **self.words)
-
-    @property
-    def _torchs(self) -> Callable[..., Tensor]:
-        """PyTorch's function; on a GPU the one whose backward takes gradients of any layout, which PyTorch's doesn't."""
-        return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
-
-    def for_length(self, *_: object) -> "FrameworkPlan":
-        """This plan, since nothing in it depends on the number of keys."""
-        return self
-
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
-    ) -> Outputs:
-        """Output and, where `return_lse` is set, LSE."""
-        call = self.call
-        if (words := self.words) is not None:
-            if attn_mask is None:
-                return self._torchs(query, key, value, **words), None
-            # One line with gradients and without, since torch.jit.trace compares source lines.
-            with framework.sound_backends_of(call, query, key, value, attn_mask):
-                return self._torchs(query, key, value, framework.as_bias(attn_mask, query.dtype), **words), None
-        keep = None
-        if call.dropout_p and not call.torch_draws:
-            sizes = (call.batch, call.heads, call.n_q, call.n_kv)
-            if draws_in_a_capture(call, seed):
-                # The generator's position can't be read under capture, but PyTorch's own operations sample anew at each replay.
-                keep = torch.rand(sizes, device=call.device) >= call.dropout_p
-            else:
-                keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
-        return framework.attention(call, query, key, value, attn_mask, keep, per_head)
-
-    def captured(self, *given: Any) -> Outputs:
-        """Outputs of unseeded dropout under capture, whose replays sample anew: PyTorch registers its generator with the graph."""
-        return relaxed(self.run, *given)
+from flashtune.dispatch.plans.pytorch import TorchPlan
 
 
 class ModulePlan:
@@ -138,8 +71,23 @@ class KernelPlan(ModulePlan):
     """Plan that launches a forward's kernel, or for a while its fallback kernel, where the softmax is mispredicted (`misprediction`)."""
 
     __slots__ = (
-        "_copies_mask", "_counters", "_framework", "_hands_on", "_heads", "_layout", "_like_query", "_lse_offset", "_memory", "_moves_sign",
-        "_other", "_plain", "_rest", "_scratch", "_temporaries", "fallback", "misprediction",
+        "_copies_mask",
+        "_counters",
+        "_hands_on",
+        "_heads",
+        "_layout",
+        "_like_query",
+        "_lse_offset",
+        "_memory",
+        "_moves_sign",
+        "_other",
+        "_plain",
+        "_rest",
+        "_scratch",
+        "_temporaries",
+        "_torch",
+        "fallback",
+        "misprediction",
     )  # fmt: skip
 
     def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, fallback: Fallback | None = None, **others: Any) -> None:
@@ -151,7 +99,7 @@ class KernelPlan(ModulePlan):
         self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
-        self._framework = FrameworkPlan(call=call)
+        self._torch = TorchPlan(call=call)
         self._counters = 0
         self._copies_mask = self._moves_sign = False
         # Addresses of per-head arguments that aren't tensors.
@@ -272,7 +220,7 @@ class KernelPlan(ModulePlan):
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
                 # A seed sampled here would be the same at every replay of the graph.
-                return self._framework.captured(query, key, value, attn_mask, seed, per_head)
+                return self._torch.captured(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, device)
         if program is None:
             return self._through_triton(query, key, value, attn_mask, bits, per_head)

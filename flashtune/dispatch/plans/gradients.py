@@ -1,26 +1,33 @@
-"""Plans of the backward pass: prepared launches of a kernel, or the formula in PyTorch operations."""
+"""Plans of the backward pass: prepared launches of a kernel, or the reference, differentiated."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from flashtune.core import launching
+from flashtune.core import launching, reference
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import readable
-from flashtune.dispatch import framework
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, prepared
 from flashtune.dispatch.plans.forward import ModulePlan
 from flashtune.dispatch.plans.memory import out_strides, placed
+from flashtune.dispatch.plans.pytorch import no_autocast
 
 _Maybe = torch.Tensor | None
 
 Gradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe]
 """Gradients of query, key, value, each laid out as its input, of the bias, of its own sizes, and of slopes; None for those not requested.
 """
+
+ROWS = 256
+"""Query rows per step of `ReferencePlan`, whose scores are kept in memory at a time."""
+
+SINK_ELEMENTS = 2**23
+"""Elements of the output widened to float32 at a time for the gradient of sinks."""
 
 MOST_LAYOUTS = 256
 """Memory layouts of one call's tensors with a plan; beyond it all plans of the call are dropped and chosen anew."""
@@ -190,8 +197,8 @@ class GradientPlan(ModulePlan):
         return self._requested(inputs, operands)
 
 
-class FormulaPlan:
-    """Plan that computes gradients in PyTorch operations, where no kernel takes the call."""
+class ReferencePlan:
+    """Plan that differentiates the reference in float32, for calls that no kernel takes; scores of `ROWS` queries are kept at a time."""
 
     __slots__ = ("_layout", "call")
 
@@ -200,27 +207,72 @@ class FormulaPlan:
 
     def run(self, inputs: BackwardInputs) -> Gradients:
         """Requested gradients."""
-        qkv, requested = (inputs.query, inputs.key, inputs.value), (inputs.of_query, inputs.of_keys, inputs.of_keys)
-        # Autocast around a backward would round the formula's float32 products.
-        with framework.no_autocast(self.call.device.type):
-            found = framework.gradients(
-                *qkv,
-                inputs.out,
-                inputs.lse,
-                inputs.dout,
-                inputs.dlse,
-                inputs.parameters(self.call),
-                bias=inputs.mask if inputs.of_mask else None,
-                of_slopes=inputs.of_slopes,
-            )
-        dq, dk, dv = (
-            self._layout.made(which, like).copy_(values) if wanted else None
-            for which, (like, values, wanted) in enumerate(zip(qkv, found[:3], requested, strict=True))
+        from torch.utils.checkpoint import checkpoint
+
+        tensors: list[Any] = [inputs.query, inputs.key, inputs.value, inputs.mask, inputs.slopes]
+        requested = inputs.of_query, inputs.of_keys, inputs.of_keys, inputs.of_mask, inputs.of_slopes
+        leaves = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, requested, strict=True)]
+        # Autocast around a backward would round float32 products.
+        with torch.enable_grad(), no_autocast(self.call.device.type):
+            # Widened once, so that the gradients of all rows are summed in float32.
+            q, k, v, mask, slopes = (x.float() if x is not None and x.requires_grad else x for x in leaves)
+            assert q is not None, "a call has queries"
+            queries = torch.split(q, ROWS, 2)
+            masks = [mask] * len(queries) if mask is None or mask.shape[2] == 1 else torch.split(mask, ROWS, 2)
+            rows = functools.partial(checkpoint, self._rows, use_reentrant=False, preserve_rng_state=False)
+            parts = [rows(inputs, i * ROWS, *of_rows, k, v, slopes) for i, of_rows in enumerate(zip(queries, masks, strict=True))]
+            outputs, grads = [torch.cat(x, 2) for x in zip(*parts, strict=True)], [inputs.dout.float()]
+            if inputs.dlse is None:
+                del outputs[1]
+            else:
+                grads.append(inputs.dlse.masked_fill(inputs.lse == float("-inf"), 0.0))
+            found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None and x.requires_grad], grads))
+        dq, dk, dv, dbias, dslopes = (next(found) if wanted else None for wanted in requested)
+        made = [None if x is None else self._layout.made(i, tensors[i]).copy_(x) for i, x in enumerate((dq, dk, dv))]
+        return made[0], made[1], made[2], dbias, dslopes
+
+    def _rows(
+        self, inputs: BackwardInputs, first: int, q: torch.Tensor, mask: _Maybe, k: torch.Tensor, v: torch.Tensor, slopes: _Maybe
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of rows from `first` on."""
+        call, keep = self.call, None
+        if call.dropout_p:
+            sizes = call.batch, call.heads, q.shape[2], call.n_kv
+            keep = reference.dropout_keep(inputs.seed, 0, *sizes, call.dropout_p, call.device, first=first)
+        return reference.attention(
+            *(q, k, v),
+            mask=mask,
+            scale=call.scale,
+            band=call.band.from_row(first),
+            softcap=call.softcap,
+            keep=keep,
+            dropout_p=call.dropout_p,
+            slopes=slopes,
+            sinks=inputs.sinks,
+            dtype=torch.float32,
         )
-        return dq, dk, dv, found[3], found[4]
 
 
-Choose = Callable[[Call, BackwardInputs], tuple[GradientPlan | FormulaPlan, Gradients]]
+def sink_gradients(inputs: BackwardInputs, sinks: torch.Tensor) -> torch.Tensor:
+    """Gradient of `sinks` (B, Hq), float32.
+
+    A sink's probability in a row is exp(sink - LSE), and its value is 0, so that each row contributes -exp(sink - LSE) (rowsum(dO * O) -
+    dLSE).
+    """
+    lse, found = inputs.lse, torch.zeros_like(sinks, dtype=torch.float32)
+    step = max(1, SINK_ELEMENTS // max(1, inputs.out[:, :, :1].numel()))
+    for first in range(0, lse.shape[2], step):
+        rows = slice(first, first + step)
+        delta = (inputs.out[:, :, rows].float() * inputs.dout[:, :, rows].float()).sum(-1)
+        if inputs.dlse is not None:
+            delta -= inputs.dlse[:, :, rows]
+        # A row without keys and with a sink of -inf contributes nothing.
+        probs = torch.exp(sinks.float()[..., None] - lse[:, :, rows]).masked_fill(lse[:, :, rows] == float("-inf"), 0.0)
+        found -= (probs * delta).masked_fill(probs == 0.0, 0.0).sum(-1)
+    return found
+
+
+Choose = Callable[[Call, BackwardInputs], tuple[GradientPlan | ReferencePlan, Gradients]]
 
 
 class Backward:
@@ -231,13 +283,13 @@ class Backward:
     def __init__(self, call: Call, choose: Choose) -> None:
         """`choose` picks a plan and computes with it where none is cached; several threads may call it at once."""
         self.call, self._choose = call, choose
-        self._plans: dict[Hashable, tuple[GradientPlan | FormulaPlan, bool]] = {}
+        self._plans: dict[Hashable, tuple[GradientPlan | ReferencePlan, bool]] = {}
 
     def gradients(self, inputs: BackwardInputs) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
         """Requested gradients, and that of sinks. Any strides will do: hooks on saved tensors may have changed them."""
         if not inputs.of_sinks or inputs.sinks is None:
             return *self._of_kernels(inputs), None
-        dsinks = framework.sink_gradients(inputs.sinks, inputs.out, inputs.lse, inputs.dout, inputs.dlse)
+        dsinks = sink_gradients(inputs, inputs.sinks)
         if not (inputs.of_query or inputs.of_keys or inputs.requested):
             return None, None, None, None, None, dsinks
         return *self._of_kernels(inputs), dsinks

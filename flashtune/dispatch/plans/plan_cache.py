@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.plans.forward import FrameworkPlan, Outputs
+from flashtune.dispatch.call import Outputs, PerHead
+from flashtune.dispatch.plans.pytorch import TorchPlan
 
 
 class Plan(Protocol):
@@ -88,7 +88,7 @@ class Plans(dict[Hashable, Plan]):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            direct = plan.direct() if isinstance(plan, FrameworkPlan) else None
+            direct = plan.direct() if isinstance(plan, TorchPlan) else None
             made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan, direct)
         self.recent = made
         if signature not in self:

@@ -16,7 +16,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, FormulaPlan, GradientPlan, Gradients
+from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
 from flashtune.dispatch.policy import Choice, Pool, rank
 from flashtune.dispatch.resolve.code import code_of, tried, variant_of
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
@@ -214,7 +214,7 @@ def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Ba
     return memo.backwards.setdefault(signature, backward(memo, call()))
 
 
-def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[GradientPlan | FormulaPlan, Gradients]:
+def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[GradientPlan | ReferencePlan, Gradients]:
     """Plan of the best backward kernel that accepts these tensors and runs, else of the formula, and its gradients."""
     if call.problem is not None and not memo.pinned:
         # Compiled graphs get here without `attention`, which records other calls.
@@ -225,5 +225,5 @@ def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[Gr
             found = tried(memo, variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
             if found is not None:
                 return plan, found
-    formula = FormulaPlan(call, inputs)
+    formula = ReferencePlan(call, inputs)
     return formula, formula.run(inputs)

@@ -16,7 +16,8 @@ from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.plans.forward import Fallback, FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans.forward import Fallback, KernelPlan
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, length_buckets, rank, torch_has
 from flashtune.dispatch.policy.compiled_first import compiled_first
 from flashtune.dispatch.resolve import backwards
@@ -37,7 +38,7 @@ class Candidate(NamedTuple):
     Where `trains` is True, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
     """
 
-    plan: FrameworkPlan | KernelPlan
+    plan: TorchPlan | KernelPlan
     kind: Kind
     said: Callable[[], Explanation]
     variant: Variant | None = None
@@ -80,7 +81,7 @@ def candidates(memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Te
     gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
-    yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind="framework", said=said)
+    yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind="framework", said=said)
 
 
 def _out_of_reach(call: Call) -> str | None:
@@ -129,7 +130,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         family, config = choice.family, choice.config
         if family is None or config is None:
             said = functools.partial(explained, choice, problem, target, tuple(refused))
-            yield Candidate(plan=FrameworkPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
+            yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
             continue
         if family.name in failed and choice.record is not None:
             continue

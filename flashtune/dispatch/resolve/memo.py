@@ -20,9 +20,10 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan
+from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.gradients import Backward
 from flashtune.dispatch.plans.plan_cache import Plan, Plans
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy import Pool, group_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -68,7 +69,7 @@ class Memo:
         self.lock = threading.RLock()
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
-        self.buckets: dict[Hashable, FrameworkPlan | KernelPlan | None] = {}
+        self.buckets: dict[Hashable, TorchPlan | KernelPlan | None] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.faults: dict[tuple[str, str], str] = {}
         self.settings = settings

@@ -8,10 +8,9 @@ import torch
 from flashtune.core import reference
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch import framework
-from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, seed_bits, signed
+from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, seed_bits, signed
+from flashtune.dispatch.plans import pytorch
 from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits
-from flashtune.dispatch.plans.forward import Outputs
 from flashtune.dispatch.plans.memory import out_strides
 
 _SCHEMA = (
@@ -60,7 +59,7 @@ def traced(call: Call, given: Arguments, options: Options, *, kernels: bool, tra
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
                 keep = torch.ops.flashtune.dropout_keep(query, bits, *sizes, call.dropout_p)
-        out, lse = framework.attention(call, query, key, value, attn_mask, keep, per_head)
+        out, lse = pytorch.attention(call, query, key, value, attn_mask, keep, per_head)
     return (out, lse) if call.return_lse else out
 
 

@@ -13,11 +13,12 @@ import torch
 
 from flashtune.core.errors import InputError
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch.call import Arguments, Call, Options, PerHead, parse, signed
+from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, signed
 from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits
-from flashtune.dispatch.plans.forward import FrameworkPlan, KernelPlan, Outputs
+from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.gradients import BackwardInputs
 from flashtune.dispatch.plans.memory import out_strides
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.resolve import backwards, layers
 from flashtune.dispatch.resolve.inspection import DECIDED
 from flashtune.dispatch.resolve.memo import Memo
@@ -126,13 +127,13 @@ class TrainingPlan:
     A Python operator would cost the host several times as much, so that this is an autograd function around the same kernels.
     """
 
-    __slots__ = ("_framework", "backward", "call", "forward", "memo", "numbers")
+    __slots__ = ("_torch", "backward", "call", "forward", "memo", "numbers")
 
-    def __init__(self, memo: Memo, call: Call, forward: FrameworkPlan | KernelPlan) -> None:
+    def __init__(self, memo: Memo, call: Call, forward: TorchPlan | KernelPlan) -> None:
         """`forward` serves `backwards.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
         self.backward = backwards.backward(memo, backwards.forward_of(call))
-        self._framework = FrameworkPlan(call=call)
+        self._torch = TorchPlan(call=call)
         sides, alignment = call.band.keywords(), "bottom_right" if call.band.diagonal else "top_left"
         tf32 = call.problem is not None and call.problem.features.tf32
         numbers = call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap
@@ -161,7 +162,7 @@ class TrainingPlan:
         if call.dropout_p:
             if draws_in_a_capture(call, seed):
                 # A seed sampled here would be the same at every replay of the graph.
-                return self._framework.captured(query, key, value, attn_mask, seed, per_head)
+                return self._torch.captured(query, key, value, attn_mask, seed, per_head)
             # Sampled as without gradients, since a recomputed checkpoint has run without them first.
             bits = random_bits(seed, call.device)[0]
         if not call.identity:

@@ -1,11 +1,11 @@
-"""PyTorch's path: its own attention where it has the features, a differentiable composite where it lacks them.
-
-Also gradients by the formula, for calls that no backward kernel takes.
-"""
+"""Calls that PyTorch serves: by its own attention where it has the features, by a differentiable composite where it lacks them."""
 
 import contextlib
+import functools
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +24,73 @@ from flashtune.core.torch_attention import (
     transformed,
     vmapped,
 )
-from flashtune.dispatch.call import Call, PerHead
-
-Outputs = tuple[Tensor, Tensor | None]
-
-ROWS = 256
-"""Query rows per step of the gradient formula, whose scores are kept in memory at a time."""
-
-SINK_ELEMENTS = 2**23
-"""Elements of the output widened to float32 at a time for the gradient of sinks."""
-
+from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits, relaxed
 
 FEW_SCORES = 2**20
 """Most scores for which PyTorch's math backend computes gradients, as PyTorch itself would choose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class TorchPlan:
+    """Plan that runs PyTorch's own attention, or the composite for features that it lacks.
+
+    `kwargs` are those of PyTorch's function beside tensors and mask, where it takes the call unchanged; else None.
+    """
+
+    call: Call
+    kwargs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> "TorchPlan":
+        """Plan for a call with these tensors, or others with the same memory layout."""
+        if not takes_as_it_is(call, query, key, value, mask):
+            return cls(call=call)
+        requested = {"dropout_p": call.dropout_p, "is_causal": call.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
+        usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
+        # PyTorch's argument parser takes time for each, so that defaults are left out.
+        return cls(call=call, kwargs={name: value for name, value in requested.items() if value != usual[name]})
+
+    def build(self, *_: object) -> None:
+        """Nothing to build."""
+
+    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """PyTorch's function with the call's options, for calls without a mask or per-head arguments; None where more than it is needed."""
+        return None if self.kwargs is None else functools.partial(self._sdpa, **self.kwargs)
+
+    @property
+    def _sdpa(self) -> Callable[..., Tensor]:
+        """PyTorch's function; on a GPU the one whose backward takes gradients of any layout, which PyTorch's doesn't."""
+        return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
+
+    def for_length(self, *_: object) -> "TorchPlan":
+        """This plan, since nothing in it depends on the number of keys."""
+        return self
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
+    ) -> Outputs:
+        """Output and, where `return_lse` is set, LSE."""
+        call = self.call
+        if (kwargs := self.kwargs) is not None:
+            if attn_mask is None:
+                return self._sdpa(query, key, value, **kwargs), None
+            # One line with gradients and without, since torch.jit.trace compares source lines.
+            with sound_backends_of(call, query, key, value, attn_mask):
+                return self._sdpa(query, key, value, as_bias(attn_mask, query.dtype), **kwargs), None
+        keep = None
+        if call.dropout_p and not call.torch_draws:
+            sizes = (call.batch, call.heads, call.n_q, call.n_kv)
+            if draws_in_a_capture(call, seed):
+                # The generator's position can't be read under capture, but PyTorch's own operations sample anew at each replay.
+                keep = torch.rand(sizes, device=call.device) >= call.dropout_p
+            else:
+                keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
+        return attention(call, query, key, value, attn_mask, keep, per_head)
+
+    def captured(self, *given: Any) -> Outputs:
+        """Outputs of unseeded dropout under capture, whose replays sample anew: PyTorch registers its generator with the graph."""
+        return relaxed(self.run, *given)
 
 
 def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -95,7 +149,12 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     if operations:
         out, lse = _composite(call, q, k, v, parameters, keep)
         return call.restored(out), call.restored(_beside(lse, v)) if call.return_lse else None
-    descale, slopes = parameters.descale, parameters.slopes
+    return call.restored(_fused(call, q, k, v, parameters)), None
+
+
+def _fused(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: CallParameters) -> Tensor:
+    """Output by one call of PyTorch's attention."""
+    mask, descale, slopes, sinks = parameters.mask, parameters.descale, parameters.slopes, parameters.sinks
     if descale is not None:
         q, k, v = ((x.float() * factor[..., None, None]).to(call.out_dtype) for x, factor in zip((q, k, v), descale, strict=True))
     if slopes is not None:
@@ -115,14 +174,12 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     if call.band.bounded and not causal:
         seen = reference.visible(call.band, call.n_q, call.n_kv, call.device)
         mask = reference.hidden_outside(seen[None, None], mask)
-    if parameters.sinks is not None:
-        q, k, v, mask = _with_sinks(q, k, v, mask, parameters.sinks.to(_wide(call)) / scale, causal)
+    if sinks is not None:
+        q, k, v, mask = _with_sinks(q, k, v, mask, sinks.to(_wide(call)) / scale, causal)
     # Inputs that autocast applies to are in its dtype already; fp8 inputs and ALiBi's bias aren't to be rounded to it.
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, mask):
         out = _sdpa(call, q, k, v, mask, is_causal=causal, scale=scale).to(call.out_dtype)
-    if parameters.sinks is not None:
-        out = out[:, :, out.shape[2] - call.n_q :, : call.d_v]
-    return call.restored(out), None
+    return out if sinks is None else out[:, :, out.shape[2] - call.n_q :, : call.d_v]
 
 
 def _beside(x: Tensor, *others: Tensor | None) -> Tensor:
@@ -262,92 +319,3 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     if autocasting(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
-
-
-def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    parameters: CallParameters,
-    *,
-    bias: Tensor | None = None,
-    of_slopes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the output and LSE of a forward (`dlse` None: of the output alone), by the formula: dQ, dK and dV in their inputs'
-    dtypes.
-
-    Also the gradient of `bias`, of its own sizes and dtype, where one is passed, and that of slopes (B, Hq) with `of_slopes`. Shapes as in
-    flashtune.templates.family; `parameters` with its mask expanded. FlashAttention-2 (arXiv 2307.08691), section 2.3.2, in float32.
-    """
-    ratio = q.shape[1] // k.shape[1]
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32, memory_format=torch.contiguous_format)
-    dslopes = torch.zeros(q.shape[:2], device=q.device) if of_slopes else None
-    wide_k, wide_v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
-    dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    for first in range(0, q.shape[2], ROWS):
-        rows = slice(first, min(first + ROWS, q.shape[2]))
-        q_rows, dout_rows = q[:, :, rows].float(), dout[:, :, rows].float()
-        delta = (out[:, :, rows].float() * dout_rows).sum(-1)
-        row_lse = lse[:, :, rows]
-        empty = row_lse == float("-inf")
-        if dlse is not None:
-            delta = delta - dlse[:, :, rows].masked_fill(empty, 0.0)
-        mask, band = None if parameters.mask is None else parameters.mask[:, :, rows], parameters.band.from_row(first)
-        scores, capped = reference.scores_of(
-            q_rows, wide_k, mask=mask, scale=parameters.scale, band=band, softcap=parameters.softcap, slopes=parameters.slopes
-        )
-        probs = torch.exp(scores - row_lse.masked_fill(empty, float("inf"))[..., None])
-        dprobs = dout_rows @ wide_v.mT
-        dropped = probs
-        if parameters.dropout_p:
-            kept = _kept(parameters, q.shape, first, rows.stop - first, k.shape[2], q.device)
-            dropped, dprobs = probs * kept, dprobs * kept
-        dv += dropped.mT @ dout_rows
-        dscores = probs * (dprobs - delta[..., None])
-        if dbias is not None:
-            part = dbias[:, :, rows] if dbias.shape[2] > 1 else dbias
-            part += dscores.sum_to_size(part.shape)
-        if dslopes is not None:
-            dslopes -= (dscores * reference.distances(rows.stop - first, k.shape[2], parameters.band.diagonal + first, q.device).abs()).sum(
-                (2, 3)
-            )
-        dscores = dscores * parameters.scale
-        if capped is not None:
-            dscores = dscores * (1.0 - capped * capped)
-        dq[:, :, rows] = dscores @ wide_k
-        dk += dscores.mT @ q_rows
-    dk, dv = (x.view(k.shape[0], -1, ratio, *x.shape[2:]).sum(2) for x in (dk, dv))
-    if dbias is not None and bias is not None:
-        dbias = dbias.to(bias.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias, dslopes
-
-
-def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """Gradient of `sinks` (B, Hq), float32, of the output and LSE of a forward (`dlse` None: of the output alone).
-
-    A sink's probability in a row is exp(sink - LSE), and its value is 0, so that each row contributes -exp(sink - LSE) (rowsum(dO * O) -
-    dLSE).
-    """
-    found = torch.zeros(sinks.shape, dtype=torch.float32, device=sinks.device)
-    step = max(1, SINK_ELEMENTS // max(1, out.numel() // max(1, out.shape[2])))
-    for first in range(0, out.shape[2], step):
-        rows = slice(first, first + step)
-        delta = (out[:, :, rows].float() * dout[:, :, rows].float()).sum(-1)
-        if dlse is not None:
-            delta -= dlse[:, :, rows]
-        # A row without keys and with a sink of -inf contributes nothing.
-        probs = torch.exp(sinks.float()[..., None] - lse[:, :, rows]).masked_fill(lse[:, :, rows] == float("-inf"), 0.0)
-        found -= (probs * delta).masked_fill(probs == 0.0, 0.0).sum(-1)
-    return found
-
-
-def _kept(parameters: CallParameters, shape: torch.Size, first: int, count: int, n_kv: int, device: torch.device) -> Tensor:
-    """Dropout's factor of each pair of these rows: 0 if it is dropped, else 1 / (1 - p)."""
-    keep = reference.dropout_keep(
-        parameters.seed, parameters.offset, shape[0], shape[1], count, n_kv, parameters.dropout_p, device, first=first
-    )
-    return keep / (1.0 - parameters.dropout_p) if parameters.dropout_p < 1.0 else keep * 0.0
