@@ -1,13 +1,19 @@
 """Problems and search results for the database's tests; also run as a script, as one of several processes that write at once."""
 
+import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+
+from alembic import command
+from sqlalchemy import create_engine
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.db import migrations
 from flashtune.db.store import Store
 
 PROBLEM = Problem(batch=2, heads=16, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
@@ -140,6 +146,24 @@ def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Pa
         for one in results:
             store.save(one)
     return path
+
+
+def as_of(version: str, path: Path, older: Path) -> None:
+    """Write what the database at `path` holds to a file of an earlier schema version, before 0004."""
+    with create_engine(f"sqlite:///{older}").begin() as connection:
+        command.upgrade(migrations.alembic_config(connection), version)
+    joined = {
+        "problem": "problem",
+        "run": "run JOIN new.provenance ON provenance.id = provenance_id",
+        "trial": "trial JOIN new.candidate ON candidate.id = candidate_id",
+    }
+    with closing(sqlite3.connect(older, isolation_level=None)) as connection:
+        connection.execute("ATTACH ? AS new", (str(path),))
+        for table, source in joined.items():
+            columns = [row[1] for row in connection.execute(f"PRAGMA main.table_info({table})")]
+            chosen = ", ".join("new_row.id" if name == "id" else name for name in columns)
+            source = source.replace(table, f"{table} AS new_row", 1)
+            connection.execute(f"INSERT INTO main.{table} ({', '.join(columns)}) SELECT {chosen} FROM new.{source}")
 
 
 def numbered(writer: int, run: int, trials: int = 5) -> SearchResult:

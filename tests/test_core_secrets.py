@@ -89,7 +89,7 @@ def test_rows_of_earlier_versions_are_exported_masked(tmp_path: Path, winners_on
     typed = shlex.join(["flashtune", "search", *FORMS["two words"], "--d", "64"])
     path = samples.write(tmp_path / "old.sqlite")
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE run SET command = ?", (typed,))
+        connection.execute("UPDATE provenance SET command = ?", (typed,))
     connection.close()
     assert SECRET.encode() in path.read_bytes()
     with Store.open(path, writable=False) as store:

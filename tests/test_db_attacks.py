@@ -24,6 +24,7 @@ from flashtune.db.connecting import Allowance, bounded
 from flashtune.db.library import Layer, Library
 from flashtune.db.merging import merge
 from flashtune.db.store import Store
+from flashtune.db.values import SCHEMA_VERSION
 
 SCHEMAS = int(os.environ.get("FLASHTUNE_TEST_SCHEMAS", "4"))
 """How many random schemas are fed to every command."""
@@ -53,15 +54,15 @@ EDITS = {
     "a check of a table": ("table", "trial", "CONSTRAINT pk_trial", f"CONSTRAINT slow CHECK ({SLOW}), CONSTRAINT pk_trial"),
     "a check of the version": ("table", "flashtune_schema", "NOT NULL", f"NOT NULL CHECK ({SLOW})"),
     "a default": ("table", "trial", "reason TEXT NOT NULL", f"reason TEXT NOT NULL DEFAULT ({SLOW})"),
-    "a computed column": ("table", "run", "driver TEXT NOT NULL", f"driver TEXT GENERATED ALWAYS AS ({SLOW}) VIRTUAL"),
+    "a computed column": ("table", "provenance", "driver TEXT NOT NULL", f"driver TEXT GENERATED ALWAYS AS ({SLOW}) VIRTUAL"),
     "a collation": ("table", "problem", "gpu VARCHAR(64)", "gpu VARCHAR(64) COLLATE NOCASE"),
     "an index of some rows": ("index", "ix_run_problem_id", "(problem_id)", f"(problem_id) WHERE {SLOW}"),
-    "an index of an expression": ("index", "ix_trial_best", "median_us)", f"({SLOW}))"),
+    "an index of an expression": ("index", "ix_run_problem_id", "(problem_id)", f"(({SLOW}))"),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("version", ["0003", "0001"])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION, "0001"])
 def test_what_sqlite_would_evaluate_is_refused_unevaluated(tmp_path: Path, edit: str, version: str) -> None:
     path = plain(tmp_path / "a.sqlite")
     sql(path, f"UPDATE flashtune_schema SET version_num = '{version}'")
@@ -150,7 +151,7 @@ def test_statements_share_an_allowance() -> None:
 
 
 @pytest.mark.parametrize("writable", [True, False])
-@pytest.mark.parametrize("version", ["0003", "0002"])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION, "0002"])
 def test_a_file_that_takes_long_to_open_is_refused_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool, version: str
 ) -> None:
@@ -164,7 +165,7 @@ def test_a_file_that_takes_long_to_open_is_refused_with_one_line(
         with pytest.raises(DatabaseError, match=r"a\.sqlite takes more than 0\.0001 s to read"):
             attempt()
     monkeypatch.undo()
-    if version == "0003":
+    if version == SCHEMA_VERSION:
         assert len(read_everything(path)[1]) == 8
 
 
@@ -212,7 +213,7 @@ def without_keys(path: Path, table: str, number: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", ["id INTEGER", "id TEXT PRIMARY KEY", "id"])
-@pytest.mark.parametrize("version", ["0003", "0002"])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION, "0002"])
 def test_rows_of_one_id_are_refused_before_they_are_joined(tmp_path: Path, number: str, version: str) -> None:
     """They took 36 s and 900 MB in a file of 120 KB."""
     path = plain(tmp_path / "a.sqlite", samples.FIXTURE_RESULTS[0])
@@ -362,13 +363,12 @@ def test_what_is_read_through_a_copy_is_read_by_key_too(many: Path, tmp_path: Pa
     monkeypatch.setattr(records, "READ_WHOLE", 0)
     monkeypatch.setattr(Store, "winners", lambda store: pytest.fail("all records are read"))
     path, key = tmp_path / "a.sqlite", samples.problem(64 * 30).key("h200")
-    path.write_bytes(many.read_bytes())
+    if older:
+        samples.as_of("0002", many, path)
+    else:
+        path.write_bytes(many.read_bytes())
     with closing(sqlite3.connect(path, isolation_level=None)) as writer:
-        if older:
-            for statement in ("run DROP COLUMN ended_by", "run DROP COLUMN expected_regret"):
-                writer.execute(f"ALTER TABLE {statement}")
-            writer.execute("UPDATE flashtune_schema SET version_num = '0002'")
-        else:
+        if not older:
             writer.execute("PRAGMA journal_mode = WAL")
         writer.execute("UPDATE trial SET variant_id = 'later'")
         before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}

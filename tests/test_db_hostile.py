@@ -16,7 +16,7 @@ from flashtune.db import sqlite_file
 from flashtune.db.library import Layer, Library
 from flashtune.db.schema import Base
 from flashtune.db.store import Store
-from flashtune.db.values import SCHEMA_VERSION
+from flashtune.db.values import SCHEMA_VERSION, TABLES
 
 MEASURED = samples.FIXTURE_RESULTS[0]
 
@@ -193,7 +193,7 @@ def test_rows_that_point_at_nothing_are_refused(tmp_path: Path) -> None:
     refused(path, "points at no 'problem'")
 
 
-@pytest.mark.parametrize("table", ["problem", "run", "trial", "flashtune_schema"])
+@pytest.mark.parametrize("table", [*TABLES, "flashtune_schema"])
 def test_a_missing_table_is_refused(tmp_path: Path, table: str) -> None:
     path = plain(tmp_path / "a.sqlite")
     sql(path, f"DROP TABLE {table}")
@@ -297,8 +297,6 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
             '\'{"causal":true,"tf32":true}\'',
             '\'{"alibi":1,"causal":true}\'',
         ],
-        **{name: TEXT_COLUMNS for name in ("flashtune", "torch", "triton", "driver", "gpu_name", "clocks", "command")},
-        "seed": ["'seven'", "1.5", "x'01'"],
         "created_at": [*TEXT_COLUMNS, "'yesterday'", "'2026-13-45'"],
         "baseline_backend": [*TEXT_COLUMNS, "''"],
         **{f"baseline_{name}_us": TIME_COLUMNS for name in ("median", "q10", "q90", "min")},
@@ -312,11 +310,17 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "ended_by": WORD_COLUMNS[1:],
         "expected_regret": ["'none'", "-1.0", "9e999", "x'01'"],
     },
-    "trial": {
+    "provenance": {
+        **{name: TEXT_COLUMNS for name in ("flashtune", "torch", "triton", "driver", "gpu_name", "clocks", "command")},
+        "seed": ["'seven'", "1.5", "x'01'"],
+    },
+    "candidate": {
         "template": [*WORD_COLUMNS, "'os.system'", "'a-b'"],
+        "config": [*JSON_COLUMNS, "'{\"a b\":1}'", "'{\"BLOCK_M\":99999999999}'", '\'{"x":"\\u0007"}\'', "'{\"__import__(1)\":1}'"],
+    },
+    "trial": {
         "template_hash": WORD_COLUMNS,
         "variant_id": WORD_COLUMNS,
-        "config": [*JSON_COLUMNS, "'{\"a b\":1}'", "'{\"BLOCK_M\":99999999999}'", '\'{"x":"\\u0007"}\'', "'{\"__import__(1)\":1}'"],
         "fate": [*WORD_COLUMNS, "'compile'", "'unchecked'", "'corect'"],
         "source": [*WORD_COLUMNS, "'predicted'", "'guessed'"],
         "reason": TEXT_COLUMNS,
@@ -331,6 +335,7 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "call_us": TIME_COLUMNS[1:],
     },
 }
+POINTERS = {"run": ["problem_id", "provenance_id"], "trial": ["run_id", "candidate_id", "number"]}
 COLUMNS = [(table, column) for table, columns in BAD_VALUES.items() for column in columns]
 
 
@@ -343,7 +348,7 @@ def loose(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         replace(whole, outcomes=whole.outcomes[:1], ending=samples.RESULTS_SINCE_0003[0].ending),
     )
     for table in BAD_VALUES:
-        names = ["id", *(["problem_id"] if table == "run" else ["run_id", "number"] if table == "trial" else []), *BAD_VALUES[table]]
+        names = ["id", *POINTERS.get(table, ()), *BAD_VALUES[table]]
         columns = ", ".join(f'"{name}"' for name in names[1:])
         sql(
             path,
@@ -378,11 +383,11 @@ def test_an_impossible_value_names_the_file_the_row_and_the_column(tmp_path: Pat
 
 def test_every_column_is_covered() -> None:
     for name, table in Base.metadata.tables.items():
-        assert {column.name for column in table.columns} - {"id", "problem_id", "run_id", "number"} == set(BAD_VALUES[name])
+        assert {column.name for column in table.columns} - {"id", *POINTERS.get(name, ())} == set(BAD_VALUES[name])
 
 
 def test_a_hand_edit_within_the_rules_is_taken(tmp_path: Path) -> None:
     path = plain(tmp_path / "a.sqlite", MEASURED)
-    sql(path, "UPDATE trial SET reason = 'noted by hand' WHERE number = 2", "UPDATE run SET command = ''")
+    sql(path, "UPDATE trial SET reason = 'noted by hand' WHERE number = 2", "UPDATE provenance SET command = ''")
     with Store.open(path, writable=False) as store:
         assert store.results()[0].outcomes[2].reason == "noted by hand"

@@ -14,11 +14,11 @@ from sqlalchemy import Connection, create_engine, inspect
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Fate
-from flashtune.db import migrations, values
+from flashtune.db import migrations, rows, values
 from flashtune.db.library import Library
 from flashtune.db.schema import Base, ProblemRow
 from flashtune.db.store import Store
-from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, VERSION_TABLE
+from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, TABLES, VERSION_TABLE
 
 FIXTURES = Path(__file__).parent / "fixtures" / "db"
 
@@ -101,6 +101,22 @@ def test_the_columns_of_a_problem_are_those_of_its_key_in_order() -> None:
     assert tuple(ProblemRow.__table__.columns.keys()) == ("id", *ProblemKey.__slots__)
 
 
+def test_columns_that_are_read_are_those_of_the_tables() -> None:
+    ids = {"id", "problem_id", "provenance_id", "run_id", "candidate_id"}
+    for table, columns in zip(TABLES, (rows.PROBLEM, rows.RUN, rows.TRIAL, rows.PROVENANCE, rows.CANDIDATE), strict=True):
+        assert set(Base.metadata.tables[table].columns.keys()) - ids == set(columns)
+
+
+def test_runs_share_provenances_and_trials_share_candidates(tmp_path: Path) -> None:
+    path = samples.write(tmp_path / "a.sqlite", tuple(samples.numbered(1, run) for run in range(4)))
+    for _ in range(2):
+        with Store.open(path, writable=True) as store:
+            store.save(samples.numbered(2, 0))
+    with create_engine(f"sqlite:///{path}").connect() as connection:
+        counts = [connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar() for table in TABLES]
+    assert counts == [3, 6, 30, 1, 1]
+
+
 def test_look_ups_of_a_key_and_of_a_runs_best_use_an_index(connection: Connection) -> None:
     inspector = inspect(connection)
     unique = inspector.get_unique_constraints("problem")[0]
@@ -116,12 +132,12 @@ NEXT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0004", "0003", None, None
+revision, down_revision, branch_labels, depends_on = "{version}", "{newest}", None, None
 
 
 def upgrade() -> None:
     op.add_column("trial", sa.Column("extra", sa.Integer()))
-    op.execute("UPDATE run SET command = 'migrated'")
+    op.execute("UPDATE provenance SET command = 'migrated'")
     op.execute({last!r})
 """
 
@@ -130,9 +146,10 @@ def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) ->
     """A flashtune that has one more schema version."""
     folder = tmp_path / "100% other: migrations"
     shutil.copytree(migrations.FOLDER, folder)
-    (folder / "versions" / "v0004_later.py").write_text(NEXT.format(last=last))
+    version = f"{int(SCHEMA_VERSION) + 1:04}"
+    (folder / "versions" / f"v{version}_later.py").write_text(NEXT.format(version=version, newest=SCHEMA_VERSION, last=last))
     monkeypatch.setattr(migrations, "FOLDER", folder)
-    monkeypatch.setattr(values, "SCHEMA_VERSION", "0004")
+    monkeypatch.setattr(values, "SCHEMA_VERSION", version)
 
 
 def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def connect(path: Path, query: str, name: str, allowance: Allowance, *, busy_sec
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, LONGEST_STATEMENT)
         connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MOST_COLUMNS)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 1)
-        settings = ("trusted_schema=OFF", "ignore_check_constraints=ON", "cell_size_check=ON", "mmap_size=0", "foreign_keys=ON")
+        settings = ("trusted_schema=OFF", "ignore_check_constraints=ON", "cell_size_check=ON", "mmap_size=0")
         for pragma in (*settings, "synchronous=FULL"):
             connection.execute(f"PRAGMA {pragma}")
         with bounded(connection, name, allowance):

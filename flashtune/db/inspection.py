@@ -41,16 +41,17 @@ def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str
         raise DatabaseError(f"{name} is a SQLite file of another application, not a tuned database: give another path")
     refuse_expressions(connection, name)
     tables = {str(item) for (item,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
-    for table in (values.VERSION_TABLE, *values.TABLES):
+    if values.VERSION_TABLE not in tables:
+        raise DatabaseError(f"{name} lacks the table {values.VERSION_TABLE!r}, so it is damaged: {AGAIN}")
+    versions = connection.execute(f"SELECT version_num FROM {values.VERSION_TABLE} LIMIT 2").fetchall()
+    version = checked_version(versions[0][0] if len(versions) == 1 else None, name)
+    for table in values.TABLES if version >= "0004" else values.TABLES[:3]:
         if table not in tables:
             raise DatabaseError(f"{name} lacks the table {table!r}, so it is damaged: {AGAIN}")
-    for table in values.TABLES:
         keys = [(column, str(kind).upper()) for _, column, kind, _, _, place in connection.execute(f"PRAGMA table_info({table})") if place]
         if keys != [("id", "INTEGER")]:
             # Joins with several rows of one id could have any number of rows.
             raise DatabaseError(f"{name} lacks the key of its table {table!r}, so it is damaged: {AGAIN}")
-    versions = connection.execute(f"SELECT version_num FROM {values.VERSION_TABLE} LIMIT 2").fetchall()
-    version = checked_version(versions[0][0] if len(versions) == 1 else None, name)
     if thorough:
         (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if problem != "ok":

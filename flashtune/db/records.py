@@ -9,9 +9,9 @@ import sqlite3
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
 from flashtune.core.results import TuningRecord
-from flashtune.db import rows, values
+from flashtune.db import queries, rows, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import examine, explain, header_size, is_quiet, row_named, signature, unfinished
 from flashtune.db.preference import by_key
-from flashtune.db.values import LARGEST, TABLES, Row
+from flashtune.db.values import Row
 
 QUIET_SECONDS = 0.02
 """Seconds after a change in which a file may still be changing: file systems' clocks tick every few milliseconds."""
@@ -37,24 +37,6 @@ COPY = "copy.sqlite"
 """File name of a private copy in its folder."""
 FAR = 16
 """Largest ratio of N between a call and candidate keys of its spec."""
-
-_KEY = tuple(field.name for field in fields(ProblemKey))
-
-# The queries of Store.winners in plain SQL; a test compares the two.
-_FIRST_OF_EACH_RUN = f"""
-    WITH ranked AS (
-        SELECT id, row_number() OVER (PARTITION BY run_id ORDER BY coalesce(rank, {LARGEST}), median_us, variant_id, number) AS place
-        FROM trial WHERE ({{which}}) {{only}}
-    )
-    SELECT {{columns}} FROM ranked JOIN trial ON trial.id = ranked.id
-"""
-_WINNERS = f"""
-    {_FIRST_OF_EACH_RUN} JOIN run ON run.id = trial.run_id JOIN problem ON problem.id = run.problem_id
-    WHERE place = 1 ORDER BY run.id DESC
-"""
-_FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE place = 1"
-
-_OF_ONE_KEY = "AND run_id IN (SELECT id FROM run WHERE problem_id = ?)"
 
 _COMPARABLE = "gpu = :gpu AND direction = :direction AND dtype IN (:dtype, :other) AND (n_q <= :decode) = (:n_q <= :decode)"
 _SAME_SPEC = "d = :d AND d_v = :d_v AND features = :features AND n BETWEEN :n / :far AND :n * :far"
@@ -90,11 +72,8 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         with self._reading():
             if not settled and examine(self._connection, self._name, thorough=size <= CHECKED_BYTES) != values.SCHEMA_VERSION:
                 raise FileChanged
-            found = {table: self._connection.execute(f"PRAGMA table_info({table})").fetchall() for table in TABLES}
-            self._names = {table: [str(row[1]) for row in rows] for table, rows in found.items()}
             if not shipped and size > CHECKED_BYTES and not all(self._finds(table, columns) for table, columns in _INDEXES):
                 self._index()
-        self._queries = {only: self._written(only) for only in ("", _OF_ONE_KEY)}
         if not shipped and size <= READ_WHOLE:
             self._whole = by_key(self.winners())
         self._opening = None
@@ -104,18 +83,20 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             return self._whole[key]
         number = self._ids.get(key)
         if number is None:
-            where = " AND ".join(f"{name} = ?" for name in _KEY)
-            found = self._execute(f"SELECT id FROM problem WHERE {where} LIMIT 1", [getattr(key, name) for name in _KEY])
+            where = " AND ".join(f"{name} = :{name}" for name in rows.PROBLEM)
+            found = self._execute(f"SELECT id FROM problem WHERE {where} LIMIT 1", asdict(key))
             if not found:
                 raise KeyError(key)
             number = found[0][0]
-        return by_key(self._read(number)).get(key, [])
+        with self._reading():
+            same = queries.winners(self._fetched, "problem.id = :problem", {"problem": number}, MOST_RUNS)
+        return by_key(queries.records(same, self._name)).get(key, [])
 
     def __iter__(self) -> Iterator[ProblemKey]:
         return iter(self._keys("TRUE", {})) if self._whole is None else iter(self._whole)
 
     def __len__(self) -> int:
-        return int(self._execute("SELECT count(*) FROM problem", ())[0][0]) if self._whole is None else len(self._whole)
+        return int(self._execute("SELECT count(*) FROM problem", {})[0][0]) if self._whole is None else len(self._whole)
 
     def near(self, key: ProblemKey, gpus: Collection[str]) -> set[ProblemKey]:
         """Keys on these GPUs that are nearest to a key by N, of its spec and of any comparable one."""
@@ -129,7 +110,9 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
 
     def winners(self) -> list[TuningRecord]:
         """Winner of every run, newest run first."""
-        return self._read(None)
+        with self._reading():
+            found = queries.winners(self._fetched)
+        return queries.records(found, self._name)
 
     @property
     def _source(self) -> Path:
@@ -175,9 +158,12 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
                 yield
             self._refuse_change()
 
-    def _execute(self, query: str, parameters: Sequence[object] | Mapping[str, object]) -> list[tuple[Any, ...]]:
+    def _execute(self, query: str, parameters: Mapping[str, object]) -> list[tuple[Any, ...]]:
         with self._reading():
-            return self._connection.execute(query, parameters).fetchall()
+            return self._fetched(query, parameters)
+
+    def _fetched(self, query: str, parameters: Mapping[str, object]) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, parameters).fetchall()
 
     def _finds(self, table: str, columns: str) -> bool:
         """True if SQLite looks these columns up in an index."""
@@ -199,50 +185,12 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
                 connection.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {table} ({columns})")
         self._process, self._connection = self._connected()
 
-    def _written(self, only: str) -> tuple[str, str]:
-        """Queries for winners and for their fallback kernels."""
-        names = self._names
-        columns = ", ".join(f"{table}.{name}" for table in TABLES for name in names[table])
-        trial_columns = ", ".join(f"trial.{name}" for name in names["trial"])
-        fallback_trials = f"median_us IS NOT NULL AND config LIKE '{rows.RUNNING_PATTERN}'"
-        return (
-            _WINNERS.format(which="median_us IS NOT NULL OR rank IS NOT NULL", columns=columns, only=only),
-            _FALLBACKS.format(which=fallback_trials, columns=trial_columns, only=only),
-        )
-
     def _keys(self, where: str, parameters: Mapping[str, object]) -> list[ProblemKey]:
         """Keys of these rows of `problem`, whose ids are cached."""
         keys = []
-        for number, *found in self._execute(f"SELECT id, {', '.join(_KEY)} FROM problem WHERE {where}", parameters):
+        for number, *found in self._execute(f"SELECT id, {', '.join(rows.PROBLEM)} FROM problem WHERE {where}", parameters):
             with row_named(self._name, "problem", number):
-                key = rows.read_key(Row(dict(zip(_KEY, found, strict=True))))
+                key = rows.read_key(Row(dict(zip(rows.PROBLEM, found, strict=True))))
             self._ids[key] = number
             keys.append(key)
         return keys
-
-    def _read(self, problem: int | None) -> list[TuningRecord]:
-        """Winners of the runs of one row of `problem`, or of all."""
-        names, parameters = self._names, () if problem is None else (problem,)
-        winners, fallbacks_of = self._queries["" if problem is None else _OF_ONE_KEY]
-        with self._reading():
-            most = -1 if problem is None else MOST_RUNS
-            found = self._connection.execute(f"{winners} LIMIT {most}", parameters).fetchall()
-            others = self._connection.execute(f"{fallbacks_of} LIMIT {most}", parameters).fetchall()
-        fallbacks = {
-            fields["run_id"]: Row(fields) for fields in (dict(zip(names["trial"], found_values, strict=True)) for found_values in others)
-        }
-        return [self._record(one, fallbacks) for one in found]
-
-    def _record(self, found_values: Sequence[object], fallbacks: Mapping[object, Row]) -> TuningRecord:
-        """Record of one row of the query for winners."""
-        rest = iter(found_values)
-        problem, run, trial = (Row({name: next(rest) for name in self._names[table]}) for table in TABLES)
-        with row_named(self._name, "problem", problem.values["id"]):
-            key = rows.read_key(problem)
-        with row_named(self._name, "run", run.values["id"]):
-            found = rows.read_run(run, key)
-        with row_named(self._name, "trial", trial.values["id"]):
-            outcome = rows.read_outcome(trial)
-            fallback = rows.fallback_of(outcome, fallbacks.get(trial.values["run_id"]))
-            rows.refuse_impossible(key.gpu, found["problem"], outcome, found["baseline"])
-        return TuningRecord(key=key, outcome=outcome, fallback=fallback, origin=self._name, **found)

@@ -41,6 +41,29 @@ FEATURES_LENGTH = 255
 RUNNING_PATTERN = f"%{RUNNING.as_json()[1:-1]}%"
 """SQL LIKE pattern of configs with the online softmax, whose kernels update the row max in every block."""
 
+PROBLEM = tuple(field.name for field in fields(ProblemKey))
+PROVENANCE = ("flashtune", "torch", "triton", "driver", "gpu_name", "clocks", "command", "seed")
+RUN = (
+    *("batch", "heads", "kv_heads", "features", "created_at", "baseline_backend"),
+    *(f"baseline_{field.name}" for field in fields(Measurement)),
+    "baseline_call_us",
+    *(f"race_{field.name}" for field in fields(Conditions)),
+    *("ended_by", "expected_regret"),
+)
+CANDIDATE = ("template", "config")
+TRIAL = (
+    *("number", "template_hash", "variant_id", "fate", "source", "reason"),
+    *(field.name for field in fields(Measurement)),
+    *(field.name for field in fields(CompileFacts)),
+    *("max_error", "finalist", "rank"),
+    *(f"trial_{field.name}" for field in fields(Measurement)),
+    "call_us",
+)
+"""Columns of the tables, without ids. A row of a run holds its provenance's too, and a row of a trial its candidate's."""
+
+SETTLED = '"maximum":"first"'
+"""Part of the text of configs with frozen row maxima, which have fallback kernels."""
+
 _QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
 _FATES = tuple(str(fate) for fate in Fate)
 _FACTS = tuple(field.name for field in fields(CompileFacts))
@@ -80,7 +103,7 @@ def _sound(text: str) -> bool:
 
 
 def run_row(result: SearchResult) -> dict[str, object]:
-    """Columns of `run` (without ids)."""
+    """Columns of `run` and `provenance` (without ids)."""
     problem, provenance, baseline = result.problem, result.provenance, result.baseline
     # Features.as_json omits an alignment without effect; the run keeps it, so that the problem read back is equal.
     aligned = {} if problem.features.alignment == "top_left" else {"alignment": problem.features.alignment}
@@ -224,7 +247,7 @@ def read_ending(row: Row) -> Ending | None:
 
 
 def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
-    """Columns of `trial` (without ids); a NaN error is stored as infinity, since databases have no NaN."""
+    """Columns of `trial` and `candidate` (without ids); a NaN error is stored as infinity, since databases have no NaN."""
     facts, error = outcome.facts, outcome.max_error
     return {
         "number": number,

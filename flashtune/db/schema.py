@@ -1,4 +1,5 @@
-"""Tables: `problem` (one row per key), `run` (one search of one problem) and `trial` (one outcome of a run).
+"""Tables: `problem` (one row per key), `run` (one search of one problem) and `trial` (one outcome of a run); runs share rows of
+`provenance`, and trials those of `candidate`.
 
 Values that must be read back exactly (features, configs) are stored as canonical JSON text, and flags as 0 or 1, so that
 `flashtune.db.rows` validates the raw values of the file. Times are microseconds.
@@ -56,19 +57,12 @@ class ProblemRow(Base):
     bh_bucket: Mapped[Count]
 
 
-class RunRow(Base):
-    """Row of one search of one problem: fields of the `Problem` that the key lacks, provenance and PyTorch's time."""
+class ProvenanceRow(Base):
+    """Row of one command on one machine: the fields of `Provenance` that its runs share."""
 
-    __tablename__ = "run"
-    __table_args__ = (Index(None, "problem_id"),)
+    __tablename__ = "provenance"
 
     id: Mapped[PrimaryKey]
-    problem_id: Mapped[int] = mapped_column(ForeignKey("problem.id"))
-    batch: Mapped[Count]
-    heads: Mapped[Count]
-    kv_heads: Mapped[Count]
-    features: Mapped[Json]
-    """Exact features; the key's are rounded."""
     flashtune: Mapped[Word]
     torch: Mapped[Word]
     triton: Mapped[Word]
@@ -77,6 +71,22 @@ class RunRow(Base):
     clocks: Mapped[FreeText]
     command: Mapped[FreeText]
     seed: Mapped[BigNumber]
+
+
+class RunRow(Base):
+    """Row of one search of one problem: fields of the `Problem` that the key lacks, conditions and PyTorch's time."""
+
+    __tablename__ = "run"
+    __table_args__ = (Index(None, "problem_id"),)
+
+    id: Mapped[PrimaryKey]
+    problem_id: Mapped[int] = mapped_column(ForeignKey("problem.id"))
+    provenance_id: Mapped[int] = mapped_column(ForeignKey("provenance.id"))
+    batch: Mapped[Count]
+    heads: Mapped[Count]
+    kv_heads: Mapped[Count]
+    features: Mapped[Json]
+    """Exact features; the key's are rounded."""
     created_at: Mapped[Word]
     """UTC, ISO 8601, or empty."""
     baseline_backend: Mapped[str | None] = mapped_column(String(64))
@@ -99,19 +109,28 @@ class RunRow(Base):
     expected_regret: Mapped[Ratio]
 
 
+class CandidateRow(Base):
+    """Row of one template with one config; two writers at once may add it twice."""
+
+    __tablename__ = "candidate"
+
+    id: Mapped[PrimaryKey]
+    template: Mapped[Word]
+    config: Mapped[Json]
+
+
 class TrialRow(Base):
     """Row of one outcome; `number` is its place in the run."""
 
     __tablename__ = "trial"
-    __table_args__ = (UniqueConstraint("run_id", "number"), Index("ix_trial_best", "run_id", "rank", "median_us"))
+    __table_args__ = (UniqueConstraint("run_id", "number"),)
 
     id: Mapped[PrimaryKey]
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    candidate_id: Mapped[int] = mapped_column(ForeignKey("candidate.id"))
     number: Mapped[Count]
-    template: Mapped[Word]
     template_hash: Mapped[Word]
     variant_id: Mapped[Word]
-    config: Mapped[Json]
     fate: Mapped[str] = mapped_column(String(16))
     source: Mapped[str] = mapped_column(String(16))
     reason: Mapped[FreeText]

@@ -5,30 +5,24 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Protocol, Self, TypedDict, TypeVar, Unpack, cast
 
-from sqlalchemy import ColumnElement, Connection, Executable, Subquery, func, make_url, or_, select
+from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.sql.selectable import FromClause
 
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, Outcome, SearchResult, TuningRecord
+from flashtune.core.results import Bits, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
-from flashtune.db import rows
-from flashtune.db.inspection import row_named
+from flashtune.db import queries
 from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, serve_all, worth_keeping
-from flashtune.db.schema import ProblemRow, RunRow, TrialRow
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
-from flashtune.db.values import LARGEST, Row
 from flashtune.db.writing import ResultRows, write_file
 
 T = TypeVar("T")
-
-_PROBLEM, _RUN, _TRIAL = (model.__table__ for model in (ProblemRow, RunRow, TrialRow))
 
 
 class KeyFilter(TypedDict, total=False):
@@ -111,51 +105,21 @@ class Store:
     def records(self, *, passed_over: Callable[[TuningRecord], object] = serve_all, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """Best record of every key that passes the filter, in order of keys.
 
-        Each run's winner is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id); `preference` chooses
-        between runs. A record that is `passed_over` loses to the next of its key, if there is one.
+        `preference` chooses between the winners of runs (`queries.winners`). A record that is `passed_over` loses to the next of its
+        key, if there is one.
         """
         found = by_key(self.winners(**where))
         return [foremost(found[key], passed_over) for key in sorted(found, key=key_order)]
 
     def winners(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """Winner of every run that passes the filter (see `records`), newest run first."""
-        condition = _filtered(where)
-        # Selected by time or rank, not by fate, so that an impossible fate is read and refused.
-        timed = or_(_TRIAL.c.median_us.is_not(None), _TRIAL.c.rank.is_not(None))
-        first = _first_of_each_run(timed, *condition)
-        query = (
-            select(*_labelled(_PROBLEM), *_labelled(_RUN), *_labelled(_TRIAL))
-            .select_from(first.join(_TRIAL, _TRIAL.c.id == first.c.id).join(_RUN).join(_PROBLEM))
-            .where(first.c.place == 1)
-            .order_by(_RUN.c.id.desc())
-        )
-        running = _first_of_each_run(_TRIAL.c.median_us.is_not(None), _TRIAL.c.config.like(rows.RUNNING_PATTERN), *condition)
-        fallback_query = (
-            select(*_labelled(_TRIAL)).select_from(running.join(_TRIAL, _TRIAL.c.id == running.c.id)).where(running.c.place == 1)
-        )
-        found_winners, found_fallbacks = self._access.read(lambda connection: (_all(connection, query), _all(connection, fallback_query)))
-        fallbacks = {found["trial.run_id"]: found for found in found_fallbacks}
-        return [self._record(found, fallbacks.get(found["run.id"])) for found in found_winners]
+        found = self._access.read(lambda connection: queries.winners(_executing(connection), *_filtered(where)))
+        return queries.records(found, self.name)
 
     def results(self, **where: Unpack[KeyFilter]) -> list[SearchResult]:
         """Results as they were saved, one for each run that passes the filter, oldest first."""
-        condition = _filtered(where)
-        run_query = select(*_labelled(_PROBLEM), *_labelled(_RUN)).select_from(_RUN.join(_PROBLEM)).where(*condition).order_by(_RUN.c.id)
-        trial_query = (
-            select(*_labelled(_TRIAL))
-            .select_from(_TRIAL.join(_RUN).join(_PROBLEM))
-            .where(*condition)
-            .order_by(_TRIAL.c.run_id, _TRIAL.c.number)
-        )
-        found_runs, found_trials = self._access.read(lambda connection: (_all(connection, run_query), _all(connection, trial_query)))
-        outcomes: dict[int, list[Outcome]] = {}
-        for found in found_trials:
-            outcomes.setdefault(found["trial.run_id"], []).append(self._outcome(found))
-        results = []
-        for found in found_runs:
-            key, run = self._run(found)
-            results.append(SearchResult(gpu=key.gpu, outcomes=tuple(outcomes.get(found["run.id"], ())), **run))
-        return results
+        found = self._access.read(lambda connection: queries.runs(_executing(connection), *_filtered(where)))
+        return queries.results(found, self.name)
 
     def export(
         self,
@@ -193,24 +157,6 @@ class Store:
         write_file(target, results, replace=replace)
         return len(results)
 
-    def _record(self, found: dict[str, Any], fallback: dict[str, Any] | None) -> TuningRecord:
-        (key, run), outcome = self._run(found), self._outcome(found)
-        with row_named(self.name, "trial", "" if fallback is None else fallback["trial.id"]):
-            fallback_outcome = rows.fallback_of(outcome, None if fallback is None else _part(fallback, "trial"))
-        with row_named(self.name, "trial", found["trial.id"]):
-            rows.refuse_impossible(key.gpu, run["problem"], outcome, run["baseline"])
-        return TuningRecord(key=key, outcome=outcome, fallback=fallback_outcome, origin=self.name, **run)
-
-    def _run(self, found: dict[str, Any]) -> tuple[ProblemKey, dict[str, Any]]:
-        with row_named(self.name, "problem", found["problem.id"]):
-            key = rows.read_key(_part(found, "problem"))
-        with row_named(self.name, "run", found["run.id"]):
-            return key, rows.read_run(_part(found, "run"), key)
-
-    def _outcome(self, found: dict[str, Any]) -> Outcome:
-        with row_named(self.name, "trial", found["trial.id"]):
-            return rows.read_outcome(_part(found, "trial"))
-
 
 def _access(location: str | Path, *, writable: bool) -> _Access:
     path = sqlite_path(location)
@@ -243,28 +189,11 @@ def sqlite_path(location: str | Path) -> Path | None:
     return Path(os.path.expanduser(text))
 
 
-def _first_of_each_run(*where: ColumnElement[bool]) -> Subquery:
-    """Ids of the trials that pass the filter, and each one's `place` in its run, the best first."""
-    place = func.row_number().over(
-        partition_by=_TRIAL.c.run_id,
-        order_by=(func.coalesce(_TRIAL.c.rank, LARGEST), _TRIAL.c.median_us, _TRIAL.c.variant_id, _TRIAL.c.number),
-    )
-    return select(_TRIAL.c.id, place.label("place")).select_from(_TRIAL.join(_RUN).join(_PROBLEM)).where(*where).subquery()
+def _executing(connection: Connection) -> queries.Execute:
+    return lambda query, parameters: connection.execute(text(query), parameters).all()
 
 
-def _all(connection: Connection, query: Executable) -> list[dict[str, Any]]:
-    return [dict(found) for found in connection.execute(query).mappings()]
-
-
-def _labelled(table: FromClause) -> list[ColumnElement[Any]]:
-    """The table's columns, named `table.column` in the result."""
-    return [column.label(str(column)) for column in table.c]
-
-
-def _part(found: dict[str, Any], table: str) -> Row:
-    prefix = f"{table}."
-    return Row({name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)})
-
-
-def _filtered(where: KeyFilter) -> list[ColumnElement[bool]]:
-    return [_PROBLEM.c[name] == value for name, value in where.items() if value is not None]
+def _filtered(where: KeyFilter) -> tuple[str, dict[str, object]]:
+    """Condition on rows of `problem`, and its parameters."""
+    wanted = {name: value for name, value in where.items() if value is not None}
+    return " AND ".join(["TRUE", *(f"problem.{name} = :{name}" for name in wanted)]), wanted

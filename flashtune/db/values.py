@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from flashtune.core.files import parse_json
 
-SCHEMA_VERSION: Final = "0003"
+SCHEMA_VERSION: Final = "0004"
 """Newest Alembic revision; revisions are four digits that count upwards."""
 
 OLDEST_VERSION: Final = "0001"
@@ -19,8 +19,8 @@ VERSION_TABLE: Final = "flashtune_schema"
 APPLICATION_ID: Final = 0x464C5455
 """SQLite's `application_id` of a tuned database ("FLTU"): bytes 68 to 71 of the file."""
 
-TABLES: Final = ("problem", "run", "trial")
-"""The tables of flashtune.db.schema."""
+TABLES: Final = ("problem", "run", "trial", "provenance", "candidate")
+"""The tables of flashtune.db.schema; before version 0004 there were the first three."""
 
 LARGEST = 2**31 - 1
 """Largest whole number that every database's INTEGER holds."""

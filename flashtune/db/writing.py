@@ -5,23 +5,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Insert, insert, select
+from sqlalchemy import Connection, insert, select
 
 from flashtune.core.errors import InputError
 from flashtune.core.results import SearchResult
 from flashtune.db import rows
-from flashtune.db.schema import ProblemRow, RunRow, TrialRow
+from flashtune.db.schema import Base, CandidateRow, ProblemRow, ProvenanceRow, RunRow, TrialRow
 from flashtune.db.sqlite_file import export_file
 from flashtune.db.values import Row, RowError
+
+AT_ONCE = 500
+"""Number of configs of one query; old SQLite allows 999 parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRows:
-    """Rows of one search result in the three tables, without ids."""
+    """Rows of one search result in the tables, without ids."""
 
     problem: dict[str, Any]
+    provenance: dict[str, Any]
     run: dict[str, Any]
     trials: list[dict[str, Any]]
+    """Rows of `trial`, each with the columns of its row of `candidate`."""
 
     @classmethod
     def of(cls, result: SearchResult) -> "ResultRows":
@@ -35,32 +40,65 @@ class ResultRows:
                 rows.refuse_impossible(result.gpu, result.problem, rows.read_outcome(Row(trial)), found["baseline"])
         except RowError as error:
             raise InputError(f"this search result can't be saved: {error}") from error
-        return cls(problem=key, run=run, trials=trials)
+        provenance = {name: run.pop(name) for name in rows.PROVENANCE}
+        return cls(problem=key, provenance=provenance, run=run, trials=trials)
 
     def insert(self, connection: Connection, *, once: bool = False) -> None:
-        """Add the rows in the open transaction; an existing row of the problem is reused.
+        """Add the rows in the open transaction; existing rows of the problem, provenance and candidates are reused.
 
         With `once`, nothing is added where the same run is there already.
         """
-        same_key = [getattr(ProblemRow, name) == value for name, value in self.problem.items()]
-        problem_id = connection.execute(select(ProblemRow.id).where(*same_key).with_for_update()).scalar()
-        if once and problem_id is not None and self._is_there(connection, problem_id):
+        problem_id = _found_or_added(connection, ProblemRow, self.problem)
+        run = {**self.run, "problem_id": problem_id, "provenance_id": _found_or_added(connection, ProvenanceRow, self.provenance)}
+        candidates = _candidate_ids(connection, [(one["template"], one["config"]) for one in self.trials])
+        trials = [
+            {name: one[name] for name in rows.TRIAL} | {"candidate_id": candidates[one["template"], one["config"]]} for one in self.trials
+        ]
+        if once and _is_there(connection, run, trials):
             return
-        if problem_id is None:
-            problem_id = _inserted(connection, insert(ProblemRow).values(**self.problem))
-        run_id = _inserted(connection, insert(RunRow).values(**self.run, problem_id=problem_id))
-        if self.trials:
-            connection.execute(insert(TrialRow), [{**trial, "run_id": run_id} for trial in self.trials])
+        run_id = _added(connection, RunRow, run)
+        if trials:
+            connection.execute(insert(TrialRow), [{**trial, "run_id": run_id} for trial in trials])
 
-    def _is_there(self, connection: Connection, problem_id: int) -> bool:
-        """True if a run of this problem equals this one in all columns and trials."""
-        same_run = [getattr(RunRow, name) == value for name, value in self.run.items()]
-        for run_id in connection.execute(select(RunRow.id).where(RunRow.problem_id == problem_id, *same_run)).scalars().all():
-            found = connection.execute(select(TrialRow.__table__).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).mappings()
-            trials = [{name: value for name, value in row.items() if name not in ("id", "run_id")} for row in found]
-            if trials == self.trials:
-                return True
-        return False
+
+def _found_or_added(connection: Connection, table: type[ProblemRow | ProvenanceRow], values: dict[str, Any]) -> int:
+    """Id of the row with these values, which is added where there is none."""
+    same = [getattr(table, name) == value for name, value in values.items()]
+    found = connection.execute(select(table.id).where(*same).limit(1).with_for_update()).scalar()
+    return _added(connection, table, values) if found is None else int(found)
+
+
+def _added(connection: Connection, table: type[Base], values: dict[str, Any]) -> int:
+    """Id of a new row."""
+    key = connection.execute(insert(table).values(values)).inserted_primary_key
+    assert key is not None
+    return int(key[0])
+
+
+def _candidate_ids(connection: Connection, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Ids of the rows of `candidate` with these templates and configs; those that are missing are added."""
+    found: dict[tuple[str, str], int] = {}
+    distinct = list(dict.fromkeys(wanted))
+    for start in range(0, len(distinct), AT_ONCE):
+        configs = {config for _, config in distinct[start : start + AT_ONCE]}
+        there = select(CandidateRow.id, CandidateRow.template, CandidateRow.config).where(CandidateRow.config.in_(configs))
+        found.update({(template, config): number for number, template, config in connection.execute(there)})
+    for template, config in distinct:
+        if (template, config) not in found:
+            found[template, config] = _added(connection, CandidateRow, {"template": template, "config": config})
+    return found
+
+
+def _is_there(connection: Connection, run: dict[str, Any], trials: list[dict[str, Any]]) -> bool:
+    """True if a run equals this one in all columns and trials."""
+    same = [getattr(RunRow, name) == value for name, value in run.items()]
+    names = [*rows.TRIAL, "candidate_id"]
+    for run_id in connection.execute(select(RunRow.id).where(*same)).scalars().all():
+        columns = [getattr(TrialRow, name) for name in names]
+        found = connection.execute(select(*columns).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).mappings()
+        if [dict(one) for one in found] == trials:
+            return True
+    return False
 
 
 def write_file(path: Path, results: Sequence[SearchResult], *, replace: bool) -> None:
@@ -72,10 +110,3 @@ def write_file(path: Path, results: Sequence[SearchResult], *, replace: bool) ->
             one.insert(connection)
 
     export_file(path, work, replace=replace)
-
-
-def _inserted(connection: Connection, statement: Insert) -> int:
-    """Insert a row and return its id."""
-    key = connection.execute(statement).inserted_primary_key
-    assert key is not None
-    return int(key[0])

@@ -1,0 +1,136 @@
+"""Queries for runs and their winners, in plain SQL that sqlite3 and every server understand, and the values of their rows."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flashtune.core.problem import ProblemKey
+from flashtune.core.results import Outcome, SearchResult, TuningRecord
+from flashtune.db import rows
+from flashtune.db.inspection import row_named
+from flashtune.db.values import LARGEST, Row
+
+Values = Sequence[Any]
+Execute = Callable[[str, Mapping[str, object]], Sequence[Values]]
+"""Runs a query with named parameters (`:name`), and returns its rows."""
+
+_PROBLEM = ("problem.id", *(f"problem.{name}" for name in rows.PROBLEM))
+_RUN = ("run.id", *(f"run.{name}" for name in rows.RUN), *(f"provenance.{name}" for name in rows.PROVENANCE))
+_TRIAL = (
+    *("trial.id", "trial.run_id"),
+    *(f"trial.{name}" for name in rows.TRIAL),
+    *(f"candidate.{name}" for name in rows.CANDIDATE),
+)
+_RUNS = "run JOIN provenance ON provenance.id = run.provenance_id JOIN problem ON problem.id = run.problem_id"
+_TRIALS = "trial JOIN candidate ON candidate.id = trial.candidate_id"
+_OF_RUNS = "trial.run_id IN (SELECT run.id FROM run JOIN problem ON problem.id = run.problem_id WHERE {where})"
+_FIRST_OF_EACH_RUN = f"""
+    WITH ranked AS (
+        SELECT trial.id, row_number() OVER (
+            PARTITION BY run_id ORDER BY coalesce(rank, {LARGEST}), median_us, variant_id, number
+        ) AS place
+        FROM {{source}} WHERE ({{which}}) AND {_OF_RUNS}
+    )
+    SELECT {{columns}} FROM ranked JOIN {_TRIALS.replace("trial JOIN", "trial ON trial.id = ranked.id JOIN", 1)}
+"""
+# By time or rank, not by fate, so that an impossible fate is read and refused.
+_WINNERS = f"""
+    {_FIRST_OF_EACH_RUN} JOIN {_RUNS.replace("run JOIN", "run ON run.id = trial.run_id JOIN", 1)}
+    WHERE ranked.place = 1 ORDER BY run.id DESC
+"""
+_FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE ranked.place = 1"
+
+
+class Found(NamedTuple):
+    """Values of the winners of runs, newest run first, and of the best trials of RUNNING_PATTERN."""
+
+    winners: Sequence[Values]
+    fallbacks: Sequence[Values]
+
+
+def winners(execute: Execute, where: str = "TRUE", parameters: Mapping[str, object] | None = None, most: int | None = None) -> Found:
+    """Winners of the runs (at most so many) of those rows of `problem` that meet the condition.
+
+    Each run's winner is rank 1 of its closing race, or else its fastest correct outcome (ties by variant id).
+    """
+    first, running = _winning(where, most)
+    given = {**(parameters or {}), "running": rows.RUNNING_PATTERN}
+    found = execute(first, given)
+    settled = any(rows.SETTLED in str(values[-1]) for values in found)
+    return Found(found, execute(running, given) if settled else ())
+
+
+@functools.cache
+def _winning(where: str, most: int | None) -> tuple[str, str]:
+    """Queries for winners and for their fallback kernels."""
+    limit = "" if most is None else f" LIMIT {most}"
+    timed = "median_us IS NOT NULL OR rank IS NOT NULL"
+    first = _WINNERS.format(source="trial", which=timed, where=where, columns=", ".join((*_PROBLEM, *_RUN, *_TRIAL)))
+    online = "median_us IS NOT NULL AND config LIKE :running"
+    running = _FALLBACKS.format(source=_TRIALS, which=online, where=where, columns=", ".join(_TRIAL))
+    return first + limit, running + limit
+
+
+def records(found: Found, name: str) -> list[TuningRecord]:
+    """Records of winners; raises DatabaseError, which names the database, for a value that flashtune would not write."""
+    fallbacks = {fallback.values["run_id"]: fallback for fallback in (_row(_TRIAL, values) for values in found.fallbacks)}
+    return [_record(values, fallbacks, name) for values in found.winners]
+
+
+def _record(values: Values, fallbacks: Mapping[object, Row], name: str) -> TuningRecord:
+    key, run, rest = _read_run(values, name)
+    trial = _row(_TRIAL, rest)
+    with row_named(name, "trial", trial.values["id"]):
+        outcome = rows.read_outcome(trial)
+        rows.refuse_impossible(key.gpu, run["problem"], outcome, run["baseline"])
+    fallback = fallbacks.get(trial.values["run_id"])
+    with row_named(name, "trial", "" if fallback is None else fallback.values["id"]):
+        running = rows.fallback_of(outcome, fallback)
+    return TuningRecord(key=key, outcome=outcome, fallback=running, origin=name, **run)
+
+
+class FoundRuns(NamedTuple):
+    """Values of runs, oldest first, and of their trials in order."""
+
+    runs: Sequence[Values]
+    trials: Sequence[Values]
+
+
+def runs(execute: Execute, where: str, parameters: Mapping[str, object]) -> FoundRuns:
+    """All runs, with all trials, of those rows of `problem` that meet the condition."""
+    return FoundRuns(
+        execute(f"SELECT {', '.join((*_PROBLEM, *_RUN))} FROM {_RUNS} WHERE {where} ORDER BY run.id", parameters),
+        execute(
+            f"SELECT {', '.join(_TRIAL)} FROM {_TRIALS} WHERE {_OF_RUNS.format(where=where)} ORDER BY trial.run_id, number", parameters
+        ),
+    )
+
+
+def results(found: FoundRuns, name: str) -> list[SearchResult]:
+    """Results as they were saved; raises DatabaseError as `records` does."""
+    outcomes: dict[object, list[Outcome]] = {}
+    for trial in (_row(_TRIAL, values) for values in found.trials):
+        with row_named(name, "trial", trial.values["id"]):
+            outcomes.setdefault(trial.values["run_id"], []).append(rows.read_outcome(trial))
+    place = len(_PROBLEM)
+    read = ((values[place], *_read_run(values, name)) for values in found.runs)
+    return [SearchResult(gpu=key.gpu, outcomes=tuple(outcomes.get(number, ())), **run) for number, key, run, _ in read]
+
+
+def _read_run(values: Values, name: str) -> tuple[ProblemKey, dict[str, Any], Values]:
+    """Key and fields of a run, and the values that follow its columns."""
+    problem, run = _row(_PROBLEM, values), _row(_RUN, values[len(_PROBLEM) :])
+    with row_named(name, "problem", problem.values["id"]):
+        key = rows.read_key(problem)
+    with row_named(name, "run", run.values["id"]):
+        return key, rows.read_run(run, key), values[len(_PROBLEM) + len(_RUN) :]
+
+
+@functools.cache
+def _names(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Columns without their tables."""
+    return tuple(column.partition(".")[2] for column in columns)
+
+
+def _row(columns: tuple[str, ...], values: Values) -> Row:
+    return Row(dict(zip(_names(columns), values, strict=False)))
