@@ -1,12 +1,12 @@
 """Effects of earlier calls of a process on later ones on a GPU: models with records of their own, the same bits for the same inputs."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from call_checks import in_threads
 from test_dispatch_memo import POINTERS, save
 
 from flashtune import dispatch
@@ -74,11 +74,7 @@ def test_two_models_in_turn_and_at_once_are_each_served_by_their_own_records(mod
         with torch.no_grad():
             wrong.extend(str(model.database) for _ in range(20) if not torch.equal(model(x), out))
 
-    threads = [threading.Thread(target=many, args=given) for given in zip(models, first, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(2, lambda place: many(models[place], first[place]))
     assert not wrong
 
 
