@@ -5,16 +5,14 @@ barriers, copies that land at any time, products and copies that read shared mem
 as NaN. What isn't: layouts, and how threads of a warpgroup share its work.
 """
 
-import random
-import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from hopper_kernels import Launch, Truncate, assembly, functions_of, names_of
-from hopper_protocol import Number
+from hopper_kernels import Launch, assembly
+from hopper_machine import Barrier, Number, Role, Scheduler, quotient, remainder
 
 from flashtune.core.reference import dropout_keep_rows
 
@@ -106,30 +104,22 @@ class Chunks:
             place += part.shape[1]
 
 
-class Barrier:
-    """A barrier in shared memory."""
+class Single(Barrier):
+    """A barrier by itself."""
 
-    def __init__(self) -> None:
-        self.count = self.pending = self.bytes = self.phase = 0
-
-    def index(self, place: int) -> "Barrier":
+    def index(self, place: int) -> "Single":
         assert place == 0
         return self
 
-    def advance(self) -> None:
-        assert self.pending >= 0, "more arrivals than a phase has"
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
 
-
-class Barriers(list[Barrier]):
+class Barriers(list[Single]):
     """Some of them."""
 
     @property
     def shape(self) -> list[int]:
         return [len(self)]
 
-    def index(self, place: int) -> Barrier:  # type: ignore[override]
+    def index(self, place: int) -> Single:  # type: ignore[override]
         return self[int(place)]
 
 
@@ -156,87 +146,29 @@ class Product:
         self.found = array(product if start is None else start + product)
 
 
-class Role:
-    """A warpgroup or a warp of one program."""
-
-    def __init__(self, machine: "Machine", threads: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.threads, self.name = threads, f"{work.__name__} {arguments[-1]}"
-        self.ready: Callable[[], bool] = lambda: True
-        self.products: list[Product] = []
-        self.leaving: list[Callable[[], None]] = []
-        self.done = False
-        self.error: BaseException | None = None
-        self.turn = threading.Semaphore(0)
-
-        def run() -> None:
-            self.turn.acquire()
-            try:
-                if not machine.over:
-                    work(*arguments)
-                    assert not self.products, "products that nobody waited for"
-                    assert not self.leaving, "copies that nobody waited for"
-            except SystemExit:
-                pass
-            except BaseException as error:
-                self.error = error
-            self.done = True
-            machine.scheduler.release()
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-
-class Machine:
-    """The programs of a launch, in an order of events that `seed` draws."""
+class Machine(Scheduler):
+    """The programs of a launch, one after another."""
 
     def __init__(self, module: ModuleType, launch: Launch, *, seed: int) -> None:
-        self._random = random.Random(seed)
+        super().__init__(seed)
         self._module = module
-        self._kernel, (self._programs,), self._arguments, _ = launch
+        kernel, (self._programs,), self._arguments, _ = launch
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(module.DTYPE.value)]
-        stand_ins = self._stand_ins()
-        names = [name for name, value in names_of(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
-        self._run = functions_of(module, tuple(names), stand_ins, Truncate())[self._kernel.__name__]
+        self._run = self.kernel_of(module, kernel.__name__, self._stand_ins())
 
     def run(self) -> None:
-        """Runs every program to its end; raises AssertionError where all wait for one another."""
+        """Runs every program to its end."""
         for program in range(self._programs):
             self._program = program
-            self._roles: list[Role] = []
-            self._copies: list[Callable[[], None]] = []
+            self.begin()
             self._named: dict[int, list[int]] = {}
-            self.scheduler, self.over = threading.Semaphore(0), False
             self._run(*map(self._argument, self._arguments))
-            try:
-                self._play()
-            finally:
-                self.over = True
-                for role in self._roles:
-                    role.turn.release()
-                    role.thread.join()
+            self.play()
             assert not any(state[0] for state in self._named.values()), "a hardware barrier is left with arrivals"
 
-    def _play(self) -> None:
-        while not all(role.done for role in self._roles):
-            able = [role for role in self._roles if not role.done and role.ready()]
-            assert able or self._copies, "all wait: " + ", ".join(role.name for role in self._roles if not role.done)
-            place = self._random.randrange(len(able) + len(self._copies))
-            if place >= len(able):
-                self._copies.pop(place - len(able))()
-                continue
-            self._role = able[place]
-            self._role.turn.release()
-            self.scheduler.acquire()
-            if self._role.error:
-                raise self._role.error
-
-    def _pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        role = self._role
-        role.ready = ready
-        self.scheduler.release()
-        role.turn.acquire()
-        if self.over:
-            raise SystemExit
+    def check_end(self, role: Role) -> None:
+        assert not role.products, "products that nobody waited for"
+        assert not role.leaving, "copies that nobody waited for"
 
     def _argument(self, value: Any) -> Any:
         if hasattr(value, "block_shape"):
@@ -259,7 +191,7 @@ class Machine:
         return desc.memory[inside], tuple(slice(0, part.stop - part.start) for part in inside)
 
     def _load(self, desc: Any, corner: list[int], barrier: Barrier, tile: Tile) -> None:
-        self._pause()
+        self.pause()
         tile.values.fill_(float("nan"))
 
         def land() -> None:
@@ -273,7 +205,7 @@ class Machine:
 
     def _leave(self, add: bool) -> Callable[[Any, list[int], Tile], None]:
         def leave(desc: Any, corner: list[int], tile: Tile) -> None:
-            self._pause()
+            self.pause()
 
             def go() -> None:
                 target, inside = self._box(desc, corner)
@@ -284,30 +216,12 @@ class Machine:
         return leave
 
     def _leave_up_to(self, number: int) -> None:
-        self._pause()
+        self.pause()
         while len(self._role.leaving) > number:
             self._role.leaving.pop(0)()
 
-    def _wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
-        if pred:
-            self._pause(lambda: barrier.phase % 2 != phase)
-
-    def _arrive(self, barrier: Barrier, count: int = 1) -> None:
-        self._pause()
-        barrier.pending -= count
-        barrier.advance()
-
-    def _expect(self, barrier: Barrier, nbytes: int) -> None:
-        self._pause()
-        barrier.bytes += nbytes
-        barrier.pending -= 1
-        barrier.advance()
-
-    def _init(self, barrier: Barrier, count: int) -> None:
-        barrier.count = barrier.pending = count
-
     def _multiply(self, left: Any, right: Tile, sum: Any, use_acc: bool = True, is_async: bool = False) -> Product:
-        self._pause()
+        self.pause()
         assert is_async
         found = Product(left, right, sum if use_acc else None)
         self._role.products.append(found)
@@ -320,7 +234,7 @@ class Machine:
             self._role.products.pop(0).finish()
 
     def _products_left(self, number: int, deps: list[Product]) -> Any:
-        self._pause()
+        self.pause()
         self._finish(number)
         found = [dep if isinstance(dep, Product) else SimpleNamespace(found=dep) for dep in deps]
         assert all(dep not in self._role.products for dep in found), "what is taken is still under way"
@@ -341,7 +255,7 @@ class Machine:
             return Number(arguments[0])
         barrier, threads = (int(argument) for argument in arguments)
         assert 5 <= barrier < 16
-        self._pause()
+        self.pause()
         state = self._named.setdefault(barrier, [0, 0])
         state[0] += self._role.threads
         opened = state[1]
@@ -349,12 +263,12 @@ class Machine:
         if state[0] == threads:
             state[:] = 0, opened + 1
         if "bar.sync" in text:
-            self._pause(lambda: state[1] > opened)
+            self.pause(lambda: state[1] > opened)
         return Number(0)
 
     def _allocate(self, dtype: Any, shape: list[int], _layout: Any) -> Any:
         if dtype is torch.int64:
-            return Barriers(Barrier() for _ in range(shape[0]))
+            return Barriers(Single() for _ in range(shape[0]))
         return Tile(torch.full([int(size) for size in shape], float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
 
     def _stand_ins(self) -> dict[str, Any]:
@@ -401,7 +315,7 @@ class Machine:
             if isinstance(values, torch.Tensor):
                 place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
                 return None
-            self._pause()
+            self.pause()
             found = Number(place.memory[place.offset])
             place.memory[place.offset] += values
             return found
@@ -412,7 +326,7 @@ class Machine:
 
         def start(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
             assert len(roles) == len(warps) + 1 == len(registers) + 1
-            self._roles = [Role(self, 32 * count, *role) for role, count in zip(roles, [4, *warps], strict=True)]
+            self._roles = [Role(self, self._program, *role, 32 * count) for role, count in zip(roles, [4, *warps], strict=True)]
 
         gl: Any = SimpleNamespace(
             **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "abs")},
@@ -464,6 +378,6 @@ class Machine:
             "apply_dropout": apply_dropout,
             "range": lambda *ends: map(Number, range(*ends)),
             # Of tensors only places are divided, which aren't negative.
-            "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else Number(abs(a) // b * (-1 if a < 0 else 1)),
-            "remainder": lambda a, b: a % b if isinstance(a, torch.Tensor) else Number(abs(a) % b * (-1 if a < 0 else 1)),
+            "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else quotient(a, b),
+            "remainder": lambda a, b: a % b if isinstance(a, torch.Tensor) else remainder(a, b),
         }

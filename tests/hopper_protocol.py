@@ -5,13 +5,12 @@ that read shared memory until they are waited for. What isn't: numbers. A tensor
 for, so that at the end each output tile can say which key blocks went into it.
 """
 
-import random
-import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from hopper_kernels import Launch, Truncate, functions_of, names_of
+from hopper_kernels import Launch
+from hopper_machine import Barrier, Number, Role, Scheduler, quotient, remainder
 
 Block = tuple[int, int, int, int]
 """Batch, query head, first query row of a warpgroup, first key."""
@@ -19,30 +18,6 @@ Block = tuple[int, int, int, int]
 
 NONSENSE: Block = (-1, -1, -1, -1)
 """What stands for no block: read from a tile before its copy has landed, or made of what doesn't belong together."""
-
-
-class Number(int):
-    """An integer of the device."""
-
-    def to(self, _dtype: Any) -> "Number":
-        return self
-
-
-def _integer(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def operate(*numbers: int) -> Any:
-        found = plain(*numbers)
-        return found if found is NotImplemented else Number(found)
-
-    return operate
-
-
-for _name in ("add", "sub", "mul", "and", "or", "xor", "rshift", "lshift"):
-    setattr(Number, f"__{_name}__", _integer(f"__{_name}__"))
-    setattr(Number, f"__r{_name}__", _integer(f"__r{_name}__"))
-for _name in ("neg", "invert"):
-    setattr(Number, f"__{_name}__", _integer(f"__{_name}__"))
 
 
 class Value:
@@ -86,14 +61,14 @@ class Bias(Value):
         return self
 
 
-class Shared:
+class Shared(Barrier):
     """A tile of shared memory, or a barrier there."""
 
     def __init__(self, machine: "Machine", memory: "Memory | None" = None, place: int = 0) -> None:
+        super().__init__()
         self._machine, self._memory, self._place = machine, memory, place
         self.held: Any = None
         self.readers = self.leaving = 0
-        self.count = self.pending = self.bytes = self.phase = 0
 
     def reshape(self, _shape: Any) -> "Shared":
         return self
@@ -129,12 +104,6 @@ class Shared:
             self._machine.read_late(self)
         # After the last tile of a chain a bias is read that never came.
         return Bias(self.held or NONSENSE) if isinstance(self.held, tuple | None) else self.held
-
-    def advance(self) -> None:
-        """Completes the barrier's phase where all have arrived and all bytes have landed."""
-        assert self.pending >= 0, "more arrivals than a phase has"
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
 
 
 CHUNK = 64
@@ -182,48 +151,13 @@ class Memory:
         return self._tiles.setdefault(int(place), Shared(self._machine, self, int(place)))
 
 
-class Role:
-    """A warpgroup or the producer of one program."""
-
-    def __init__(self, machine: "Machine", program: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.program, self.name = program, f"{work.__name__}{arguments[-1] if isinstance(arguments[-1], int) else ''} of program {program}"
-        self.ready: Callable[[], bool] = lambda: True
-        self.products: list[tuple[Value, tuple[Shared, ...]]] = []
-        self.loads: list[Shared] = []
-        self.leaving: list[Shared] = []
-        self.done = False
-        self.error: BaseException | None = None
-        self.turn = threading.Semaphore(0)
-
-        def run() -> None:
-            self.turn.acquire()
-            try:
-                if not machine.over:
-                    work(*arguments)
-            except SystemExit:
-                pass
-            except BaseException as error:
-                self.error = error
-            self.done = True
-            machine.scheduler.release()
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-
-class Machine:
-    """All programs of a launch, in an order of events that `seed` draws."""
+class Machine(Scheduler):
+    """All programs of a launch at once."""
 
     def __init__(self, module: ModuleType, launch: Launch, *, programs: int, kv_group: int, seed: int, raises: float = 0.3) -> None:
-        self._random = random.Random(seed)
+        super().__init__(seed)
         self._programs, self._kv_group = programs, kv_group
-        self._roles: list[Role] = []
-        self._copies: list[Callable[[], None]] = []
         self._named: dict[tuple[int, int], list[int]] = {}
-        self._role: Role | None = None
-        self._program = 0
-        self.scheduler = threading.Semaphore(0)
-        self.over = False
         self.counter = [Number(0)]
         # How many tiles warpgroups missed; none in every other launch.
         self.missed = 0
@@ -237,43 +171,14 @@ class Machine:
         self.written: dict[tuple[int, ...], Value] = {}
         kernel, _, arguments, _ = launch
         self._given = [self._argument(name, value) for name, value in zip(kernel.arg_names, arguments, strict=True)]
-        stand_ins = self._stand_ins()
-        names = [name for name, value in names_of(module).items() if type(value).__name__ == "GluonJITFunction" and name not in stand_ins]
-        self._kernel = functions_of(module, tuple(names), stand_ins, Truncate())[kernel.__name__]
+        self._kernel = self.kernel_of(module, kernel.__name__, self._stand_ins())
 
     def run(self) -> None:
-        """Runs every program to its end; raises AssertionError where a role does what it must not, or all wait for one another."""
+        """Runs every program to its end."""
         for program in range(self._programs):
             self._program = program
             self._kernel(*self._given)
-        try:
-            while not all(role.done for role in self._roles):
-                able = [role for role in self._roles if not role.done and role.ready()]
-                assert able or self._copies, "all wait: " + ", ".join(role.name for role in self._roles if not role.done)
-                place = self._random.randrange(len(able) + len(self._copies))
-                if place < len(able):
-                    self._role = able[place]
-                    self._role.turn.release()
-                    self.scheduler.acquire()
-                    if self._role.error:
-                        raise self._role.error
-                else:
-                    self._copies.pop(place - len(able))()
-        finally:
-            self.over = True
-            for role in self._roles:
-                role.turn.release()
-                role.thread.join()
-
-    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Lets others go first, and waits until `ready`."""
-        role = self._role
-        assert role
-        role.ready = ready
-        self.scheduler.release()
-        role.turn.acquire()
-        if self.over:
-            raise SystemExit
+        self.play()
 
     def _argument(self, name: str, value: Any) -> Any:
         if name.endswith("_desc"):
@@ -306,20 +211,18 @@ class Machine:
 
     def read_late(self, tile: Shared) -> None:
         """A load is under way until a fence: an arrival doesn't wait for it, and so the copy engine could be ahead of it."""
-        assert self._role
         tile.readers += 1
         self._role.loads.append(tile)
 
     def _fence(self) -> None:
         # One stands before the roles begin.
-        if self._role:
+        if self._running:
             self.pause()
             while self._role.loads:
                 self._role.loads.pop().readers -= 1
 
     def _store(self, _desc: Any, corner: list[int], tile: Shared) -> None:
         self.pause()
-        assert self._role
         assert tile.held.ready
         place = self._place(corner)
         assert place not in self.written, f"{place} is written twice"
@@ -329,29 +232,10 @@ class Machine:
 
     def _stores_left(self, number: int) -> None:
         self.pause()
-        assert self._role
         assert number == 0
         for tile in self._role.leaving:
             tile.leaving -= 1
         self._role.leaving.clear()
-
-    def _wait(self, barrier: Shared, phase: int, pred: bool = True) -> None:
-        self.pause(lambda: not pred or barrier.phase % 2 != phase)
-
-    def _arrive(self, barrier: Shared, count: int = 1, pred: bool = True) -> None:
-        self.pause()
-        if pred:
-            barrier.pending -= count
-            barrier.advance()
-
-    def _expect(self, barrier: Shared, bytes: int) -> None:
-        self.pause()
-        barrier.bytes += bytes
-        barrier.pending -= 1
-        barrier.advance()
-
-    def _init(self, barrier: Shared, count: int) -> None:
-        barrier.count = barrier.pending = count
 
     def _multiply(self, left: Any, right: "Shared | Chunks", sum: Value, use_acc: bool = True, is_async: bool = False) -> Value:
         """Scores of a tile of queries and one of keys, or weights times a tile of values: NONSENSE where they don't belong together.
@@ -359,7 +243,6 @@ class Machine:
         That is allowed, for what follows the last tile of a chain is never used.
         """
         self.pause()
-        assert self._role
         assert is_async
         stored = not isinstance(left, Value)
         assert stored or left.ready
@@ -382,7 +265,6 @@ class Machine:
 
     def _products_left(self, number: int, deps: list[Value]) -> Any:
         self.pause()
-        assert self._role
         while len(self._role.products) > number:
             found, read = self._role.products.pop(0)
             found.ready = True
@@ -391,7 +273,6 @@ class Machine:
         return deps[0] if len(deps) == 1 else deps
 
     def _assembly(self, text: str, _constraints: str, arguments: list[Any], **_keywords: Any) -> Any:
-        assert self._role
         if "atom." in text and arguments[2]:
             self.told.append(self._role.program)
         if "bar." in text:
@@ -418,16 +299,13 @@ class Machine:
         return Number(self._random.random() < self._share_raised)
 
     def _count_raised(self, number: int) -> None:
-        assert self._role
         assert self._role.name.startswith("consumer0"), "one warpgroup speaks for all"
         self.raised[self._role.program] = self.raised.get(self._role.program, 0) + number
 
     def _read_raised(self) -> Number:
-        assert self._role
         return Number(self.raised[self._role.program])
 
     def _miss(self, *_arguments: Any) -> Number:
-        assert self._role
         wrong = self._random.random() < self._share_missed
         self.missed += wrong
         if wrong:
@@ -454,7 +332,6 @@ class Machine:
             self._roles += [Role(self, self._program, work, arguments) for work, arguments in roles]
 
         def program_id(_axis: int) -> Number:
-            assert self._role
             return Number(self._role.program)
 
         def nothing(*_arguments: Any, **_keywords: Any) -> Value:
@@ -516,6 +393,6 @@ class Machine:
             "vote_unseen": self._vote,
             "vote_peaked": self._vote,
             "vote_overflowed": self._miss,
-            "quotient": lambda a, b: a if isinstance(a, Value) else Number(abs(a) // b * (-1 if a < 0 else 1)),
-            "remainder": lambda a, b: a if isinstance(a, Value) else Number(abs(a) % b * (-1 if a < 0 else 1)),
+            "quotient": lambda a, b: a if isinstance(a, Value) else quotient(a, b),
+            "remainder": lambda a, b: a if isinstance(a, Value) else remainder(a, b),
         }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hopper_emulator import Machine, Pointer, Tile, array
 from hopper_kernels import H200, config, launches, problem, source
-from hopper_protocol import Number
+from hopper_machine import Number
 
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
@@ -32,14 +32,6 @@ class Forward(Machine):
         if dtype is torch.int32:
             return Tile(torch.zeros([int(size) for size in shape], dtype=dtype))
         return super()._allocate(dtype, shape, layout)
-
-    def _wait(self, barrier: Any, phase: int, pred: bool = True) -> None:
-        if pred:
-            super()._wait(barrier, phase)
-
-    def _arrive(self, barrier: Any, count: int = 1, pred: bool = True) -> None:
-        if pred:
-            super()._arrive(barrier, count)
 
     def _stand_ins(self) -> dict[str, Any]:
         def most(values: torch.Tensor, axis: int) -> Any:
