@@ -1,10 +1,6 @@
 """Benchmarks' child processes for tests: everything runs in this process, and nothing is ever late."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.shared.children import Answer, Job
 

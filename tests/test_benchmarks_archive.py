@@ -2,12 +2,9 @@
 
 import csv
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.cases import archive
 

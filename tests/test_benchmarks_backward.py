@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases import backward, models
+from benchmarks.cases.race import random_inputs
+from benchmarks.shared import backward_cells, children
+from benchmarks.shared.children import NO_TIME
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
@@ -17,13 +21,6 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import Explanation
 from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.verify.inputs import make_inputs
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.cases import backward, models
-from benchmarks.cases.race import random_inputs
-from benchmarks.shared import backward_cells, children
-from benchmarks.shared.children import NO_TIME
 
 
 def test_the_cells_are_backwards_of_every_size_and_feature() -> None:

@@ -1,10 +1,6 @@
 """The case `calibration` counts how often estimates hold; its committed run is the reason that none is shown."""
 
 import re
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.cases import calibration
 from benchmarks.cases.archive import folder

@@ -1,14 +1,10 @@
 """The case `calls` without a GPU: a new process's first result stands beside torch's of the same sizes."""
 
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.cases import calls
 

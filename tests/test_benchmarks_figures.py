@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -11,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.results import TuningRecord
-from flashtune.db.library import Library, shipped_path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from benchmarks.cases import readme
 from benchmarks.cases.archive import folder
+from flashtune.core.results import TuningRecord
+from flashtune.db.library import Library, shipped_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "README.md"

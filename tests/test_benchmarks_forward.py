@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases import forward
+from benchmarks.shared import peers as forward_peers
+from benchmarks.shared.cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
+from benchmarks.shared.peers import OURS, Checked, Error
+from benchmarks.shared.report import NO_TIME, Row, geometric_mean, summary, tables
 from flashtune import dispatch
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
@@ -18,15 +23,6 @@ from flashtune.templates import family
 from flashtune.tuner.timing.baseline import framework_call
 from flashtune.tuner.timing.stopwatch import Run
 from flashtune.tuner.verify.distributions import PRESENT
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-
-from benchmarks.cases import forward
-from benchmarks.shared import peers as forward_peers
-from benchmarks.shared.cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
-from benchmarks.shared.peers import OURS, Checked, Error
-from benchmarks.shared.report import NO_TIME, Row, geometric_mean, summary, tables
 
 GOOD = Error(max_abs=1e-3, relative_norm=1e-3, tolerances=0.1)
 
@@ -51,47 +47,18 @@ def row(cell: Cell, us: dict[str, float], **errors: Error) -> Row:
     return Row(cell=cell, checked=Checked(kind="exact", template="flash_fwd", errors={OURS: GOOD, **errors}), times=times)
 
 
-def test_the_cells_are_those_of_every_claim() -> None:
+def test_cells_have_names_and_keys_of_their_own_and_the_sizes_that_the_page_names() -> None:
+    every = cells()
+    assert len({cell.name for cell in every}) == len({cell.problem.key("h200") for cell in every}) == len(every)
     plain = [cell.problem for cell in cells(("plain",))]
     assert {(p.d, p.n_kv, p.features.causal) for p in plain} == {(d, n, c) for d in (64, 128, 256) for n in LENGTHS for c in (False, True)}
-    assert len(plain) == 36
-    assert all(p.batch * p.n_kv == 16384 and p.heads * p.d == 2048 and p.dtype == "bf16" for p in plain)
-    features = cells(("features",))
-    assert len(features) == 14
-    assert all(cell.problem.batch * 4096 == 16384 and cell.problem.n_q == cell.problem.n_kv == 4096 for cell in features)
+    for p in [*plain, *(cell.problem for cell in cells(("features",)))]:
+        assert (p.batch * p.n_kv, p.heads * p.d, p.dtype) == (16384, 2048, "bf16") and p.n_q == p.n_kv
     assert find("features", "gqa", d=64).problem.gqa_ratio == 4
-    assert find("features", "window", d=64).problem.features.window == (1024, 0)
-    fp8 = [cell.problem for cell in cells(("fp8",))]
-    shapes = [(heads, causal) for causal in (False, True) for heads in ((16, 16), (64, 8))]
-    assert [((p.heads, p.kv_heads), p.features.causal) for p in fp8] == shapes
-    assert {(p.batch, p.d, p.n_kv, p.dtype) for p in fp8} == {(1, 128, 16384, "fp8")}
-    decode = [cell.problem for cell in cells(("decode",))]
-    assert [(p.d, p.batch, p.n_kv) for p in decode] == [(128, 16, 4096), (128, 1, 65536), (128, 1, 8192), (64, 16, 4096)]
-    assert all((p.n_q, p.heads, p.kv_heads) == (1, 32, 8) for p in decode)
-    names = [cell.name for cell in cells()]
-    assert len(set(names)) == len(names)
-
-
-def test_small_cells_are_lone_sequences_and_the_last_rows_of_long_ones() -> None:
-    small = [cell.problem for cell in cells(("small",))]
-    assert all(p.batch == 1 and p.dtype == "bf16" for p in small)
-    alone = {(p.d, p.heads, p.n_kv, p.features.causal) for p in small if p.n_q == p.n_kv and p.gqa_ratio == 1}
-    assert alone == {
-        *((128, 16, n, causal) for n in (256, 512, 1024, 2048) for causal in (False, True)),
-        *((64, 12, n, causal) for n in (512, 1024) for causal in (False, True)),
-    }
-    last = [p for p in small if p.n_q != p.n_kv]
-    assert [(p.n_q, p.n_kv) for p in last] == [(16, 8192), (128, 16384), (192, 16384)]
-    assert all((p.d, p.heads, p.kv_heads) == (128, 32, 8) for p in last)
-    assert all(p.features.causal and p.band.diagonal == p.n_kv - p.n_q for p in last)
-    assert len(small) == len(alone) + len(last)
-    names = [cell.name for cell in cells(("small",), n=[512, 8192])]
-    assert "small causal D=64 B=1 N=512" in names and "small 16 rows D=128 B=1 N=8192" in names
-    # They are to say where that rule should change, and have keys of their own.
-    h200 = find_target("h200")
+    # Small cells are to say where the rule of families for few rows should change.
+    small, h200 = [cell.problem for cell in cells(("small",))], find_target("h200")
     assert {family("flash_decode").suits(p, h200) is None for p in small} == {False, True}
-    keys = [cell.problem.key("h200") for cell in cells()]
-    assert len(set(keys)) == len(keys)
+    assert all(p.batch == 1 and (p.n_q == p.n_kv or p.band.diagonal == p.n_kv - p.n_q) for p in small)
 
 
 def test_cells_can_be_chosen_and_peers_left_out() -> None:

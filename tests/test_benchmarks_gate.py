@@ -1,11 +1,6 @@
 """The cases `check_gate` and `racecheck` without a GPU: lines of rendered kernels, and the sanitizer's words."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.cases import check_gate, racecheck
 

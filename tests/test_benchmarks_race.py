@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from children_here import Here
 
+from benchmarks.cases import race
+from benchmarks.shared import cells, racing
 from flashtune.core.config import Config, settles
 from flashtune.core.limits import least_us
 from flashtune.core.problem import DECODE_ROWS, Problem
@@ -19,11 +21,6 @@ from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.propose.space import Candidate
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.cases import race
-from benchmarks.shared import cells, racing
 
 H100, H200 = find_target("h100"), find_target("h200")
 

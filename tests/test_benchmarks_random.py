@@ -6,7 +6,6 @@ import json
 import math
 import operator
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +17,12 @@ import pytest
 import simulated
 from children_here import Here
 
+from benchmarks.cases import random_shapes as unprepared
+from benchmarks.shared import flash_attention_4, random_shapes, searches
+from benchmarks.shared.cells import AT_ONCE, Cell, cells
+from benchmarks.shared.children import NO_TIME, Children, Job, in_children
+from benchmarks.shared.peers import OURS, OWN, Checked, data_of
+from benchmarks.shared.report import Row, summary
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate, Measurement
@@ -29,16 +34,6 @@ from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.propose.transfer import transfer_candidates
 from flashtune.tuner.replies import Checked as CheckedCandidate
 from flashtune.tuner.replies import Compiled, Failed
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-
-from benchmarks.cases import random_shapes as unprepared
-from benchmarks.shared import flash_attention_4, random_shapes, searches
-from benchmarks.shared.cells import AT_ONCE, Cell, cells
-from benchmarks.shared.children import NO_TIME, Children, Job, in_children
-from benchmarks.shared.peers import OURS, OWN, Checked, data_of
-from benchmarks.shared.report import Row, summary
 
 H200 = find_target("h200")
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks import run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,17 +1,13 @@
 """The case `check_compiles`: every family for every architecture, and a failure that shows."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks.cases import check_compiles
 from flashtune.core.target import find_target, targets
 from flashtune.templates import families
 from flashtune.tuner.children.tasks import Source
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.cases import check_compiles
 
 
 def test_every_architecture_and_family_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,13 @@
 """The table of tolerances rests on the roundoffs that it names, and on a simulation that is committed."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from flashtune.core import tolerances
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from benchmarks.cases.archive import folder
+from flashtune.core import tolerances
 
 ROOT = Path(__file__).parent.parent
 TEXT = Path(tolerances.__file__).read_text()

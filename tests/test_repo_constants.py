@@ -1,10 +1,7 @@
 """The table of constants: what counts as one, and that those of the modules which choose are in it."""
 
 import re
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import constants
 

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 import torch
 
 import flashtune
+from benchmarks import run
+from benchmarks.cases.archive import folder
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
@@ -20,11 +21,6 @@ from flashtune.dispatch.policy import choose
 from flashtune.dispatch.resolve import backwards
 from flashtune.dispatch.resolve.memo import Memo, Settings
 from flashtune.templates import families
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks import run
-from benchmarks.cases.archive import folder
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks" / "README.md"

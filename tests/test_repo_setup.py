@@ -23,84 +23,66 @@ def setup_venv() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def installs(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Environment made (`new`) and packages installed, which is only noted; the torch named `broken` fails."""
-    noted: list[str] = []
+class Calls:
+    """Calls of the script by `make`, with what they installed: an environment made (`new`) and packages; the torch named `broken` fails."""
 
-    def create(folder: Path, torch: str) -> str:
-        noted.append("new")
+    def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+        self.installed: list[str] = []
+        self._module, self._patch = module, patch
+        patch.setattr(module, "create", self._create)
+        patch.setattr(module, "install", self._install)
+
+    def _create(self, folder: Path, torch: str) -> str:
+        self.installed.append("new")
         return torch or "torch==chosen"
 
-    def install(folder: Path, torch: str) -> None:
-        noted.append(torch)
+    def _install(self, folder: Path, torch: str) -> None:
+        self.installed.append(torch)
         if torch == "broken":
             raise subprocess.CalledProcessError(1, ["pip", "install", torch])
 
-    monkeypatch.setattr(setup_venv, "create", create)
-    monkeypatch.setattr(setup_venv, "install", install)
-    return noted
+    def __call__(self, folder: Path, torch: str = "") -> int:
+        self._patch.setattr(sys, "argv", ["setup_venv.py", str(folder), "--torch", torch])
+        code: int = self._module.main()
+        return code
 
 
-def call(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, torch: str = "") -> int:
-    monkeypatch.setattr(sys, "argv", ["setup_venv.py", str(folder), "--torch", torch])
-    code: int = setup_venv.main()
-    return code
+@pytest.fixture
+def call(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(setup_venv, monkeypatch)
 
 
-def test_second_call_installs_nothing(setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert [call(setup_venv, monkeypatch, tmp_path / "venv") for _ in range(3)] == [0, 0, 0]
-    assert installs == ["new", "torch==chosen"]
+def test_it_is_made_once_for_each_torch_that_is_named(call: Calls, tmp_path: Path) -> None:
+    for torch in ("", "", "torch==2.11.0", "", "torch==2.11.0"):
+        assert call(tmp_path / "venv", torch) == 0
+    assert call.installed == ["new", "torch==chosen", "new", "torch==2.11.0"]
 
 
-def test_named_torch_is_remembered(setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for torch in ("", "torch==2.11.0", "", "torch==2.11.0"):
-        assert call(setup_venv, monkeypatch, tmp_path / "venv", torch) == 0
-    assert installs == ["new", "torch==chosen", "new", "torch==2.11.0"]
-
-
-def test_changed_requirements_are_installed_into_it(
-    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("changed", "made"), [("requirements", []), ("interpreter", ["new"])])
+def test_changed_requirements_are_installed_into_it_and_another_interpreter_makes_it_anew(
+    changed: str, made: list[str], call: Calls, setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "venv"
-    call(setup_venv, monkeypatch, folder, "torch==2.11.0")
+    call(folder, "torch==2.11.0")
     (folder / "kept").touch()
-    monkeypatch.setattr(setup_venv, "requirements", lambda: "others")
-    assert [call(setup_venv, monkeypatch, folder) for _ in range(2)] == [0, 0]
-    assert installs == ["new", "torch==2.11.0", "torch==2.11.0"]
-    assert (folder / "kept").exists()
+    monkeypatch.setattr(setup_venv, changed, lambda: "others")
+    assert [call(folder) for _ in range(2)] == [0, 0]
+    assert call.installed == ["new", "torch==2.11.0", *made, "torch==2.11.0"]
+    assert (folder / "kept").exists() == (not made)
 
 
-def test_another_interpreter_makes_it_anew(
-    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "venv"
-    call(setup_venv, monkeypatch, folder, "torch==2.11.0")
-    (folder / "leftover").touch()
-    monkeypatch.setattr(setup_venv, "interpreter", lambda: "another")
-    assert [call(setup_venv, monkeypatch, folder) for _ in range(2)] == [0, 0]
-    assert installs == ["new", "torch==2.11.0"] * 2
-    assert not (folder / "leftover").exists()
-
-
-def test_failed_installation_is_tried_again(
-    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(setup_venv, monkeypatch, tmp_path / "venv", "broken") == 4
+def test_failed_installation_is_tried_again(call: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(tmp_path / "venv", "broken") == 4
     assert "pip" in capsys.readouterr().err
-    assert call(setup_venv, monkeypatch, tmp_path / "venv", "torch==2.11.0") == 0
-    assert call(setup_venv, monkeypatch, tmp_path / "venv") == 0
-    assert installs == ["new", "broken", "new", "torch==2.11.0"]
+    assert [call(tmp_path / "venv", torch) for torch in ("torch==2.11.0", "")] == [0, 0]
+    assert call.installed == ["new", "broken", "new", "torch==2.11.0"]
 
 
-def test_foreign_folder_is_left_as_it_is(
-    setup_venv: ModuleType, installs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_folder_is_left_as_it_is(call: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").write_text("the only copy")
-    assert call(setup_venv, monkeypatch, tmp_path) == 4
+    assert call(tmp_path) == 4
     assert (tmp_path / "thesis.tex").read_text() == "the only copy"
-    assert capsys.readouterr().err.count("\n") == 1
-    assert installs == []
+    assert capsys.readouterr().err.count("\n") == 1 and call.installed == []
 
 
 def test_torch_follows_the_machine(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
