@@ -55,31 +55,31 @@ BAD_INPUT = {
     "unknown gpu": (("search", "--gpu-name", "h20", "--d", "64"), "h200"),
     "gpu without kernels": (("search", "--gpu-name", "v100", "--d", "64", "--n", "512"), "V100"),
     "d too large": (("search", "--gpu-name", "a100", "--d", "257"), "257"),
-    "d of zero": (("search", "--gpu-name", "a100", "--d", "0"), "--d 0"),
-    "n of zero": (("search", "--gpu-name", "a100", "--d", "64", "--n", "0"), "--n 0"),
-    "negative n": (("search", "--gpu-name", "a100", "--d", "64", "--n", "-5"), "--n -5"),
+    "d of zero": (("search", "--gpu-name", "a100", "--d", "0"), "'--d': 0 is not in the range 1<=x<=256"),
+    "n of zero": (("search", "--gpu-name", "a100", "--d", "64", "--n", "0"), "'--n': 0 is not in the range"),
+    "negative n": (("search", "--gpu-name", "a100", "--d", "64", "--n", "-5"), "'--n': -5 is not in the range"),
     "unknown dtype": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "int8"), "int8"),
     "heads that don't divide": (("search", "--gpu-name", "a100", "--d", "64", "--heads", "6", "--kv-heads", "4"), "6 query heads"),
-    "dropout of one": (("search", "--gpu-name", "a100", "--d", "64", "--dropout", "1"), "--dropout 1"),
-    "negative window": (("search", "--gpu-name", "a100", "--d", "64", "--window", "-1"), "--window -1"),
+    "dropout of one": (("search", "--gpu-name", "a100", "--d", "64", "--dropout", "1"), "'--dropout': 1.0 is not in the range 0<=x<1"),
+    "negative window": (("search", "--gpu-name", "a100", "--d", "64", "--window", "-1"), "'--window': -1 is not in the range"),
     "a budget that is no time": (("search", "--gpu-name", "a100", "--d", "64", "--budget", "soon"), "soon"),
     "an unknown template": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--template", "flash"), "flash_fwd"),
     "tf32 for bf16": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "bf16", "--tf32"), "tf32"),
-    "n beyond reason": (("search", "--gpu-name", "a100", "--d", "64", "--n", "2147483647"), "--n 2147483647"),
+    "n beyond reason": (("search", "--gpu-name", "a100", "--d", "64", "--n", "2147483647"), "'--n': 2147483647 is not in the range"),
     "a word for a number": (("search", "--gpu-name", "a100", "--d", "64,x"), "flashtune search --help"),
     "a missing option": (("search", "--gpu-name", "a100"), "--d"),
     "an unknown command": (("frobnicate",), "frobnicate"),
     "a storage that is no URL": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--storage", "study"), "sqlite:///"),
     "gpus that are none": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--gpus", "foo"), "--gpus 'foo'"),
     "gpus counted from one": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--gpus", "0", "--predict"), "--gpus '0'"),
-    "a bias's gradient without one": ((*EXPLAIN, "--direction", "bwd", "--dbias"), "give --mask bias, or leave --dbias out"),
-    "slopes' gradient without them": ((*EXPLAIN, "--direction", "bwd", "--dslopes"), "give --alibi, or leave --dslopes out"),
-    "a gradient of a forward": ((*EXPLAIN, "--alibi", "--dslopes"), "give --direction bwd, or leave --dslopes out"),
-    "tf32 in words of options": ((*EXPLAIN, "--tf32"), "give --dtype fp32, or leave --tf32 out"),
-    "no heads": ((*EXPLAIN, "--heads", "0"), "--heads 0 is out of range: give at least 1"),
-    "no queries": ((*EXPLAIN, "--n-q", "0"), "--n-q 0 is out of range: give at least 1"),
-    "wide values": ((*EXPLAIN, "--d-v", "300"), "--d-v 300 is out of range: kernels take head sizes up to 256"),
-    "key heads that don't divide": ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "make --heads a multiple of --kv-heads"),
+    "a bias's gradient without one": ((*EXPLAIN, "--direction", "bwd", "--dbias"), "the mask is 'none': use mask='bias' or drop dbias"),
+    "slopes' gradient without them": ((*EXPLAIN, "--direction", "bwd", "--dslopes"), "alibi is off: switch alibi on or drop dslopes"),
+    "a gradient of a forward": ((*EXPLAIN, "--alibi", "--dslopes"), "use the direction bwd"),
+    "tf32 in words of options": ((*EXPLAIN, "--tf32"), "drop tf32 or change the dtype"),
+    "no heads": ((*EXPLAIN, "--heads", "0"), "'--heads': 0 is not in the range"),
+    "no queries": ((*EXPLAIN, "--n-q", "0"), "'--n-q': 0 is not in the range"),
+    "wide values": ((*EXPLAIN, "--d-v", "300"), "'--d-v': 300 is not in the range 1<=x<=256"),
+    "key heads that don't divide": ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "make heads a multiple of kv_heads"),
     "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
 }
 
@@ -314,19 +314,21 @@ def test_verify_checks_every_row(searched: tuple[Path, list[dict[str, Any]]]) ->
 
 def test_several_values_can_follow_one_option() -> None:
     from flashtune.cli.options import ProblemOptions
-    from flashtune.cli.search import problems_of, search
+    from flashtune.cli.search import search
 
     with search.make_context("search", ["--gpu-name", "a100", "--d", "64", "--n", "512", "1024", "--dtype", "fp16", "--causal"]) as context:
-        asked = ProblemOptions.taken(dict(context.params))
-        assert [p.label() for p in problems_of(asked, "causal")] == ["n512-d64-fp16-causal", "n1024-d64-fp16-causal"]
+        assert [p.label() for p in ProblemOptions.of(context, dict(context.params)).problems()] == [
+            "n512-d64-fp16-causal",
+            "n1024-d64-fp16-causal",
+        ]
 
 
 def test_the_default_grid_is_both_bands_and_both_half_types() -> None:
     from flashtune.cli.options import ProblemOptions
-    from flashtune.cli.search import problems_of, search
+    from flashtune.cli.search import search
 
     with search.make_context("search", ["--gpu-name", "a100", "--d", "64"]) as context:
-        problems = problems_of(ProblemOptions.taken(dict(context.params)), None)
+        problems = ProblemOptions.of(context, dict(context.params)).problems()
     assert len(problems) == 24
     assert {p.n_kv for p in problems} == {512, 1024, 2048, 4096, 8192, 16384}
     assert all(p.batch * p.n_kv == 16384 and p.heads == 32 for p in problems)

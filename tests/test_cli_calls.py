@@ -18,7 +18,7 @@ from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.cli.options import ProblemOptions
 from flashtune.cli.recorded_calls import worth_searching
-from flashtune.cli.search import problems_of, search
+from flashtune.cli.search import search
 from flashtune.core.calls import add
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
@@ -43,7 +43,7 @@ def written(folder: Path, *problems: Problem) -> Path:
 
 def problems(*words: str) -> list[Problem]:
     context = search.make_context("search", ["--gpu-name", "a100", *words])
-    return problems_of(ProblemOptions.taken(dict(context.params)), context.params["bands"])
+    return ProblemOptions.of(context, dict(context.params)).problems()
 
 
 def test_what_a_model_called_is_searched_and_then_serves_it(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from rich.table import Table
 
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
-from flashtune.cli.search import Bands, problems_of
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=ListCommand)
 @problem_options(many=True)
-@click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
-@click.option("--full", "bands", flag_value="full", help="Full attention only.")
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Timing per problem.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def bench(*, requested: ProblemOptions, bands: Bands | None, seconds: float, seed: int, as_json: bool) -> None:
+def bench(*, requested: ProblemOptions, seconds: float, seed: int, as_json: bool) -> None:
     """Time the kernels that dispatch would use against PyTorch's backends: medians of interleaved launches, L2 flushed.
 
     Then time whole calls of both in an eager loop, host included: a model sees the slower of host and GPU.
@@ -41,7 +38,7 @@ def bench(*, requested: ProblemOptions, bands: Bands | None, seconds: float, see
         raise EnvironmentProblem("bench found no GPU here that flashtune knows: run it on a machine with one")
     rows: list[dict[str, Any]] = []
     with Workers(jobs=1) as workers:
-        for problem in problems_of(requested, bands):
+        for problem in requested.problems():
             row = _timed(problem, gpu.target, workers, seed=seed, seconds=seconds)
             if isinstance(row, str):
                 messages().print(f"{problem.label()}: {row}")

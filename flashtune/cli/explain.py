@@ -1,32 +1,30 @@
 """`flashtune explain`: the record that would serve a call, and the reason."""
 
-from contextlib import nullcontext
 from dataclasses import asdict
 
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options
+from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
 
 
 @click.command()
 @click.option("--gpu-name", type=GPU, metavar="NAME", help="The GPU of the call (default: the one in this machine).")
 @problem_options(many=False)
-@click.option("--causal", is_flag=True, help="Causal attention.")
 @db_option
 @json_option
-def explain(*, requested: ProblemOptions, gpu_name: str | None, causal: bool, location: str | None, as_json: bool) -> None:
+def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | None, as_json: bool) -> None:
     """Show the record that would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
     """
-    from flashtune.dispatch import explain_problem, use
+    from flashtune.dispatch import explain_problem
 
     target = gpu_of(gpu_name)
-    problem = requested.problem(n=requested.n[0], d=requested.d[0], dtype=requested.dtypes(["bf16"])[0], causal=causal)
+    problem = requested.problems()[0]
     seen = problem.seen()
-    with nullcontext() if location is None else use(location, alone=True):
+    with using(location):
         found = explain_problem(seen, target.slug)
     if as_json:
         row = asdict(found)

@@ -1,32 +1,32 @@
 """`flashtune export`: a compact database to ship with a model."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import DTYPE, GPU, db_option, filters_of, json_option
+from flashtune.cli.options import db_option, json_option, record_filters
 from flashtune.cli.records import servable
 from flashtune.core.words import counted
+
+if TYPE_CHECKING:
+    from flashtune.db.store import KeyFilter
 
 
 @click.command()
 @click.argument("destination", metavar="PATH")
 @db_option
-@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only records of this GPU.")
-@click.option("--d", type=int, help="Only this head size.")
-@click.option("--dtype", type=DTYPE, help="Only this element type.")
+@record_filters("gpu_name", "d", "dtype")
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
 @click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def export(
+    *,
     destination: str,
     location: str | None,
-    gpu_name: str | None,
-    d: int | None,
-    dtype: str | None,
+    filters: "KeyFilter",
     all_trials: bool,
     licence: str | None,
     force: bool,
@@ -44,7 +44,6 @@ def export(
 
     wanted = licence_for(destination, licence, force=force)
     with Store.open(location or overlay_path(), writable=False) as store:
-        filters = filters_of(gpu_name=gpu_name, d=d, dtype=dtype)
         if not all_trials:
             servable(store.records(passed_over=unservable, **filters))
         rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, bits=BITS, **filters)

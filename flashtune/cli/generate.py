@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import GPU, db_option, filters_of, json_option
+from flashtune.cli.options import db_option, json_option, record_filters
 from flashtune.cli.records import servable
 from flashtune.core.errors import InputError, NoKernelFound
-from flashtune.core.target import find_target
 from flashtune.core.words import counted
 
 if TYPE_CHECKING:
+    from flashtune.db.store import KeyFilter
     from flashtune.tuner.publish.generated import Arranged
     from flashtune.tuner.publish.packing import Packed
 
 
 @click.command()
 @db_option
-@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only winners of this GPU.")
+@record_filters("gpu_name")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (in a checkout: flashtune/kernels_generated)."
 )
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 @click.option("--jobs", type=click.IntRange(min=1), help="Number of parallel compilers (default: one per core).")
 @json_option
 def generate(
+    *,
     location: str | None,
-    gpu_name: str | None,
+    filters: "KeyFilter",
     out: Path | None,
     check: bool,
     sample: int | None,
@@ -78,10 +79,10 @@ def generate(
     # Errors of the folder are reported before kernels are compiled.
     read_index(folder)
     library = Library.of(location or shipped_path())
-    records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name))
+    records = library.records(passed_over=unservable, bits=BITS, **filters)
     arranged = arrange(servable(records))
     if not arranged:
-        wanted = "no record" if gpu_name is None else f"no record of gpu {find_target(gpu_name).slug}"
+        wanted = "no record" + (f" of gpu {filters['gpu']}" if filters["gpu"] else "")
         raise NoKernelFound(f"{location or shipped_path()} holds {wanted} that could be served: search first, or name another database")
     kernels = [one.kernel.path for one in arranged]
     anew = set(kernels) if rebuild or check else set()

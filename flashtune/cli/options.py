@@ -2,24 +2,27 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from flashtune.core.calls import read
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
-from flashtune.core.models import TOKENS, find_model, models
-from flashtune.core.problem import ASKED, DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, MaskKind, Problem
+from flashtune.core.models import TOKENS, Model, find_model, models
+from flashtune.core.problem import DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, Problem
 from flashtune.core.target import Target, find_target, targets
 
-if TYPE_CHECKING:
-    from flashtune.db.store import KeyFilter
+GRID = (512, 1024, 2048, 4096, 8192, 16384)
+"""Default sequence lengths; dispatch serves lengths between them from the nearest record."""
 
 LONGEST = 1 << 24
 """Longest sequence that options accept, in tokens."""
@@ -27,23 +30,15 @@ LONGEST = 1 << 24
 WIDTH = 2048
 """H * D of a problem without --heads: the width of a small language model."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
+MOST = 2**30
+"""Most heads of all batches, a size that databases hold."""
 
-
-SWITCHES = {
-    "alibi": "ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.",
-    "sinks": "Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.",
-    "dbias": "A backward whose bias (--mask bias) gets its gradient, too.",
-    "dslopes": "A backward whose ALiBi slopes (--alibi) get their gradient, too.",
-    "tf32": "Allow TF32 products for fp32 inputs (IEEE otherwise).",
-}
+SWITCHES: dict[str, str] = {field.name: field.metadata["help"] for field in fields(Features) if "help" in field.metadata}
 """Features that an option of the same name switches on, and its help."""
 
-MOST = 2**31 - 1
-"""Largest size that databases hold."""
+Bands = Literal["causal", "full"]
 
-
-SIZE = click.IntRange(1, LONGEST)
+SIZE, HEAD_SIZE = click.IntRange(1, LONGEST), click.IntRange(1, MAX_HEAD_DIM)
 
 
 class Known(click.ParamType[str]):
@@ -73,22 +68,21 @@ DTYPE = Known("dtype", lambda: DTYPES)
 TEMPLATE = Known("template", _templates)
 MODEL = Known("model", models)
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
 db_option = click.option("--db", "location", metavar="PATH|URL", help="Only this database, in place of your own and the shipped one.")
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """Parameter type of `512` or `512,1024,2048`."""
+    """Parameter type of numbers with commas between them, each in a range: `512` or `512,1024,2048`."""
 
     name = "integers"
 
+    def __init__(self, each: click.ParamType[int]) -> None:
+        self._each = each
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Numbers of one occurrence of the option."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a number, nor numbers with commas between them.", param, ctx)
+        return value if isinstance(value, tuple) else tuple(self._each.convert(part, param, ctx) for part in str(value).split(","))
 
 
 class ListCommand(click.Command):
@@ -110,188 +104,172 @@ class ListCommand(click.Command):
         return super().parse_args(ctx, spelled)
 
 
-def flat(values: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Distinct numbers of all groups, in order."""
-    return list(dict.fromkeys(number for group in values for number in group))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOptions:
-    """Values of the options that describe problems; `d`, `n` and `dtype` hold every value."""
+    """Values of the options that describe problems; `d`, `n`, `dtypes` and `causal` hold every value, `features` those beside `causal`.
+
+    `given` are the names of all of these options that were on the command line.
+    """
 
     d: tuple[int, ...]
     n: tuple[int, ...]
-    dtype: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    causal: tuple[bool, ...]
+    features: dict[str, Any]
+    direction: Direction
     d_v: int | None
     n_q: int | None
-    direction: Direction
-    mask: MaskKind | None
-    dropout: float
-    window: int | None
-    alignment: str
-    softcap: float
-    switches: tuple[str, ...]
     heads: int | None
     kv_heads: int | None
     batch: int | None
-    model: str | None = None
-    calls: Path | None = None
+    model: str | None
+    calls: Path | None
+    given: tuple[str, ...]
 
     @classmethod
-    def taken(cls, kwargs: dict[str, Any]) -> "ProblemOptions":
-        """Remove these options from all keyword arguments of a command."""
-        found = {field.name: kwargs.pop(field.name, None) for field in fields(cls) if field.name != "switches"}
-        found["switches"] = tuple(name for name in SWITCHES if kwargs.pop(name))
-        for name in ("d", "n"):
-            found[name] = tuple(flat(found[name])) if isinstance(found[name], tuple) else (found[name],)
-        names = found["dtype"] or ()
-        return cls(**{**found, "dtype": (names,) if isinstance(names, str) else names})
+    def of(cls, ctx: click.Context, values: dict[str, Any]) -> "ProblemOptions":
+        """Remove these options from all `values` of the command with this context."""
+        on_line = {name for name in values if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        bands: Bands | None = values.pop("bands")
+        mask, window = values.pop("mask") or "none", values.pop("window")
+        features = {
+            "alignment": values.pop("alignment").replace("-", "_"),
+            "mask": mask,
+            "dropout": values.pop("dropout") > 0,
+            "window": None if window is None else (window, window),
+            "softcap": values.pop("softcap") > 0,
+            **{name: values.pop(name) for name in SWITCHES},
+        }
+        dtypes = tuple(dict.fromkeys(parse_dtype(name) for text in values.pop("dtype") for name in text.split(",")))
+        own = {name: values.pop(name, None) for name in ("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls")}
+        names = [*features, *own, "n", "d", "dtype", "bands"]
+        given = tuple(f"--{bands if name == 'bands' else name.replace('_', '-')}" for name in names if name in on_line)
+        causal = {"causal": (True,), "full": (False,), None: (False, True)}[bands]
+        d, n = (tuple(dict.fromkeys(chain.from_iterable(values.pop(name)))) for name in ("d", "n"))
+        return cls(d=d, n=n, dtypes=dtypes, causal=causal, features=features, given=given, **own)
 
-    def dtypes(self, default: list[DType]) -> list[DType]:
-        """Distinct parsed element types; commas separate several."""
-        found: list[DType] = [parse_dtype(name) for text in self.dtype for name in text.split(",")]
-        return list(dict.fromkeys(found)) if found else default
-
-    def features(self, *, causal: bool) -> Features:
-        """The features; raises InputError for values out of range."""
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"--dropout {self.dropout:g} is out of range: give a rate from 0 up to, but not including, 1")
-        if not 0 <= self.softcap < float("inf"):
-            raise InputError(f"--softcap {self.softcap:g} is out of range: give a positive cap, or leave it out")
-        if self.window is not None and self.window < 0:
-            raise InputError(f"--window {self.window} is out of range: give a size of at least 0")
-        if "dbias" in self.switches and self.mask != "bias":
-            given = f"--mask is {self.mask}" if self.mask else "no --mask was given"
-            raise InputError(f"--dbias requests the gradient of a bias, and {given}: give --mask bias, or leave --dbias out")
-        if "dslopes" in self.switches and "alibi" not in self.switches:
-            raise InputError("--dslopes requests the gradient of ALiBi slopes, and there are none: give --alibi, or leave --dslopes out")
-        if self.direction == "fwd" and (gradient := next((name for name in ASKED if name in self.switches), None)):
-            raise InputError(f"--{gradient} requests a gradient, and a forward has none: give --direction bwd, or leave --{gradient} out")
-        return Features(
-            causal=causal,
-            alignment="bottom_right" if self.alignment == "bottom-right" else "top_left",
-            mask=self.mask or "none",
-            dropout=self.dropout > 0,
-            window=None if self.window is None else (self.window, self.window),
-            softcap=self.softcap > 0,
-            **dict.fromkeys(self.switches, True),
-        )
+    def problems(self) -> list[Problem]:
+        """Distinct problems: recorded calls, a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled variants are
+        shared. Raises InputError for options that contradict each other."""
+        if self.calls is not None:
+            return self._of_calls(self.calls)
+        if self.model is not None:
+            return self._of_model(find_model(self.model))
+        if not self.d:
+            raise InputError(
+                "neither --d nor --model was given, nor --calls: name a head size, a model (flashtune show --models), or a file of calls"
+            )
+        return [
+            self.problem(n=n, d=d, dtype=dtype, causal=causal)
+            for d in self.d
+            for dtype in self.dtypes or ("bf16", "fp16")
+            for causal in self.causal
+            for n in self.n or GRID
+        ]
 
     def problem(self, *, n: int, d: int, dtype: DType, causal: bool) -> Problem:
-        """The problem of these sizes, with defaults for missing options; raises InputError for values out of range."""
-        self._check_sizes(n, d)
-        features = self.features(causal=causal)
-        if features.tf32 and dtype != "fp32":
-            raise InputError(f"--tf32 needs fp32 inputs, not {dtype}: give --dtype fp32, or leave --tf32 out")
-        if n > LONGEST:
-            raise InputError(f"--n {n} is out of range: give at most {LONGEST}")
-        heads = self.heads if self.heads is not None else max(1, WIDTH // d)
-        if self.kv_heads is not None and heads % self.kv_heads:
-            raise InputError(f"{heads} query heads can't share {self.kv_heads} key heads: make --heads a multiple of --kv-heads")
-        batch = self.batch if self.batch is not None else max(1, TOKENS // n)
-        if batch * heads > MOST // 2:
-            raise InputError(f"--batch {batch} times --heads {heads} is out of range: give sizes whose product is at most {MOST // 2}")
+        """The problem of these sizes, with defaults for missing options; raises InputError for those that contradict each other."""
+        heads, batch = self.heads or max(1, WIDTH // d), self.batch or max(1, TOKENS // n)
+        if batch * heads > MOST:
+            raise InputError(f"--batch {batch} times --heads {heads} is out of range: give sizes whose product is at most {MOST}")
         return Problem(
             batch=batch,
             heads=heads,
-            kv_heads=self.kv_heads if self.kv_heads is not None else heads,
-            n_q=self.n_q if self.n_q is not None else n,
+            kv_heads=self.kv_heads or heads,
+            n_q=self.n_q or n,
             n_kv=n,
             d=d,
-            d_v=self.d_v if self.d_v is not None else d,
+            d_v=self.d_v or d,
             dtype=dtype,
-            features=features,
+            features=Features(causal=causal, **self.features),
             direction=self.direction,
         )
 
-    def of_model(self) -> list[Problem]:
-        """Distinct problems of `model`'s attentions; raises InputError for an option that the model determines."""
-        model = find_model(self.model or "")
-        others: dict[str, object] = {
-            "--d": self.d,
-            "--d-v": self.d_v,
-            "--heads": self.heads,
-            "--kv-heads": self.kv_heads,
-            "--mask": self.mask,
-        }
-        others |= {"--window": self.window is not None, "--softcap": self.softcap, "--alignment": self.alignment != "top-left"}
-        others |= {"--dropout": self.dropout} | {f"--{name}": True for name in self.switches}
-        refuse_beside(f"--model {model.slug}", others)
+    def _of_model(self, model: Model) -> list[Problem]:
+        self._refuse_beside(f"--model {model.slug}", "--model", "--n", "--n-q", "--batch", "--dtype", "--direction")
         # A step of decoding has one query, of the last token: encoders have no such step.
         kinds = [kind for kind in model.attentions if self.n_q is None or kind.causal or kind.n_q is not None]
         if not kinds:
             raise InputError(f"--n-q {self.n_q} was given for {model.slug}, which writes no text: leave --n-q out")
-        for name, size in {"--n": max(self.n, default=1), "--n-q": self.n_q or 1, "--batch": self.batch or 1}.items():
-            if size > LONGEST:
-                raise InputError(f"{name} {size} is out of range: give at most {LONGEST}")
         found = [
             # Cross-attention has a key length of its own.
             kind.problem(n=n, dtype=dtype, batch=self.batch, n_q=self.n_q, direction=self.direction)
-            for dtype in self.dtypes(["bf16"])
+            for dtype in self.dtypes or ("bf16",)
             for kind in kinds
             for n in (self.n if self.n and kind.n_q is None else kind.n)
         ]
         return list(dict.fromkeys(found))
 
-    def of_calls(self) -> list[Problem]:
-        """Distinct problems in the file `calls`; raises InputError for any other option that describes problems, for sizes that no database
-        holds, for an empty file, and as `flashtune.core.calls.read` does."""
-        path = self.calls or Path()
-        # Values of options that weren't given.
-        absent = {"direction": "fwd", "alignment": "top-left", "dropout": 0.0, "softcap": 0.0, "d": (), "n": (), "dtype": (), "calls": path}
-        given = {field.name: getattr(self, field.name) != absent.get(field.name) for field in fields(self) if field.name != "switches"}
-        others = {f"--{name.replace('_', '-')}": value for name, value in (given | dict.fromkeys(self.switches, True)).items()}
-        refuse_beside(f"--calls {path}", others)
+    def _of_calls(self, path: Path) -> list[Problem]:
+        self._refuse_beside(f"--calls {path}", "--calls")
         found = list(dict.fromkeys(problem.seen() for problem in read(path)))
         if not found:
             raise InputError(f"{path} holds no calls: run the model before dispatch.save_calls, or name another file")
         for problem in found:
             lengths = max(problem.n_q, problem.n_kv, *(side or 0 for side in problem.features.window or ()))
-            if lengths > LONGEST or problem.batch * problem.heads > MOST // 2:
+            if lengths > LONGEST or problem.batch * problem.heads > MOST:
                 sizes = f"batch {problem.batch}, heads {problem.heads}"
                 raise InputError(f"{path} has a call of sizes that are out of range ({problem.label()}, {sizes}): remove it from the file")
         return found
 
-    def _check_sizes(self, n: int, d: int) -> None:
-        """Raise InputError for a size below 1, above the largest head size, or above the largest of databases."""
-        sizes = {"--n": n, "--d": d, "--n-q": self.n_q, "--d-v": self.d_v, "--window": self.window}
-        sizes |= {"--batch": self.batch, "--heads": self.heads, "--kv-heads": self.kv_heads}
-        for name, size in sizes.items():
-            if size is not None and size > MOST:
-                raise InputError(f"{name} {size} is out of range: give at most {MOST}")
-            if size is not None and size < 1 and name != "--window":
-                raise InputError(f"{name} {size} is out of range: give at least 1")
-            if size is not None and size > MAX_HEAD_DIM and name in ("--d", "--d-v"):
-                raise InputError(f"{name} {size} is out of range: kernels take head sizes up to {MAX_HEAD_DIM}")
+    def _refuse_beside(self, option: str, *allowed: str) -> None:
+        """Raise InputError where an option was given beside one that determines it."""
+        if others := [name for name in self.given if name not in allowed]:
+            raise InputError(f"{others[0]} was given together with {option}, which already describes the attention: leave one of them out")
 
 
-def refuse_beside(option: str, others: Mapping[str, object]) -> None:
-    """Raise InputError where one of the `others` was given beside an `option` that determines it."""
-    if given := [name for name, value in others.items() if value]:
-        raise InputError(f"{given[0]} was given together with {option}, which already describes the attention: leave one of them out")
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator with the options that describe a problem, passed as `requested`; with `many`, --n, --d and --dtype may be repeated."""
-    words = "; several with commas or by repeating" if many else ""
-    of_models = "The attentions of this model, in place of --d and the like (flashtune show --models)."
-    of_calls = "Recorded calls of a model, in place of --d and the like: a file of dispatch.save_calls, or of FLASHTUNE_CALLS."
-    number: Any = Numbers() if many else int
-    in_place = [
-        click.option("--model", type=MODEL, metavar="NAME", help=of_models),
-        click.option("--calls", type=click.Path(path_type=Path), metavar="FILE", help=of_calls),
+def problem_options(*, many: bool) -> Decorator:
+    """Decorator with the options that describe problems, passed as `requested`: `many`, or one of required sizes."""
+    several = "; several with commas or by repeating" if many else ""
+    in_place = "in place of --d and the like"
+    in_their_place = [
+        click.option("--model", type=MODEL, metavar="NAME", help=f"The attentions of this model, {in_place} (flashtune show --models)."),
+        click.option(
+            "--calls",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help=f"Recorded calls of a model, {in_place}: a file of dispatch.save_calls, or of FLASHTUNE_CALLS.",
+        ),
+        click.option("--full", "bands", flag_value="full", help="Full attention only."),
     ]
+    causal: dict[str, Any] = {"help": "Causal attention only (default: causal and full)."}
+    if not many:
+        causal = {"help": "Causal attention.", "default": "full"}
+
+    def given(each: click.ParamType[Any], *, listed: click.ParamType[Any] | None = None, **settings: Any) -> dict[str, Any]:
+        """Settings of an option that may be repeated, of `listed` values, or of one that gives a value like one of its repetitions."""
+        if many:
+            return {"type": listed or each, "multiple": True}
+        return {"type": each, "callback": lambda ctx, param, value: ((value,),) if listed else (value,), **settings}
+
+    d, n = (given(each, listed=Numbers(each), required=True) for each in (HEAD_SIZE, SIZE))
+    dtypes = given(DTYPE, default="bf16", show_default=True)
     options = [
-        *(in_place if many else []),
-        click.option("--d", "d", type=number, required=not many, multiple=many, help=f"Head size of q and k, up to 256{words}."),
-        click.option("--d-v", "d_v", type=int, help="Head size of v, when it differs from --d."),
-        click.option("--n", "n", type=number, multiple=many, required=not many, help=f"Sequence length{words}."),
-        click.option("--n-q", "n_q", type=int, help="Number of queries, when it differs from --n."),
-        click.option("--dtype", "dtype", type=DTYPE, multiple=many, help=f"Element type: {', '.join(DTYPES)}{words}."),
+        *(in_their_place if many else []),
+        click.option("--d", "d", **d, help=f"Head size of q and k, up to {MAX_HEAD_DIM}{several}."),
+        click.option("--d-v", "d_v", type=HEAD_SIZE, help="Head size of v, when it differs from --d."),
+        click.option("--n", "n", **n, help=f"Sequence length{several}."),
+        click.option("--n-q", "n_q", type=SIZE, help="Number of queries, when it differs from --n."),
+        click.option("--dtype", "dtype", **dtypes, help=f"Element type: {', '.join(DTYPES)}{several}."),
         click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),
+        click.option("--causal", "bands", flag_value="causal", **causal),
         click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
-        click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout rate; any rate above 0 tunes for all rates."),
-        click.option("--window", type=int, metavar="W", help="Sliding window: W keys to each side (to the left when causal)."),
+        click.option(
+            "--dropout",
+            type=click.FloatRange(0, 1, max_open=True),
+            default=0.0,
+            metavar="P",
+            help="Dropout rate; any rate above 0 tunes for all rates.",
+        ),
+        click.option(
+            "--window",
+            type=click.IntRange(0, LONGEST),
+            metavar="W",
+            help="Sliding window: W keys to each side (to the left when causal).",
+        ),
         click.option(
             "--alignment",
             type=click.Choice(["top-left", "bottom-right"]),
@@ -299,21 +277,53 @@ def problem_options(*, many: bool) -> Callable[[Callable[..., None]], Callable[.
             show_default=True,
             help="Position of the diagonal when --n-q differs from --n: first query on first key, as in torch, or last query on last key.",
         ),
-        click.option("--softcap", type=float, default=0.0, metavar="C", help="Soft cap of the scores; any cap tunes for all caps."),
+        click.option(
+            "--softcap",
+            type=click.FloatRange(0, float("inf"), max_open=True),
+            default=0.0,
+            metavar="C",
+            help="Soft cap of the scores; any cap tunes for all caps.",
+        ),
         *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
-        click.option("--heads", type=int, help=f"Query heads (default {WIDTH} / D)."),
-        click.option("--kv-heads", type=int, help="Key and value heads (default: as many as query heads)."),
-        click.option("--batch", type=int, help=f"Batch (default {TOKENS} / N)."),
+        click.option("--heads", type=SIZE, help=f"Query heads (default {WIDTH} / D)."),
+        click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads)."),
+        click.option("--batch", type=SIZE, help=f"Batch (default {TOKENS} / N)."),
     ]
+
+    return _grouped(options, lambda kwargs: {"requested": ProblemOptions.of(click.get_current_context(), kwargs)})
+
+
+FILTERS = {
+    "gpu_name": click.option("--gpu-name", type=GPU, metavar="NAME", help="Only records of this GPU."),
+    "d": click.option("--d", type=HEAD_SIZE, help="Only this head size."),
+    "n": click.option("--n", type=SIZE, help="Only this sequence length."),
+    "dtype": click.option("--dtype", type=DTYPE, help="Only this element type."),
+}
+
+
+def record_filters(*names: str) -> Decorator:
+    """Decorator with these options of `FILTERS`, passed to the command as `filters` of a database's records."""
+
+    def gathered(kwargs: dict[str, Any]) -> dict[str, Any]:
+        gpu, d, n, dtype = (kwargs.pop(name, None) for name in FILTERS)
+        slug, parsed = None if gpu is None else find_target(gpu).slug, None if dtype is None else parse_dtype(dtype)
+        return {"filters": {"gpu": slug, "d": d, "n": n, "dtype": parsed}}
+
+    return _grouped([FILTERS[name] for name in names], gathered)
+
+
+def _grouped(options: Sequence[Decorator], gather: Callable[[dict[str, Any]], dict[str, Any]]) -> Decorator:
+    """Decorator with all `options`, whose values `gather` removes from a command's and replaces by its own."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def gathered(**kwargs: Any) -> None:
-            command(requested=ProblemOptions.taken(kwargs), **kwargs)
+            command(**gather(kwargs), **kwargs)
 
+        decorated: Callable[..., None] = gathered
         for option in reversed(options):
-            gathered = option(gathered)
-        return gathered
+            decorated = option(decorated)
+        return decorated
 
     return decorate
 
@@ -330,10 +340,13 @@ def gpu_of(name: str | None) -> Target:
     return gpu.target
 
 
-def filters_of(*, gpu_name: str | None = None, d: int | None = None, n: int | None = None, dtype: str | None = None) -> "KeyFilter":
-    """Database filter for these options."""
-    slug = None if gpu_name is None else find_target(gpu_name).slug
-    return {"gpu": slug, "d": d, "n": n, "dtype": None if dtype is None else parse_dtype(dtype)}
+def using(location: str | None) -> AbstractContextManager[object]:
+    """Context in which dispatch reads the database at `location` alone, or without one those in use."""
+    if location is None:
+        return nullcontext()
+    from flashtune.dispatch import use
+
+    return use(location, alone=True)
 
 
 def share_of(option: str, text: str) -> float:

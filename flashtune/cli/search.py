@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,11 +19,10 @@ from flashtune.cli.options import (
     gpu_of,
     json_option,
     problem_options,
-    refuse_beside,
     seconds_of,
     share_of,
 )
-from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line
@@ -36,15 +35,10 @@ logger = logging.getLogger("flashtune.search")
 if TYPE_CHECKING:
     from flashtune.tuner.propose.sampling import Sampler
 
-GRID = (512, 1024, 2048, 4096, 8192, 16384)
-"""Default sequence lengths; dispatch serves lengths between them from the nearest record."""
-
 DEFAULT_TRIALS = 60
 
 SWITCH_S = 5e-4
 """Switch interval of Python threads during a search, in seconds."""
-
-Bands = Literal["causal", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +66,6 @@ class SearchOptions:
     help="The GPU to tune for: a slug (a100, h200) or the driver's name of it (default: the one in this machine).",
 )
 @problem_options(many=True)
-@click.option("--causal", "bands", flag_value="causal", help="Causal attention only (default: causal and full).")
-@click.option("--full", "bands", flag_value="full", help="Full attention only.")
 @click.option(
     "--trials", type=click.IntRange(min=1), default=DEFAULT_TRIALS, show_default=True, metavar="K", help="Candidates per problem."
 )
@@ -119,9 +111,7 @@ class SearchOptions:
 @click.option("--jobs", type=click.IntRange(min=1), help="Number of parallel compilers (default: one per core).")
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
 @json_option
-def search(
-    *, requested: ProblemOptions, bands: Bands | None, gpu_name: str | None, until: str, budget: str | None, as_json: bool, **others: Any
-) -> None:
+def search(*, requested: ProblemOptions, gpu_name: str | None, until: str, budget: str | None, as_json: bool, **others: Any) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
     On the named GPU, candidates are compiled, checked against a float64 oracle and timed: records are `measured`.
@@ -144,7 +134,7 @@ def search(
     Several processes of the same command, on several machines with one --storage and --db on a server, share the work.
     """
     target = gpu_of(gpu_name)
-    problems = problems_of(requested, bands)
+    problems = requested.problems()
     if requested.calls is not None:
         from flashtune.cli.recorded_calls import worth_searching
 
@@ -163,28 +153,6 @@ def search(
         print_json([record_row(record) for record in records])
         return
     print_records(records, title=f"Best known on {target.name}")
-
-
-def problems_of(requested: ProblemOptions, bands: Bands | None) -> list[Problem]:
-    """Problems of the options: recorded calls, a model's, or dtypes x bands x head sizes x lengths, grouped so that compiled variants are
-    shared."""
-    if requested.calls is not None:
-        refuse_beside(f"--calls {requested.calls}", {f"--{bands}": bands})
-        return requested.of_calls()
-    if requested.model is not None:
-        refuse_beside(f"--model {requested.model}", {f"--{bands}": bands})
-        return requested.of_model()
-    if not requested.d:
-        raise InputError(
-            "neither --d nor --model was given, nor --calls: name a head size, a model (flashtune show --models), or a file of calls"
-        )
-    return [
-        requested.problem(n=n, d=d, dtype=dtype, causal=causal)
-        for d in requested.d
-        for dtype in requested.dtypes(["bf16", "fp16"])
-        for causal in {"causal": [True], "full": [False], None: [False, True]}[bands]
-        for n in requested.n or GRID
-    ]
 
 
 def run_search(

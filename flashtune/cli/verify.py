@@ -1,21 +1,25 @@
 """`flashtune verify`: check of every record of a database for correctness, on this machine."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import GPU, db_option, filters_of, json_option
+from flashtune.cli.options import db_option, json_option, record_filters
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.results import Fate
 from flashtune.core.words import counted
 
+if TYPE_CHECKING:
+    from flashtune.db.store import KeyFilter
+
 
 @click.command()
 @db_option
-@click.option("--gpu-name", type=GPU, metavar="NAME", help="Only records of this GPU (default: all that this machine can check).")
-@click.option("--d", type=int, help="Only this head size.")
+@record_filters("gpu_name", "d")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int, as_json: bool) -> None:
+def verify(*, location: str | None, filters: "KeyFilter", seed: int, as_json: bool) -> None:
     """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
     Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
@@ -28,7 +32,7 @@ def verify(location: str | None, gpu_name: str | None, d: int | None, seed: int,
     from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()
-    records = library.records(passed_over=unservable, bits=BITS, **filters_of(gpu_name=gpu_name, d=d))
+    records = library.records(passed_over=unservable, bits=BITS, **filters)
     require_triton()
     gpu = local_gpu()
     rows = []

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
@@ -26,6 +26,12 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+def _switch(words: str) -> bool:
+    """Feature that is off by default, and that a switch of the command line with this help turns on."""
+    found: bool = field(default=False, metadata={"help": words})
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
     """Features that are fused into the kernel beside softmax(scale QK^T) V.
@@ -44,11 +50,11 @@ class Features:
     mask: MaskKind = "none"
     dropout: bool = False
     softcap: bool = False
-    tf32: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    dbias: bool = False
-    dslopes: bool = False
+    tf32: bool = _switch("Allow TF32 products for fp32 inputs (IEEE otherwise).")
+    alibi: bool = _switch("ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.")
+    sinks: bool = _switch("Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.")
+    dbias: bool = _switch("A backward whose bias (mask 'bias') gets its gradient, too.")
+    dslopes: bool = _switch("A backward whose ALiBi slopes get their gradient, too.")
 
     def __post_init__(self) -> None:
         if self.dbias and self.mask != "bias":
