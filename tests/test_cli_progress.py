@@ -1,29 +1,20 @@
 """Progress of a search: its stage and that stage's time, and an estimate that neither jumps nor guesses."""
 
 import io
-import itertools
-import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from planted import PLANTED_PROBLEM
 from rich.console import Console
 
 from flashtune.cli import progress
-from flashtune.cli.estimate import TimeLeft, lasting
-from flashtune.cli.progress import SearchProgress
+from flashtune.cli.progress import SearchProgress, lasting
 from flashtune.core.config import Config
-from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
 
-RECORDED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "fixtures" / "search_times.json").read_text())["problems"]
 GRID = [replace(PLANTED_PROBLEM, n_q=n, n_kv=n) for n in (64, 96, 128)]
 PROVENANCE = Provenance(flashtune="", torch="", triton="")
 
@@ -36,96 +27,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def replayed(events: Sequence[tuple[float, str, Problem]], trials: int, every: float) -> Iterator[tuple[float, float | None]]:
-    """Lines printed `every` so many seconds of a search with these events, and what would have been right."""
-    clock = Clock()
-    left = TimeLeft(list(dict.fromkeys(problem for _, _, problem in events)), trials=trials, clock=clock)
-    asked = every
-    for at, what, problem in events:
-        while asked < at:
-            clock.now = asked
-            yield events[-1][0] - asked, left.seconds()
-            asked += every
-        clock.now = at
-        if what == "began":
-            left.begin(problem, 0)
-        elif what == "trial":
-            left.trial()
-        else:
-            left.done(problem, trials)
-
-
-def recorded() -> list[tuple[float, str, Problem]]:
-    events = []
-    for one in RECORDED:
-        problem = Problem(batch=1, heads=8, kv_heads=8, n_q=one["n"], n_kv=one["n"], d=64, d_v=64, dtype=one["dtype"])
-        events.append((one["began"], "began", problem))
-        events += [(at, "trial", problem) for at in one["trials"]]
-        events.append((one["ended"], "ended", problem))
-    return events
-
-
-def assert_no_jumps(said: Sequence[tuple[float, float | None]], every: float) -> None:
-    """From one to the next it at most halves or doubles, but for the time that passed."""
-    for (_, before), (_, after) in itertools.pairwise(said):
-        if before is not None and after is not None:
-            assert max(1.0, before - every) / 2.01 <= after <= 2.01 * max(1.0, before)
-
-
-def test_the_time_left_of_a_real_search_is_near_and_does_not_jump() -> None:
-    said = list(replayed(recorded(), 12, 10.0))
-    # Problems of the first kind take 60 s and those of the second 4 s: before one of these was seen, nothing is known.
-    assert [after for _, after in said[:6]] == [None] * 6 and None not in [after for _, after in said[6:]]
-    for right, estimate in said:
-        assert estimate is None or right < 10 or 1 / 2.5 < estimate / right < 2.5
-    assert_no_jumps(said, 10.0)
-
-
-@settings(deadline=None, max_examples=30)
-@given(times=st.lists(st.floats(0.01, 100.0), min_size=20, max_size=20), same=st.booleans())
-def test_no_times_of_trials_make_it_jump(times: list[float], same: bool) -> None:
-    events, now = [], 0.0
-    for index, problem in enumerate(GRID[:2]):
-        problem = problem if same else replace(problem, d=16 * (index + 1))
-        events.append((now, "began", problem))
-        for seconds in times[10 * index : 10 * (index + 1)]:
-            now += seconds
-            events.append((now, "trial", problem))
-        events.append((now, "ended", problem))
-    assert_no_jumps(list(replayed(events, 10, 10.0)), 10.0)
-
-
-def test_a_trial_that_hangs_makes_it_grow() -> None:
-    clock = Clock()
-    left = TimeLeft(GRID[:1], trials=20, clock=clock)
-    left.begin(GRID[0], 0)
-    for _ in range(10):
-        clock.now += 2.0
-        left.trial()
-    before = left.seconds()
-    said = []
-    for _ in range(12):
-        clock.now += 10.0
-        said.append(left.seconds())
-    assert before == pytest.approx(20.0)
-    assert min(one or 0.0 for one in said) > 10.0 and (said[-1] or 0.0) > 80.0
-    assert said[2:] == sorted(said[2:], key=lambda one: one or 0.0)
-
-
-def test_before_the_first_trial_only_a_budget_says_anything() -> None:
-    clock = Clock()
-    assert TimeLeft(GRID, trials=20, clock=clock).words() == ""
-    left = TimeLeft(GRID[:1], trials=1000, budget_s=90.0, clock=clock)
-    left.begin(GRID[0], 0)
-    assert left.words() == "at most 1 min 30 s left"
-    for _ in range(10):
-        clock.now += 3.0
-        left.trial()
-    assert left.words() == "about 60 s left"
-    left.done(GRID[0], 10)
-    assert left.words() == ""
 
 
 def test_times_read_as_people_say_them() -> None:
@@ -146,10 +47,10 @@ def correct(median_us: float) -> Outcome:
     )
 
 
-def drawn(clock: Clock, *, terminal: bool = False, quiet: bool = False, trials: int | None = 8) -> tuple[SearchProgress, io.StringIO]:
+def drawn(clock: Clock, *, terminal: bool = False, quiet: bool = False, **plan: Any) -> tuple[SearchProgress, io.StringIO]:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=160)
-    return SearchProgress(console, problems=GRID, trials=trials, quiet=quiet, clock=clock), out
+    console = Console(file=out, force_terminal=terminal, width=160, highlight=False)
+    return SearchProgress(console, problems=GRID, quiet=quiet, clock=clock, **{"trials": 8, **plan}), out
 
 
 def test_a_line_tells_the_stage_its_time_the_best_and_what_is_left() -> None:
@@ -178,9 +79,47 @@ def test_a_line_tells_the_stage_its_time_the_best_and_what_is_left() -> None:
     assert out.getvalue().splitlines() == [
         "[1/3] n64-d16-fp32-full: compiling 3 of 8, 4 s",
         "[1/3] n64-d16-fp32-full: checking 3 of 8, 5 s; best 12.3 us predicted",
-        "[1/3] n64-d16-fp32-full: compiling 7 of 8, 0 s; best 12.3 us predicted",
+        "[1/3] n64-d16-fp32-full: compiling 7 of 8, 0 s; best 12.3 us predicted; about 20 s left",
         "n128-d16-fp32-full: waiting for other processes, 1 min 3 s",
     ]
+
+
+def left(shown: SearchProgress, out: io.StringIO) -> str:
+    """Words of the remaining time in a line of this moment, or an empty text."""
+    shown.tick()
+    *_, last = out.getvalue().splitlines()[-1].split("; ")
+    return last if last.endswith(" left") else ""
+
+
+def test_the_time_left_is_that_of_all_trials_at_the_present_rate() -> None:
+    clock = Clock()
+    shown, out = drawn(clock)
+    shown.problem_started(GRID[0], 0, 3, 2)
+    shown.stage_started(GRID[0], "compiling", 2)
+    assert left(shown, out) == "", "nothing was observed"
+    for _ in range(4):
+        clock.now += 5.0
+        shown.trial_finished(correct(1.0), None)
+    # Of three problems of 8 trials 2 were done before, and 4 in 15 s after the first.
+    assert left(shown, out) == "about 1 min 30 s left"
+    done = SearchResult(gpu="a100", problem=GRID[1], outcomes=(correct(1.0),), provenance=PROVENANCE)
+    shown.problem_known(done, 1, 3)
+    for _ in range(2):
+        clock.now += 5.0
+        shown.trial_finished(correct(1.0), None)
+    shown.stage_started(GRID[0], "racing", 8)
+    assert left(shown, out) == "about 40 s left", "the other problem is somebody else's"
+
+
+def test_a_budget_bounds_the_time_left_and_tells_it_before_the_first_trial() -> None:
+    clock = Clock()
+    shown, out = drawn(clock, budget_s=90.0)
+    shown.stage_started(GRID[0], "compiling", 0)
+    assert left(shown, out) == "at most 1 min 30 s left"
+    for _ in range(3):
+        clock.now += 10.0
+        shown.trial_finished(correct(1.0), None)
+    assert left(shown, out) == "at most 1 min 0 s left", "at this rate the trials would take longer"
 
 
 def test_a_search_without_an_end_in_sight_tells_no_total() -> None:
@@ -211,7 +150,7 @@ def test_the_live_display_tells_the_same() -> None:
         shown.stage_started(GRID[0], "racing", 8)
         clock.now = 7.0
     assert "racing the best, 7 s" in out.getvalue()
-    assert [task.completed for task in shown._bars.tasks] == [0, 8]
+    assert [task.completed for task in shown._bars.tasks[:2]] == [0, 8]
     result = SearchResult(gpu="a100", problem=GRID[0], outcomes=(correct(1.0),), provenance=PROVENANCE)
     shown.problem_finished(result)
     shown.problem_known(replace(result, problem=GRID[1]), 1, 3)

@@ -3,16 +3,13 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from flashtune.cli.estimate import TimeLeft, lasting
 from flashtune.cli.records import short_config
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
@@ -28,6 +25,22 @@ if TYPE_CHECKING:
 
 LINE_S = 10.0
 """Seconds between two lines about the current stage, where there is no terminal."""
+RATE_S = 300.0
+"""Seconds of trials that the estimate of the remaining time is made from."""
+
+STAGES = {"preparing": "preparing the GPU", "racing": "racing the best", "waiting": "waiting for other processes"}
+
+
+class _Bars(Progress):
+    """Progress bars with lines below them."""
+
+    lines: Callable[[], Iterable[str]] | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars of visible tasks, then the lines."""
+        yield self.make_tasks_table(self.tasks)
+        if self.lines is not None:
+            yield from self.lines()
 
 
 class SearchProgress:
@@ -47,33 +60,35 @@ class SearchProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._trials, self._clock = console, trials, clock
-        self._bars = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+        self._live, self._lines = console.is_terminal and not quiet, not console.is_terminal and not quiet
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        settings: dict[str, Any] = {"console": console, "get_time": clock, "refresh_per_second": 4, "disable": not self._live}
+        self._bars = _Bars(*columns, speed_estimate_period=RATE_S, **settings)
         self._problems = self._bars.add_task("problems", total=len(problems))
         self._tries = self._bars.add_task("trials", total=trials)
+        # Trials of all problems, for the time left.
+        self._all = self._bars.add_task("all", total=None if trials is None else trials * len(set(problems)), visible=False)
+        self._ends = None if budget_s is None else clock() + budget_s
         self._fates: Counter[Fate] = Counter()
-        self._left = TimeLeft(problems, trials=trials, budget_s=budget_s, clock=clock)
-        self._ended = 0
         self._problem: Problem | None = None
         self._place, self._best = "", ""
+        self._done: dict[Problem, int] = {}
         self._stage: tuple[Stage, int] | None = None
         self._since = clock()
         # Threads of their own update the display and print lines while the search waits for its workers.
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._lines = not console.is_terminal and not quiet
-        self._live = Live(get_renderable=self._view, console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
         self._ticker = threading.Thread(target=self._tick_on, daemon=True)
+        self._bars.lines = self._state
 
     def __enter__(self) -> "SearchProgress":
-        if self._live:
-            self._live.start()
+        self._bars.start()
         if self._lines:
             self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        if self._live:
-            self._live.stop()
+        self._bars.stop()
         if self._lines:
             self._ticker.join()
 
@@ -84,8 +99,8 @@ class SearchProgress:
     def tick(self) -> None:
         """Print a line about the current stage, if there is one."""
         with self._lock:
-            what = "; ".join(filter(None, (self._at(), self._best and f"best {self._best.partition(', ')[0]}", self._left.words())))
-            line = f"{self._place}: {what}" if self._stage is not None else ""
+            parts = (self._at(), self._best and f"best {self._best.partition(', ')[0]}", self._left())
+            line = f"{self._place}: {'; '.join(filter(None, parts))}" if self._stage is not None else ""
         if line:
             self._console.print(line, soft_wrap=True)
 
@@ -95,35 +110,47 @@ class SearchProgress:
             return ""
         stage, known = self._stage
         of = f" of {self._trials}" if self._trials is not None else ""
-        words = {
-            "preparing": "preparing the GPU",
-            "racing": "racing the best",
-            "waiting": "waiting for other processes",
-        }.get(stage, f"{stage} {known + 1}{of}")
-        return f"{words}, {lasting(self._clock() - self._since)}"
+        return f"{STAGES.get(stage, f'{stage} {known + 1}{of}')}, {lasting(self._clock() - self._since)}"
 
-    def _view(self) -> Table:
+    def _left(self) -> str:
+        """The remaining time in words, by the rate of the latest trials, and at most until the budget's end."""
+        task = self._bars.tasks[self._all]
+        seconds = None if task.finished else task.time_remaining
+        bound = None if self._ends is None else max(0.0, self._ends - self._clock())
+        if seconds is not None and (bound is None or seconds < bound):
+            return f"about {lasting(seconds)} left"
+        return "" if bound is None or task.finished else f"at most {lasting(bound)} left"
+
+    def _state(self) -> list[str]:
         with self._lock:
-            grid = Table.grid(padding=(0, 1))
-            grid.add_row(self._bars)
-            grid.add_row(f"{self._place}  best {self._best or 'none yet'}")
             fates = ", ".join(f"{fate} {count}" for fate, count in sorted(self._fates.items()))
-            grid.add_row(f"trials by fate: {fates or 'none yet'}")
-            grid.add_row("; ".join(filter(None, (self._at(), self._left.words()))))
-            return grid
+            return [
+                f"{self._place}  best {self._best or 'none yet'}",
+                f"trials by fate: {fates or 'none yet'}",
+                "; ".join(filter(None, (self._at(), self._left()))),
+            ]
 
     def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
         """Show that a problem begins."""
         with self._lock:
             self._enter(problem, f"[{index + 1}/{total}] {problem.label()}", resumed)
-            self._bars.reset(self._tries, total=self._trials, completed=resumed)
+        # Outside of the lock, which a refresh takes.
+        self._bars.reset(self._tries, total=self._trials, completed=resumed)
         if self._lines and resumed:
             self._console.print(f"{self._place}: resuming after {counted(resumed, 'trial')}")
 
     def _enter(self, problem: Problem, place: str, known: int) -> None:
         if problem != self._problem:
             self._problem, self._place, self._best, self._stage = problem, place, "", None
-        self._left.begin(problem, known)
+        if problem not in self._done:
+            self._done[problem] = known
+            # Trials of before took no time of this search.
+            self._skip(known)
+
+    def _skip(self, trials: int) -> None:
+        """Leave out this number of trials from those that the time left is estimated for."""
+        if trials and (total := self._bars.tasks[self._all].total) is not None:
+            self._bars.update(self._all, total=max(0, total - trials))
 
     def stage_started(self, problem: Problem, stage: "Stage", known: int) -> None:
         """Show that a stage, which may take long, begins."""
@@ -138,8 +165,10 @@ class SearchProgress:
         """Show that a trial ended."""
         with self._lock:
             self._fates[outcome.fate] += 1
-            self._left.trial()
+            if self._problem is not None:
+                self._done[self._problem] += 1
             self._bars.advance(self._tries)
+            self._bars.advance(self._all)
             if incumbent is not None and incumbent.measurement is not None:
                 config = short_config(incumbent.config.as_dict())
                 self._best = f"{incumbent.measurement.median_us:.1f} us {incumbent.source}, {incumbent.template} {config}"
@@ -152,9 +181,13 @@ class SearchProgress:
 
     def _end(self, result: SearchResult) -> None:
         with self._lock:
-            self._left.done(result.problem, len(result.outcomes))
-            self._ended += 1
-            self._bars.update(self._problems, completed=self._ended)
+            done, trials = self._done.pop(result.problem, None), self._trials or 0
+            if done is None:
+                self._skip(trials)
+            else:
+                # Ends before the last trial are a part of the rate: later problems will have such, too.
+                self._bars.advance(self._all, max(0, trials - done))
+            self._bars.advance(self._problems)
             self._stage = None
 
     def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
@@ -214,3 +247,12 @@ def why_slower(result: SearchResult) -> str:
 
 def _trials(result: SearchResult) -> str:
     return counted(len(result.outcomes), "trial")
+
+
+def lasting(seconds: float) -> str:
+    """A duration in words: 4 s, 2 min 5 s, 1 h 10 min."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
