@@ -23,10 +23,10 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates import rendering
 from flashtune.tuner.children import forkserver, tasks
-from flashtune.tuner.propose import study
+from flashtune.tuner.propose.claims import Claims
 from flashtune.tuner.search import evaluation
 
-_predict_us, _finish = evaluation.predict_us, study.Plan.finish
+_predict_us, _finish = evaluation.predict_us, Claims.finish
 _tried = 0
 
 
@@ -65,7 +65,7 @@ def slowly(config: Config, facts: CompileFacts, problem: Problem, target: Target
     return _predict_us(config, facts, problem, target)
 
 
-def in_the_end(self: study.Plan) -> None:
+def in_the_end(self: Claims) -> None:
     while limit() < float("inf"):
         wait()
     _finish(self)
@@ -84,7 +84,7 @@ def plant() -> None:
     templates.family = known.__getitem__
     tasks.compile_candidate, tasks.interpret_candidate = quick_compile, quick_interpret
     evaluation.predict_us = slowly
-    study.Plan.finish = in_the_end  # type: ignore[method-assign]
+    Claims.finish = in_the_end  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

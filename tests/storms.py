@@ -163,7 +163,7 @@ def quick_count(storage: str) -> int:
     engine = create_engine(storage, poolclass=NullPool)
     try:
         with engine.connect() as studies:
-            return int(studies.execute(text("SELECT count(*) FROM trial_system_attributes WHERE key = 'outcome'")).scalar_one())
+            return int(studies.execute(text("SELECT count(*) FROM trial_user_attributes WHERE key = 'outcome'")).scalar_one())
     except DBAPIError:
         return 0
 
@@ -176,14 +176,15 @@ def study_outcomes(url: str) -> Counter[tuple[str, str]]:
     storage = optuna.storages.RDBStorage(url, skip_compatibility_check=True, skip_table_creation=True)
     for study in storage.get_all_studies():
         for trial in storage.get_all_trials(study._study_id, deepcopy=False):
-            if "outcome" in trial.system_attrs:
-                told[study.study_name, repr(sorted(trial.params.items()))] += 1
+            if (outcome := trial.user_attrs.get("outcome")) is not None:
+                told[study.study_name, outcome["variant_id"]] += 1
     storage.engine.dispose()
     return told
 
 
 def hosts(server: PostgresServer, count: int, *, problems: int, trials: int, seconds: float, apart: bool = False) -> dict[str, Any]:
-    """Several searches on one server, started at once; one is killed and the server restarted; no trial may be lost or done twice.
+    """Several searches of at least as many problems on one server, started at once; one is killed and the server restarted; no trial may
+    be lost or done twice.
 
     With `apart` none sees the others' processes, so that only a silence of a minute tells of the one that was killed; it needs root.
     """

@@ -19,7 +19,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.dispatch import Explanation
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import make_inputs
 
 
@@ -120,7 +120,7 @@ def test_a_random_cells_whole_step_has_the_gradients_of_torchs(monkeypatch: pyte
     for features in (Features(causal=True), Features(mask="bool"), Features(mask="bias"), Features(causal=True, window=(3, 0))):
         sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 20, "n_kv": 20, "d": 16, "d_v": 16}
         inputs = make_inputs(Problem(**sizes, dtype="fp32", features=features, direction="bwd"), device="cpu", seed=1)
-        theirs = framework_call(inputs, step=True)
+        theirs = pytorch_call(inputs, step=True)
         assert theirs is not None
         for mine, other in zip(backward_cells.step(inputs)(), theirs(), strict=True):  # type: ignore[arg-type, call-overload]
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)

@@ -20,7 +20,7 @@ from flashtune import dispatch
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
 from flashtune.templates import family
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run
 from flashtune.tuner.verify.distributions import PRESENT
 
@@ -297,7 +297,7 @@ def test_padding_hides_half_of_the_keys_from_every_peer() -> None:
     out = data.ours()
     data.inputs.v[:, :, 40:] = 100.0
     assert torch.equal(out, data.ours())
-    call = framework_call(data.framework, "math")
+    call = pytorch_call(data.framework, "math")
     assert call is not None and torch.allclose(out, call(), atol=2e-2)  # type: ignore[arg-type]
 
 

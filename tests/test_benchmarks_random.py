@@ -30,8 +30,7 @@ from flashtune.core.target import Target, find_target
 from flashtune.dispatch.policy import torch_has
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
-from flashtune.tuner.propose.space import Candidate, SearchSpace
-from flashtune.tuner.propose.transfer import transfer_candidates
+from flashtune.tuner.propose.space import Candidate, SearchSpace, transfer_candidates
 from flashtune.tuner.replies import Checked as CheckedCandidate
 from flashtune.tuner.replies import Compiled, Failed
 

@@ -8,7 +8,7 @@ from db_samples import outcome, problem, result
 
 from flashtune.core.nearness import distance, nearest
 from flashtune.core.problem import Features, Problem
-from flashtune.tuner.propose.transfer import record_of
+from flashtune.tuner.propose.space import record_of
 
 HERE = problem(4096)
 

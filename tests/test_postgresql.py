@@ -45,7 +45,7 @@ def test_first_searches_that_start_at_once_share_one_storage(server: PostgresSer
 
 
 def test_processes_share_the_work_through_a_kill_and_a_restart(server: PostgresServer) -> None:
-    found = hosts(server, 3, problems=2, trials=8, seconds=0.1)
+    found = hosts(server, 3, problems=3, trials=8, seconds=0.1)
     assert found["trials_lost"] == found["trials_done_twice"] == 0
 
 

@@ -35,7 +35,7 @@ PLANTED = [
     ("dispatch/launch/driver.py", "flashtune.dispatch.launch.program", "A launch is one way through"),
     ("tuner/propose", "flashtune.tuner.children.workers", "The tuner is one way through"),
     ("tuner/children", "flashtune.tuner.search.trials", "The tuner is one way through"),
-    ("tuner/search/plan.py", "flashtune.tuner.search.problem_search", "A search is one way through"),
+    ("tuner/search/plan.py", "flashtune.tuner.search.problem", "A search is one way through"),
     ("tuner/propose/sampling.py", "flashtune.tuner.propose.study", "Candidates are proposed one way"),
     ("tuner/children/tasks.py", "flashtune.tuner.children.workers", "Children run tasks, tasks start no children"),
     ("tuner/timing/racing.py", "flashtune.tuner.timing.final_candidates", "Final candidates are timed one way"),

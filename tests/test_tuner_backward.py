@@ -16,7 +16,7 @@ from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.propose.space import SearchSpace
 from flashtune.tuner.publish import generated, machine_code
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.cases import make_extreme, small_problems
 from flashtune.tuner.verify.correctness import check, everywhere, oracle
 from flashtune.tuner.verify.inputs import make_inputs
@@ -34,7 +34,7 @@ TIMED = [Features(causal=True), Features(mask="bool"), Features(alibi=True), Fea
 def test_the_framework_is_timed_at_the_gradients_alone(features: Features) -> None:
     inputs = make_inputs(replace(SMALL, features=features), device="cpu", seed=2)
     inputs.operands["dlse"].zero_()
-    call = framework_call(inputs)
+    call = pytorch_call(inputs)
     assert call is not None
     for _ in range(2):
         found = call()

@@ -10,7 +10,7 @@ from torch.nn.attention import bias
 from flashtune.core.problem import Features, Problem
 from flashtune.core.torch_attention import sdpa
 from flashtune.tuner.timing import baseline
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify import correctness
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
@@ -19,7 +19,7 @@ PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=16, d_v=16,
 
 def compare(inputs: Inputs, backend: str | None = None) -> None:
     """Run the framework and the oracle."""
-    call = framework_call(inputs, backend)
+    call = pytorch_call(inputs, backend)
     assert call is not None
     out = call()
     for want in correctness.oracle(inputs, correctness.everywhere(inputs.problem)):
@@ -42,7 +42,7 @@ def test_the_framework_computes_alibi_from_a_bias(features: Features) -> None:
 
 @pytest.mark.parametrize("changes", [{"dtype": "fp8"}, {"features": Features(softcap=True)}, {"features": Features(sinks=True)}], ids=str)
 def test_the_framework_has_no_fp8_soft_cap_or_sinks(changes: dict[str, Any]) -> None:
-    assert framework_call(make_inputs(replace(PROBLEM, **changes), device="cpu", seed=0)) is None
+    assert pytorch_call(make_inputs(replace(PROBLEM, **changes), device="cpu", seed=0)) is None
 
 
 def test_what_a_model_is_measured_against_is_torchs_own_whatever_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ class _Staged:
     def free_compilers(self) -> int:
         return 0
 
-    def preparing(self, *_: object, device: int, framework: bool) -> Any:
+    def preparing(self, *_: object, device: int, pytorch: bool) -> Any:
         return SimpleNamespace(reply=lambda: Ready(gpu="GPU-7"))
 
     def prepared(self, problem: Problem, pending: Any) -> Ready:
@@ -321,9 +321,9 @@ def test_after_a_process_that_ended_inputs_are_made_anew_before_the_next_candida
     asked: list[str] = []
 
     class Ends(_Staged):
-        def preparing(self, *_: object, device: int, framework: bool) -> Any:
+        def preparing(self, *_: object, device: int, pytorch: bool) -> Any:
             asked.append("inputs")
-            return super().preparing(device=device, framework=framework)
+            return super().preparing(device=device, pytorch=pytorch)
 
         def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
             asked.append("trial")
@@ -348,16 +348,14 @@ def _measured(workers: Any) -> tuple[evaluation.MeasuredEvaluation, Candidate, C
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_inputs_that_cant_be_made_beside_the_framework_are_made_without_it_from_then_on(
-    alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_that_cant_be_made_beside_pytorch_are_made_without_it_from_then_on(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its call breaks every process in turn, and every candidate pays for it."""
     asked: list[object] = []
 
     class Breaks(_Staged):
-        def preparing(self, *_: object, device: int, framework: bool) -> Any:
-            asked.append(framework)
-            fails = framework or not alone
+        def preparing(self, *_: object, device: int, pytorch: bool) -> Any:
+            asked.append(pytorch)
+            fails = pytorch or not alone
             return SimpleNamespace(reply=lambda: Failed(fate=Fate.RUNTIME, reason="CUDA error", poisoned=True) if fails else Ready())
 
         def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:

@@ -1,11 +1,8 @@
 """Preparing, compiling, timing and racing overlap, and several GPUs share a plan; shown by the order of events and by logical clocks."""
 
-import itertools
-import os
-import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,6 @@ import pytest
 import simulated
 from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_family, planted_plan
 
-from flashtune.cli.storage import study_storage
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
@@ -24,17 +20,16 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.compile import code_hash, compiled_kernels, launch_hash
-from flashtune.tuner.children.study_writer import StudyWriter
 from flashtune.tuner.children.workers import Pending, Workers
-from flashtune.tuner.propose.record import Record
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish.winners import Keeping, Winners
 from flashtune.tuner.replies import Called, Failed, Launched, MachineCode, Ready
-from flashtune.tuner.search import evaluation, problem_search, schedule
-from flashtune.tuner.search.plan import SearchPlan
-from flashtune.tuner.search.proposing import OVERTAKEN, Proposals
-from flashtune.tuner.search.schedule import Schedule
+from flashtune.tuner.search import evaluation, problem
+from flashtune.tuner.search import plan as planning
+from flashtune.tuner.search.plan import Schedule, SearchPlan
+from flashtune.tuner.search.problem import ProblemSearch
+from flashtune.tuner.search.trials import OVERTAKEN, Proposals
 from flashtune.tuner.searching import Search
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")
@@ -112,7 +107,7 @@ class Staged(HereAndNow):
 
         return SimpleNamespace(reply=wait, forget=lambda: None)
 
-    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int, framework: bool) -> Any:
+    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int, pytorch: bool) -> Any:
         return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=1.0, device=device)
 
     def prepared(self, problem: Problem, pending: Any) -> Ready | Failed:
@@ -224,18 +219,18 @@ def test_a_stopped_search_says_why_and_gives_back_what_it_did_not_try(monkeypatc
 def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     staged(monkeypatch)
 
-    def with_framework(sources: list[Any], *rest: Any) -> Any:
+    def with_pytorch(sources: list[Any], *rest: Any) -> Any:
         rounds = simulated.raced(sources, *rest)
         return replace(rounds, times=(*rounds.times, (300.0,) * 9), backend="cudnn")
 
     def calls(sources: list[Any], problem: Problem, target: Any, seed: int, budget_s: float) -> Called | Failed:
-        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), framework=310.0)
+        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), pytorch=310.0)
 
     def none(*_: Any) -> Called | Failed:
         return Failed(fate=Fate.RUNTIME, reason="no memory")
 
-    with_framework.__name__ = "raced"
-    monkeypatch.setattr(tasks, "race_finalists", with_framework)
+    with_pytorch.__name__ = "raced"
+    monkeypatch.setattr(tasks, "race_finalists", with_pytorch)
     [result] = run(plan(1, calls=calls))
     called = {outcome.rank: outcome for outcome in result.outcomes if outcome.call_us is not None}
     assert sorted(called) == [1, 2, 3][: len(called)] and result.baseline is not None and result.baseline.call_us == 310.0
@@ -243,7 +238,7 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
         assert outcome.measurement is not None and outcome.call_us == pytest.approx(outcome.measurement.median_us + 7)
     slowest = max(called.values(), key=lambda outcome: outcome.call_us or 0.0).variant_id
     [by_calls] = run(
-        plan(1, calls=lambda sources, *rest: Called(times=tuple(9.0 if slowest in s.stem else 99.0 for s in sources), framework=1.0))
+        plan(1, calls=lambda sources, *rest: Called(times=tuple(9.0 if slowest in s.stem else 99.0 for s in sources), pytorch=1.0))
     )
     assert by_calls.best is not None and by_calls.best.variant_id == slowest and by_calls.best.call_us == 9.0
     assert sorted(outcome.rank for outcome in by_calls.outcomes if outcome.rank) == [1, 2, 3][: len(called)]
@@ -301,9 +296,9 @@ def test_machine_code_is_told_by_what_runs_and_not_by_the_text_around_it() -> No
 
 
 def test_a_second_gpu_takes_its_half(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real worker processes; the makespan of two devices, in trials, against that of one. Of three problems they share the last."""
+    """With real worker processes; the makespan of two devices, in trials, against that of one."""
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
-    count = 3
+    count = 4
     results = run(plan(count, trials=12, sampler="random", devices=("7", "9"), limits=PATIENT))
     made = [simulated.trials(devices / name) for name in ("7", "9")]
     assert sum(made) == count * 12
@@ -315,71 +310,9 @@ def test_a_second_gpu_takes_its_half(devices: Path, monkeypatch: pytest.MonkeyPa
         assert result.best is not None and result.best.rank == 1
 
 
-class Begun(StudyWriter):
-    """Keeps every record elsewhere, those of the first problems too."""
-
-    def record(self, name: str) -> Record:
-        assert self.ready.wait(600)
-        return super().record(name)
-
-
-def test_each_gpus_record_is_kept_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A trial takes SQLAlchemy tens of milliseconds of an interpreter, for which the lanes would take turns; afterwards nobody is left."""
-    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
-
-    monkeypatch.setattr(searching, "StudyWriter", Begun)
-    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage:
-        results = run(plan(3, trials=6, sampler="random", devices=("7", "9"), limits=PATIENT), storage=storage)
-        trials = [trial for study in optuna.get_all_study_summaries(storage) for trial in storage.get_all_trials(study._study_id)]
-    writers = {int(trial.system_attrs["claimant"].split("/")[1]) for trial in trials if "claimant" in trial.system_attrs}
-    assert len(writers) == 2 and os.getpid() not in writers
-    assert not any(Path(f"/proc/{pid}").exists() for pid in writers)
-    assert {result.problem for result in results} == set(problems(3))
-    assert all(len(result.outcomes) == 6 and result.best is not None for result in results)
-
-
-def test_what_fails_where_a_record_is_kept_is_told_here(tmp_path: Path) -> None:
-    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage, StudyWriter(storage) as writer:
-        assert writer.ready.wait(600)
-        record = writer.record("one")
-        with pytest.raises(KeyError, match="nobody's"):
-            record.settle("nobody's", "{}", None, {})
-        assert record.entries() == {}
-        os.kill(writer._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-        with pytest.raises(EnvironmentProblem, match="start the same command again"):
-            record.entries()
-
-
-def test_what_is_known_is_saved_though_the_records_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The process that kept them died in the middle: giving back its claims failed, too, and hid that there was something to save."""
-    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "7,9")
-    writers: list[Begun] = []
-
-    class Killed(Begun):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            writers.append(self)
-
-        def call(self, number: int, what: str, arguments: tuple[Any, ...]) -> Any:
-            if what == "settle" and next(settled) == 8:
-                for writer in writers:
-                    os.kill(writer._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-            return super().call(number, what, arguments)
-
-    settled, saved = itertools.count(), list[SearchResult]()
-    monkeypatch.setattr(searching, "StudyWriter", Killed)
-    what = plan(3, trials=12, sampler="random", devices=("7", "9"), limits=PATIENT)
-    with study_storage(f"sqlite:///{tmp_path / 'studies.sqlite'}") as storage:
-        search = Search(what, storage=storage, provenance=PROVENANCE, save=saved.append, listener=Listener())
-        with pytest.raises(EnvironmentProblem, match="start the same command again"):
-            search.run()
-    assert saved and any(result.outcomes for result in saved)
-
-
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_an_interruption_ends_all_lanes_and_keeps_their_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
     staged(monkeypatch)
-    monkeypatch.setattr(searching, "StudyWriter", Begun)
     storage = optuna.storages.InMemoryStorage() if where == "memory" else optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'studies'}")
     with pytest.raises(KeyboardInterrupt):
         run(plan(4, devices=("0", "1")), Listener(stop_after=11), storage)
@@ -395,7 +328,7 @@ def test_what_follows_the_trials_is_taken_from_each_problems_share_of_the_time(m
     staged(monkeypatch)
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time_ns=lambda: 7, sleep=lambda seconds: None)
-    for module in (searching, schedule, problem_search):
+    for module in (searching, planning, problem):
         monkeypatch.setattr(module, "time", clock)
 
     def taking(seconds: float, task: Callable[..., Any]) -> Callable[..., Any]:
@@ -426,17 +359,18 @@ class Asked:
 
     def __init__(self) -> None:
         self.outcomes: dict[Any, Any] = {}
-        self.claimed = self.elsewhere = 0
+        self.pending: list[int] = []
+        self.claimed = 0
         self.sampler = SimpleNamespace(warm_up=lambda: None)
 
     def ask(self, count: int, *, limit: int | None) -> list[Any]:
-        self.claimed += count
-        return list(range(self.claimed - count, self.claimed))
-
-    def begin(self, candidate: Any) -> None:
-        pass
+        found = list(range(self.claimed, self.claimed + max(0, count)))
+        self.claimed += len(found)
+        self.pending += found
+        return found
 
     def tell(self, candidate: Any, outcome: Any) -> None:
+        self.pending.remove(candidate)
         self.outcomes[candidate] = outcome
 
     def left_to_gain(self) -> float:
@@ -501,8 +435,10 @@ def test_of_several_gpus_each_keeps_to_its_spec_and_then_takes_what_nobody_has_b
         had: dict[str, Any] = {}
         taken = []
         for lane in lanes:
-            taken.append(index := turns.take(had.get(lane)))
+            taken.append(index := next(iter(turns.order(had.get(lane))), None))
             had[lane] = None if index is None else specs[index]
+            if index is not None:
+                turns.begin(index)
         return taken
 
     assert order((), "aaaaaaa") == [0, 1, 2, 3, 4, 5, None]
@@ -516,7 +452,11 @@ def test_of_several_gpus_the_second_begins_with_what_has_the_fewest_features() -
     causal = Features(causal=True)
     planned = [*problems(2), *(replace(one, features=causal) for one in problems(2)), *(replace(one, dtype="bf16") for one in problems(2))]
     turns = Schedule(replace(plan(1, devices=("0", "1")), problems=tuple(planned)))
-    assert [turns.take(None), turns.take(None), turns.take(None), turns.take(planned[0].spec())] == [0, 4, 2, 1]
+    taken = []
+    for spec in (None, None, None, planned[0].spec()):
+        taken.append(turns.order(spec)[0])
+        turns.begin(taken[-1])
+    assert taken == [0, 4, 2, 1]
 
 
 def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:
@@ -569,7 +509,7 @@ def test_what_was_foreseen_and_nobody_took_is_given_up() -> None:
     quiet: dict[str, Any] = {"save": lambda _: None, "listener": Listener()}
     search = Search(plan(1), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, **quiet)
     slow: Any = Slow(jobs=1)
-    one = problem_search.ProblemSearch(search, 0, slow, "suffix", 0)
+    one = ProblemSearch(search, 0, slow, 0, "suffix")
     one.begin()
     one.abandon()
     assert futures and all(future.cancelled() for future in futures)
@@ -714,37 +654,34 @@ def test_the_gpu_is_watched_by_the_time_that_a_search_may_end(monkeypatch: pytes
     assert line.startswith(problems(1)[0].label() + ": 13 trials, ")
 
 
-def test_a_new_specs_first_candidates_are_compiled_before_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the first problem races, what the third begins with is compiled: the second has its spec, the third another."""
-    first, second = problems(2)
-    third = replace(PLANTED_PROBLEM, d=32, d_v=32)
-    compiled: list[str] = []
-    _, go = staged(monkeypatch, held=lambda task, problem: task is simulated.raced and problem == first)
-
-    def compiling(source: Any, problem: Problem, target: Any) -> Any:
-        compiled.append(source.stem)
-        if problem == third:
-            go.set()
-        return simulated.compiled(source, problem, target)
-
-    compiling.__name__ = f"compiled {third.d}"
-    monkeypatch.setattr(tasks, "compile_candidate", compiling)
-    results = run(replace(plan(1, sampler="gp"), problems=(first, second, third)))
-    assert [result.problem for result in results] == [first, second, third]
-    assert go.is_set() and len(compiled) == len(set(compiled)), "nothing is compiled twice"
-
-
-def test_what_another_process_decided_meanwhile_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This one had begun: no thread and no claim is left of it."""
+def test_a_search_that_loses_its_claim_stops_and_takes_over_what_the_other_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was suspended for longer than others wait for its heartbeat."""
     staged(monkeypatch)
-    [problem] = problems(1)
-    search = Search(plan(1), storage=optuna.storages.InMemoryStorage(), provenance=PROVENANCE, save=lambda _: None, listener=Listener())
-    workers: Any = vars(searching)["Workers"](jobs=1)
-    one = problem_search.ProblemSearch(search, 0, workers, "", 0)
-    one.begin()
-    assert one.proposals is not None
-    thread, theirs = one.proposals._thread, SearchResult(gpu="a100", problem=problem, outcomes=(), provenance=PROVENANCE)
-    monkeypatch.setattr(one.study, "decided", lambda _: theirs)
-    assert one.run() is theirs
-    one.study.refresh()
-    assert thread is not None and not thread.is_alive() and not one.study.claimed
+    monkeypatch.setattr(searching, "POLL_S", 0.0)
+    storage, heard = optuna.storages.InMemoryStorage(), Listener()
+    quiet: dict[str, Any] = {"provenance": PROVENANCE, "save": lambda _: None, "listener": heard}
+    search = Search(plan(1), storage=storage, **quiet)
+
+    class Suspended(Listener):
+        def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+            super().trial_finished(outcome, incumbent)
+            if len(self.trials) == 2:
+                search.claims.release(search.names[0])
+                run(plan(1), storage=storage)
+
+    search.listener = listener = Suspended()
+    [result] = search.run()
+    assert len(listener.trials) == 2 and listener.known == list(problems(1))
+    assert len(result.outcomes) == 8 and result.best is not None
+
+
+def test_processes_wait_for_each_others_problems_and_all_have_every_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three threads in place of three processes, on four problems."""
+    staged(monkeypatch)
+    monkeypatch.setattr(searching, "POLL_S", 0.01)
+    storage, heard = optuna.storages.InMemoryStorage(), [Listener() for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda listener: run(plan(4), listener, storage), heard))
+    assert [{result.problem for result in results} for results in found] == [set(problems(4))] * 3
+    assert sum(len(listener.trials) for listener in heard) == 4 * 8
+    assert sum(len(listener.known) for listener in heard) == 2 * 4

@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Provenance, SearchResult
 from flashtune.db import sqlite_file
 from flashtune.db.store import Store
-from flashtune.tuner.propose import record
+from flashtune.tuner.propose import claims, storage
 from flashtune.tuner.search.plan import SearchPlan
 from flashtune.tuner.searching import Search
 
@@ -39,9 +39,10 @@ def run(
     save: Callable[[SearchResult], None] | None = None,
     lock_s: float = 60.0,
 ) -> None:
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.sqlite", engine_kwargs={"connect_args": {"timeout": lock_s}})
+    engine = {"connect_args": {"timeout": lock_s}}
+    studies = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.sqlite", engine_kwargs=engine, heartbeat_interval=1, grace_period=1)
     with Store.open(folder / "tuned.sqlite", writable=True) as store:
-        Search(plan, storage=storage, provenance=PROVENANCE, save=save or partial(store.save, once=True), listener=listener).run()
+        Search(plan, storage=studies, provenance=PROVENANCE, save=save or partial(store.save, once=True), listener=listener).run()
 
 
 def saved(folder: Path) -> list[SearchResult]:
@@ -165,10 +166,9 @@ def test_a_finished_but_unsaved_search_is_saved_by_the_same_command(
 def test_a_storage_that_goes_away_leaves_what_is_known_in_the_database_and_the_plan_goes_on_when_it_is_back(
     tmp_path: Path, undisturbed: list[SearchResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(record, "LEAVING_S", 0.1)
-    # The search that lost its storage couldn't give back its claims, and its process, this one, lives on.
-    monkeypatch.setattr(record, "GRACE_S", 0.0)
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.3)
+    # The search that lost its storage can't give back its claim, and its process, this one, lives on: only its silence tells.
+    monkeypatch.setattr(claims, "LEAVING_S", 0.1)
     path, aside = tmp_path / "study.sqlite", tmp_path / "aside.sqlite"
 
     class Remover(Listener):

@@ -8,16 +8,16 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-import optuna
 import pytest
 
 from flashtune.core.config import Config
+from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.tuner.propose.candidates import Candidates
-from flashtune.tuner.propose.sampling import KINDS, Sampler, candidate_of, parameters
+from flashtune.tuner.propose.sampling import OWN, sampler_of
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.propose.surrogate import LENGTHS, Surrogate
 
@@ -58,12 +58,17 @@ def test_the_hopper_space_is_what_its_constraints_leave_of_drawn_combinations() 
     assert 1200 < len(tried) < 1400 and tried == {config for config in found if config["packed_heads"] == 1}
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_sampler_proposes_each_valid_candidate_once_and_then_nothing(kind: Sampler) -> None:
+OPTUNAS = ["optuna.samplers:CmaEsSampler", "optuna.samplers:QMCSampler", "optuna.samplers:RandomSampler"]
+
+
+@pytest.mark.parametrize("kind", [*OWN, *OPTUNAS])
+def test_a_sampler_proposes_each_valid_candidate_once_and_then_nothing(kind: str) -> None:
     small = SearchSpace(
         {"flash_fwd_tma": replace(family("flash_fwd_tma"), axes=family("flash_fwd_tma").axes[:4] + fixed())}, PROBLEM, TARGET
     )
-    sampler = KINDS[kind](small, PROBLEM, seed=3)
+    if "Cma" in kind:
+        pytest.importorskip("cmaes")
+    sampler = sampler_of(kind, small, PROBLEM, seed=3)
     answers = times(sampler.pool)
     told: dict[Candidate, float | None] = {}
     while batch := sampler.propose(7, told, ()):
@@ -80,14 +85,14 @@ def fixed() -> tuple[object, ...]:  # type: ignore[type-arg]
 
 
 def test_random_draws_are_even() -> None:
-    sampler = KINDS["random"](SPACE, PROBLEM, seed=None, starts=())
+    sampler = sampler_of("random", SPACE, PROBLEM, seed=None, starts=())
     drawn = Counter(sampler.propose(1, {}, ())[0] for _ in range(20 * len(sampler.pool)))
     # With 124 candidates and a mean of 20, a fair draw leaves none below 2 in a million runs.
     assert len(drawn) == len(sampler.pool) and min(drawn.values()) >= 2
 
 
 def test_what_is_left_to_gain_is_unknown_at_first_and_shrinks() -> None:
-    sampler = KINDS["gp"](SPACE, PROBLEM, seed=0, starts=())
+    sampler = sampler_of("gp", SPACE, PROBLEM, seed=0, starts=())
     answers = times(sampler.pool)
     assert sampler.left_to_gain({}) == sampler.expected_regret({}) == math.inf
     told: dict[Candidate, float | None] = {}
@@ -107,9 +112,9 @@ def test_a_start_that_the_cost_model_holds_for_far_slower_than_its_first_is_no_r
     pool = Candidates(SPACE, PROBLEM)
     behind = pool.log_times - pool.log_times.min()
     near, far = (pool.candidates[int(np.argmax(np.where(behind < most, behind, 0)))] for most in (0.1, math.inf))
-    opening = KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[near, far]).initial_candidates
+    opening = sampler_of("gp", SPACE, PROBLEM, seed=0, starts=[near, far]).initial_candidates
     assert near in opening and far not in opening
-    assert near not in KINDS["gp"](SPACE, PROBLEM, seed=0, starts=[]).initial_candidates
+    assert near not in sampler_of("gp", SPACE, PROBLEM, seed=0, starts=[]).initial_candidates
 
 
 def test_lengths_are_of_axes_that_families_have() -> None:
@@ -118,7 +123,7 @@ def test_lengths_are_of_axes_that_families_have() -> None:
 
 def test_an_error_that_all_candidates_share_changes_no_proposal() -> None:
     """The GPU is twice as slow as predicted."""
-    sampler, slower = (KINDS["gp"](SPACE, PROBLEM, seed=0) for _ in range(2))
+    sampler, slower = (sampler_of("gp", SPACE, PROBLEM, seed=0) for _ in range(2))
     answers = times(sampler.pool)
     first = sampler.propose(14, {}, ())
     assert sampler.propose(3, {c: answers[c] for c in first}, ()) == slower.propose(3, {c: 2 * answers[c] for c in first}, ())
@@ -139,38 +144,29 @@ def test_draws_are_spread_as_the_surrogate_says_and_hang_together_as_their_place
     assert deviation[0] < 0.02 < deviation.max()
 
 
-def test_a_study_of_optunas_own_asks_the_sampler() -> None:
-    sampler = KINDS["gp"](SPACE, PROBLEM, seed=0)
-    answers = times(sampler.pool)
-    study = optuna.create_study(sampler=sampler)
-    kinds = sampler.infer_relative_search_space(study, study.trials)  # type: ignore[arg-type]
-
-    def objective(trial: optuna.Trial) -> float:
-        for name in trial.relative_params:
-            trial.suggest_categorical(name, kinds[name].choices)  # type: ignore[attr-defined]
-        candidate = candidate_of(SPACE, trial.params)
-        assert candidate is not None and parameters(candidate) == trial.params
-        return answers[candidate]
-
-    study.optimize(objective, n_trials=20)
-    assert len({str(trial.params) for trial in study.trials}) == 20
-    assert study.best_value <= 1.01 * min(answers.values())
+@pytest.mark.parametrize("name", ["tpe", "optuna.samplers:TPESampler"])
+def test_a_sampler_of_optunas_learns_from_the_times_of_candidates(name: str) -> None:
+    """In what it proposes after its random ones, and from trials that an earlier process made."""
+    answers = times(sampler_of("random", SPACE, PROBLEM, seed=0).pool)
+    first, resumed = (sampler_of(name, SPACE, PROBLEM, seed=0, starts=()) for _ in range(2))
+    told: dict[Candidate, float | None] = {}
+    for _ in range(30):
+        [candidate] = first.propose(1, told, ())
+        told[candidate] = answers[candidate]
+    tried = list(answers[candidate] for candidate in told)
+    median = sorted(answers.values())[len(answers) // 2]
+    assert sum(time < median for time in tried[12:]) > 12
+    more = [answers[candidate] for candidate in resumed.propose(8, told, ())]
+    assert sum(time < median for time in more) > 4
 
 
-def test_tpe_is_heeded_in_a_space_of_one_family() -> None:
-    def proposed(kind: Sampler) -> list[dict[str, object]]:
-        sampler = KINDS[kind](SPACE, PROBLEM, seed=0, starts=())
-        study, answers = optuna.create_study(sampler=sampler), times(sampler.pool)
-        kinds = sampler.infer_relative_search_space(study, study.trials)  # type: ignore[arg-type]
-        for _ in range(24):
-            trial = study.ask(kinds)
-            candidate = candidate_of(SPACE, trial.params)
-            assert candidate is not None
-            study.tell(trial, answers[candidate])
-        return [trial.params for trial in study.trials]
-
-    by_tpe, at_random = proposed("tpe"), proposed("random")
-    assert by_tpe[:12] == at_random[:12] and by_tpe[12:] != at_random[12:]
+@pytest.mark.parametrize(
+    "name", ["gpp", "optuna.samplers:NoSampler", "no_such_module:Sampler", "math:sqrt", ":", "optuna.samplers:GridSampler"]
+)
+def test_a_sampler_that_is_none_is_one_sentence(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        sampler_of(name, SPACE, PROBLEM, seed=0)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:

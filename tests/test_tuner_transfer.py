@@ -16,8 +16,7 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families, family
 from flashtune.templates.family import Constraint
-from flashtune.tuner.propose.space import SearchSpace
-from flashtune.tuner.propose.transfer import stored, transfer_candidates
+from flashtune.tuner.propose.space import SearchSpace, stored, transfer_candidates
 from flashtune.tuner.searching import Search
 
 PROVENANCE = Provenance(flashtune="0", torch="0", triton="0")

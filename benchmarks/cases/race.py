@@ -151,11 +151,11 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
 
 def pytorch(inputs: Inputs, candidate: Candidate) -> tuple[Any, str | None]:
     """PyTorch's call and its backend; none beside backwards that repeat their bits, which torch's default doesn't."""
-    from flashtune.tuner.timing.baseline import backend_name, framework_call
+    from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 
     if candidate.family.name == REPEATABLE and inputs.problem.d <= 128:
         return None, None
-    call, spec = framework_call(inputs), inputs.problem.spec()
+    call, spec = pytorch_call(inputs), inputs.problem.spec()
     # A profiler takes a second or more; torch chooses by features far more than by sizes.
     if call is not None and spec not in BACKENDS:
         BACKENDS[spec] = backend_name(call)

@@ -27,7 +27,7 @@ from flashtune.dispatch.policy import Pool, choose, losses, torch_has
 from flashtune.templates import expected, families
 from flashtune.templates.expected import LIKENESSES
 from flashtune.templates.learned.residual import Likeness
-from flashtune.tuner.propose.transfer import record_of
+from flashtune.tuner.propose.space import record_of
 
 CLOSE = 0.02
 """Where torch and a kernel are so close, a logarithm, either is right."""

@@ -158,7 +158,7 @@ def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *,
         seed=seed,
         source="measured",
         storage=optuna.storages.InMemoryStorage(),
-        by=sampling.KINDS[sampler](place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts])),
+        by=sampling.sampler_of(sampler, place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts])),
     )
     noise = random.Random(seed)
     waiting: list[Candidate] = []

@@ -38,7 +38,6 @@ from flashtune.templates import families
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.machine import cores, provenance
-from flashtune.tuner.propose.sampling import Sampler
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.search.plan import SearchPlan
@@ -86,8 +85,7 @@ def swept(
     origin = provenance(command=command(), seed=0, measured=True)
     space = SearchSpace(families(), problem, target)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    samplers: tuple[Sampler, Sampler] = ("exhaustive", "gp")
-    for sampler in samplers:
+    for sampler in ("exhaustive", "gp"):
         group = {name: family for name, family in space.families.items() if (name in wholly) == (sampler == "exhaustive")}
         left = began + budget_s - time.monotonic()
         if not group or left < FEW_S:

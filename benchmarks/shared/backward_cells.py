@@ -28,7 +28,7 @@ from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children.child import withdraw
 from flashtune.tuner.children.tasks import Source, one_line
 from flashtune.tuner.machine import local_gpu
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Stopwatch
 from flashtune.tuner.verify.correctness import everywhere, oracle, places
 from flashtune.tuner.verify.distributions import redistribute
@@ -139,12 +139,12 @@ def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str],
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
     makers = {OURS: partial(ours, served, inputs), FA4: partial(fa4, inputs, False), FA4_REPEATABLE: partial(fa4, inputs, True)}
-    makers |= {name: partial(framework_call, inputs, name) for name in ("cudnn", "flash", "efficient")}
+    makers |= {name: partial(pytorch_call, inputs, name) for name in ("cudnn", "flash", "efficient")}
     if cell.group == DETERMINISTIC:
         makers = {name: makers[name] for name in (OURS, FA4_REPEATABLE)} | {FA2_REPEATABLE: partial(fa2_repeatable, inputs)}
     if cell.group == RANDOM:
-        makers |= {"default": partial(framework_call, inputs), STEP: partial(step, inputs)}
-        makers |= {DEFAULT_STEP: partial(framework_call, inputs, step=True)}
+        makers |= {"default": partial(pytorch_call, inputs), STEP: partial(step, inputs)}
+        makers |= {DEFAULT_STEP: partial(pytorch_call, inputs, step=True)}
     for name, make in makers.items():
         try:
             run = make()
@@ -180,7 +180,7 @@ def served_by(cell: Cell) -> Explanation:
 
 def fa2_repeatable(inputs: Inputs) -> Run | None:
     """FlashAttention-2's gradients as torch runs it in its deterministic mode."""
-    call = framework_call(inputs, "flash")
+    call = pytorch_call(inputs, "flash")
 
     def run() -> object:
         assert call is not None
@@ -200,7 +200,7 @@ def here() -> str:
 def ours(served: Explanation, inputs: Inputs) -> Run | None:
     """The launches of the kernel that serves, without what dispatch does around them, as in a race; torch's gradients where it serves."""
     if served.template is None:
-        return framework_call(inputs)
+        return pytorch_call(inputs)
     spec = inputs.problem.spec()
     chosen = family(served.template)
     config = served.config or chosen.default(spec, find_target(here()))

@@ -20,7 +20,7 @@ from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import child, tasks
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 from flashtune.tuner.verify.correctness import Expected, everywhere, oracle, places
 from flashtune.tuner.verify.distributions import redistribute
@@ -196,7 +196,7 @@ def _peer(name: str, cell: Cell, data: Data) -> Run | None:
         turned = [x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v)]
         return None if words is None else lambda: flash_attention_4.attend(*turned, words).transpose(1, 2)
     if name == "default":
-        return framework_call(inputs)
+        return pytorch_call(inputs)
     if name == "copy":
         source = torch.empty(COPY_BYTES, dtype=torch.int8, device=inputs.q.device)
         target = torch.empty_like(source)
@@ -209,7 +209,7 @@ def _peer(name: str, cell: Cell, data: Data) -> Run | None:
         return lambda: dispatch.attention(inputs.q, inputs.k, inputs.v, **words)
     if name == CUDNN_FP8:
         return cudnn_fp8.call(data.inputs)
-    return framework_call(inputs, name)
+    return pytorch_call(inputs, name)
 
 
 def as_ever(call: Callable[[], torch.Tensor]) -> torch.Tensor:

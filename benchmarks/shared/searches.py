@@ -10,8 +10,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
 from flashtune.tuner.propose.sampling import ByExpectedImprovement
-from flashtune.tuner.propose.space import Candidate, SearchSpace
-from flashtune.tuner.propose.transfer import transfer_candidates
+from flashtune.tuner.propose.space import Candidate, SearchSpace, transfer_candidates
 from flashtune.tuner.replies import Failed
 
 

@@ -26,4 +26,4 @@ def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", se
         times = call_times(modules, inputs, budget_s=budget_s)
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
         return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
-    return Called(times=tuple(times[: len(sources)]), framework=times[-1] if len(times) > len(sources) else None)
+    return Called(times=tuple(times[: len(sources)]), pytorch=times[-1] if len(times) > len(sources) else None)

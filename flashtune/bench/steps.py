@@ -22,7 +22,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.machine import provenance
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
@@ -200,7 +200,7 @@ def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> list[Document]
 def _attentions(problem: Problem, bench: Bench) -> dict[str, Run]:
     inputs = bench.inputs(problem)
     runs: dict[str, Run] = {"eager": _eager_call(inputs)} if bench.fits(problem, copies_of_s=2.5) else {}
-    if (framework := framework_call(inputs)) is not None:
+    if (framework := pytorch_call(inputs)) is not None:
         runs["framework"] = framework
     return {**runs, "tuned": attention_call(inputs)}
 

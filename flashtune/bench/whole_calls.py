@@ -15,7 +15,7 @@ from flashtune.core.launching import LoadedKernel
 from flashtune.dispatch import api
 from flashtune.dispatch.resolve import layers
 from flashtune.dispatch.resolve.memo import Memo
-from flashtune.tuner.timing.baseline import framework_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
 Call = Callable[[], object]
@@ -63,7 +63,7 @@ def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: flo
 
     The times are those of the slower of host and GPU: only the end of each group of calls waits for the GPU.
     """
-    direction, framework = inputs.problem.direction, framework_call(inputs, step=True)
+    direction, framework = inputs.problem.direction, pytorch_call(inputs, step=True)
     ours = attention_call(inputs) if direction == "fwd" else training_step(inputs)
     runs: list[tuple[Any, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
     runs += [] if framework is None else [(None, framework)]

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -32,8 +32,6 @@ from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
 
-if TYPE_CHECKING:
-    from flashtune.tuner.propose.sampling import Sampler
 
 DEFAULT_TRIALS = 60
 
@@ -48,7 +46,7 @@ class SearchOptions:
     trials: int = DEFAULT_TRIALS
     budget_s: float | None = None
     until: float = UNTIL
-    sampler: "Sampler" = "gp"
+    sampler: str = "gp"
     templates: tuple[str, ...] = ()
     seed: int | None = None
     storage: str | None = None
@@ -86,10 +84,11 @@ class SearchOptions:
 @click.option("--budget", metavar="TIME", help="Wall time for the whole command: 90s, 10m, 1h.")
 @click.option(
     "--sampler",
-    type=click.Choice(["gp", "tpe", "random", "exhaustive"]),
+    metavar="NAME",
     default="gp",
     show_default=True,
-    help="Proposal of candidates: by a Gaussian process over the cost model's error, by Optuna's TPE, at random, or all in order.",
+    help="Proposal of candidates: gp, a Gaussian process over the cost model's error; random; exhaustive, all in order; tpe, or any Optuna "
+    "sampler as module:Class (optuna.samplers:GPSampler).",
 )
 @click.option(
     "--template",
@@ -131,7 +130,7 @@ def search(*, requested: ProblemOptions, gpu_name: str | None, until: str, budge
     Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs, --gpus,
     --db, --json) may differ. After a search has ended, the same command starts a new one.
 
-    Several processes of the same command, on several machines with one --storage and --db on a server, share the work.
+    Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
     target = gpu_of(gpu_name)
     problems = requested.problems()
@@ -172,6 +171,7 @@ def run_search(
     from flashtune.db.store import Store
     from flashtune.templates import families, family
     from flashtune.tuner.machine import cores, devices_of, numbered, provenance, require_interpreter
+    from flashtune.tuner.propose.sampling import require_sampler
     from flashtune.tuner.propose.space import SearchSpace
     from flashtune.tuner.publish.own import compile_winner, keep
     from flashtune.tuner.publish.winners import Keeping
@@ -205,6 +205,7 @@ def run_search(
         calls=time_calls if source == "measured" else None,
         keep=Keeping(compile=compile_winner, put=keep) if source == "measured" else None,
     )
+    require_sampler(plan.sampler)
     for problem in problems:
         # Problems that no template serves are refused before anything is written.
         SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)

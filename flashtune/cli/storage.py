@@ -2,6 +2,7 @@
 
 import sqlite3
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,7 +54,7 @@ def study_storage(url: str | None) -> Iterator[Any]:
     from sqlalchemy.exc import SQLAlchemyError
 
     from flashtune.core.folders import cache_dir
-    from flashtune.tuner.propose.record import storage_fault
+    from flashtune.tuner.propose.storage import storage_fault
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
@@ -83,13 +84,18 @@ def _opened(where: str) -> Any:
     import optuna
     from sqlalchemy.exc import ArgumentError, DBAPIError
 
+    from flashtune.tuner.propose.claims import BEAT_S, GRACE_S
+
     server = not where.startswith("sqlite")
     # A connection that a server dropped (after a restart, say) is replaced before use.
     engine = {"pool_pre_ping": True} if server else {"connect_args": {"timeout": LOCK_S, "factory": WrittenAhead}}
     deadline = time.monotonic() + CREATION_S
     while True:
         try:
-            return optuna.storages.RDBStorage(where, engine_kwargs=engine)
+            with warnings.catch_warnings():
+                # Optuna calls heartbeats experimental.
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                return optuna.storages.RDBStorage(where, engine_kwargs=engine, heartbeat_interval=BEAT_S, grace_period=GRACE_S)
         except (ValueError, ArgumentError) as error:
             said = mask_secrets(" ".join(str(error).split()))
             raise InputError(

@@ -117,7 +117,7 @@ class Called:
     """Median microseconds of a whole call, host included: of each requested candidate, and of PyTorch where it has the problem."""
 
     times: tuple[float, ...]
-    framework: float | None
+    pytorch: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,36 +4,31 @@ Problem x Target -> SearchSpace -> Candidate -> Variant -> render -> compile -> 
 failing candidate is an Outcome; it never ends a search.
 """
 
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeGuard
-
-import optuna
 
 from flashtune.core.config import KernelSpec
-from flashtune.core.errors import NoKernelFound
+from flashtune.core.errors import FlashtuneError, NoKernelFound
 from flashtune.core.results import SearchResult
-from flashtune.tuner.children.study_writer import StudyWriter
 from flashtune.tuner.children.workers import Workers
+from flashtune.tuner.propose.claims import Claims
 from flashtune.tuner.propose.sampling import import_surrogate
-from flashtune.tuner.propose.space import SearchSpace
-from flashtune.tuner.propose.study import Plan, fingerprint
-from flashtune.tuner.search.problem_search import ProblemSearch
-from flashtune.tuner.search.schedule import Schedule
-from flashtune.tuner.search.shared import Shared
+from flashtune.tuner.propose.space import record_of
+from flashtune.tuner.propose.study import fingerprint
+from flashtune.tuner.search.problem import ProblemSearch, Shared
 
 POLL_S = 1.0
-"""Seconds between polls for the end of other processes' work."""
+"""Seconds between two looks at the problems that other processes hold."""
 
 
 class Search(Shared):
     """Runs a plan; `save` receives each problem's result as soon as it is complete (or the search is interrupted).
 
     Trials are stored in `storage`. An interrupted plan resumes from there, finished problems included; any number of processes may run one
-    plan at the same time. `save` may receive a result twice (from a process that was killed just then).
+    plan at the same time, each problem in one of them. `save` may receive a result twice (from a process that was killed just then).
     """
 
     def run(self, workers: Workers | None = None) -> list[SearchResult]:
@@ -44,31 +39,35 @@ class Search(Shared):
         used in place of new ones, and go on running.
         """
         plan = self.plan
-        run = Plan(self.storage, self._identity())
-        self.schedule = Schedule(plan)
+        self.names = [fingerprint(self.space(problem), problem) for problem in plan.problems]
+        self._unsaved: dict[int, SearchResult] = {}
         if plan.sampler == "gp" and plan.source == "measured":
             # Imported while the children start, or the sampler's thread would import it for a second between two trials.
             threading.Thread(target=import_surrogate, name="surrogate", daemon=True).start()
-        with ExitStack() as stack:
-            writers = list[StudyWriter | None]([None] * max(1, len(plan.devices)))
-            if len(writers) > 1 and _is_shared(self.storage):
-                writers = [stack.enter_context(StudyWriter(self.storage)) for _ in writers]
+        with Claims(self.storage, self._identity()) as self.claims, ExitStack() as stack:
             workers = workers or stack.enter_context(Workers(jobs=plan.jobs, limits=plan.limits, devices=plan.devices))
-            device_workers = [_DeviceWorker(self, device, workers, run.suffix, writer) for device, writer in enumerate(writers)]
+            device_workers = [_DeviceWorker(self, device, workers) for device in range(max(1, len(plan.devices)))]
             if len(device_workers) == 1:
                 device_workers[0].run()
             else:
                 self._run_all(device_workers)
             self.winners.put()
+            for index, result in self._unsaved.items():
+                self.save(result)
+                self.schedule.found[index] = result
+                self.listener.problem_finished(result)
+            if len(self.schedule.found) == len(plan.problems):
+                self.claims.finish()
+        return self._results()
+
+    def _results(self) -> list[SearchResult]:
         found = self.schedule.found
-        if len(found) == len(plan.problems):
-            run.finish()
         results = [found[index] for index in sorted(found)]
         failed = [result for result in results if result.best is None]
         if failed:
             why = next((o.reason for o in failed[0].outcomes if o.reason), "no candidate was tried: give more trials or a larger budget")
             names = ", ".join(result.problem.label() for result in failed)
-            raise NoKernelFound(f"no correct kernel found for {names} on {plan.target.slug}; first reason: {why}")
+            raise NoKernelFound(f"no correct kernel found for {names} on {self.plan.target.slug}; first reason: {why}")
         return results
 
     def _run_all(self, device_workers: "Sequence[_DeviceWorker]") -> None:
@@ -100,80 +99,106 @@ class Search(Shared):
     def _identity(self) -> list[object]:
         """Identity of a plan: GPU, problems, families with their axes, trials, sampler, seed, versions, and the source of times."""
         plan, made_by = self.plan, self.provenance
-        spaces = (SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited) for problem in plan.problems)
         # Sorted, since records found by a first part of the plan may change the order of the rest (`search --calls`).
-        problems = sorted(fingerprint(space, problem) for space, problem in zip(spaces, plan.problems, strict=True))
-        return [plan.target.slug, problems, plan.source, plan.sampler, plan.seed, plan.trials, made_by.triton, made_by.gpu_name] + (
-            [] if plan.until is None else [plan.until]
-        )
+        how = [plan.source, plan.sampler, plan.seed, plan.trials, plan.until]
+        return [plan.target.slug, sorted(self.names), *how, made_by.triton, made_by.gpu_name]
 
+    def take(self, spec: KernelSpec | None) -> int | None:
+        """Claim the next problem for a device worker whose last one had `spec`; None where others hold all that is left."""
+        with self.lock:
+            self._take_over_decided()
+            order = self.schedule.order(spec)
+            name = self.claims.take([self.names[index] for index in order])
+            if name is None:
+                return None
+            index = next(index for index in order if self.names[index] == name)
+            self.schedule.begin(index)
+            return index
 
-def _is_shared(storage: object) -> TypeGuard[optuna.storages.RDBStorage]:
-    """True where other processes can read this one's trials."""
-    return isinstance(storage, optuna.storages.RDBStorage) and storage.engine.url.database not in (None, "", ":memory:")
+    def _take_over_decided(self) -> None:
+        """Save the results that earlier runs of this plan, or other processes, have decided."""
+        left = self.schedule.order(None)
+        decided = self.claims.decided() if left else set()
+        for index in left:
+            if self.names[index] in decided:
+                problem = self.plan.problems[index]
+                result = self.study(problem, self.claims.suffix).decided(problem)
+                assert result is not None, "it is decided before its claim says so"
+                self.schedule.begin(index)
+                self.publish(index, result)
+
+    def publish(self, index: int, result: SearchResult, workers: Workers | None = None) -> None:
+        """Save a problem's result and report it; `workers` compile the winner for later calls where this process has searched it."""
+        # Saved or not, the next problem's search starts from this winner.
+        if (record := record_of(result)) is not None:
+            self.records.insert(0, record)
+        with self.lock:
+            try:
+                if result.outcomes:
+                    self.save(result)
+            except FlashtuneError as error:
+                self._unsaved[index] = result
+                self.listener.save_failed(result.problem, error)
+                return
+            self.schedule.found[index] = result
+            if workers is None:
+                self.listener.problem_known(result, index, len(self.plan.problems))
+                return
+            if record is not None:
+                self.winners.won(record, workers)
+            self.listener.problem_finished(result)
 
 
 class _DeviceWorker:
-    """Worker for one GPU, or the only one of a predicted search: problem after problem; at the end it helps with those begun by others."""
+    """Worker for one GPU, or the only one of a predicted search: problem after problem, until none is left for it."""
 
-    def __init__(self, shared: Shared, device: int, workers: Workers, suffix: str, writer: StudyWriter | None) -> None:
-        self.shared, self.device, self.workers, self.suffix, self.writer = shared, device, workers, suffix, writer
+    def __init__(self, search: Search, device: int, workers: Workers) -> None:
+        self.search, self.device, self.workers = search, device, workers
         self._following: ProblemSearch | None = None
-        self._predicted: ProblemSearch | None = None
         self._spec: KernelSpec | None = None
 
     def run(self) -> None:
-        """Search all problems that this worker can get."""
-        shared, todo = self.shared, deque[ProblemSearch]()
+        """Search all problems that this worker can get; waits for those that other processes hold."""
+        search = self.search
         try:
-            while (one := self._following or self._next()) is not None:
+            while (one := self._following or self._next() or self._after_others()) is not None:
                 self._following = None
-                result = one.run(meanwhile=self._begin_next)
+                result = one.run(self._begin_next)
                 if result is None:
-                    todo.append(one)
+                    search.schedule.put_back(one.index)
+                    continue
+                best = record_of(result)
+                search.claims.decide(search.names[one.index], math.inf if best is None else best.median_us)
+                search.publish(one.index, result, self.workers)
         except BaseException:
             if self._following is not None:
                 self._following.abandon()
             raise
-        total = len(shared.plan.problems)
-        if len(shared.plan.devices) > 1:
-            mine = {one.index for one in todo}
-            todo.extend(self._problem(index) for index in range(total) if index not in shared.schedule.found and index not in mine)
-        # Problems that other processes were still busy with, and results that couldn't be saved.
-        while todo:
-            if shared.stopping.is_set():
-                raise KeyboardInterrupt
-            one = todo.popleft()
-            if one.index in shared.schedule.found:
-                continue
-            if one.run(again=True) is None and not one.late():
-                todo.append(one)
-                one.at("waiting")
-                time.sleep(POLL_S / len(todo))
-
-    def _problem(self, index: int) -> ProblemSearch:
-        return ProblemSearch(self.shared, index, self.workers, self.suffix, self.device, self.writer)
 
     def _next(self) -> ProblemSearch | None:
-        if self._predicted is not None:
-            found, self._predicted = self._predicted, None
-            return found
-        index = self.shared.schedule.take(self._spec)
+        search = self.search
+        index = search.take(self._spec)
         if index is None:
             return None
-        self._spec = self.shared.plan.problems[index].spec()
-        return self._problem(index)
+        self._spec = search.plan.problems[index].spec()
+        name = search.names[index]
+        return ProblemSearch(search, index, self.workers, self.device, search.claims.suffix, lambda: search.claims.holds(name))
+
+    def _after_others(self) -> ProblemSearch | None:
+        """Next problem that another process gives back; None once each is decided, or the time is up."""
+        schedule = self.search.schedule
+        while (left := schedule.order(None)) and not schedule.late:
+            if self.search.stopping.is_set():
+                raise KeyboardInterrupt
+            with self.search.lock:
+                self.search.listener.stage_started(self.search.plan.problems[left[0]], "waiting", 0)
+            time.sleep(POLL_S)
+            if (one := self._next()) is not None:
+                return one
+        return None
 
     def _begin_next(self) -> None:
         """Begin the next problem, since the compilers are idle during the closing race."""
         self._following = self._next()
         if self._following is not None:
             self._following.begin()
-            self._compile_ahead(self._following.problem.spec())
-
-    def _compile_ahead(self, spec: KernelSpec) -> None:
-        """Start compiling the initial candidates of the problem after the next, if its spec is new and so nothing of it is compiled."""
-        if self.shared.schedule.next_is_new(spec):
-            self._predicted = self._next()
-            if self._predicted is not None:
-                self._predicted.compile_ahead()

@@ -165,10 +165,10 @@ def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["In
 
 def _torch_call(inputs: "Inputs") -> _TorchCall:
     """PyTorch's default call on these inputs and the name of its backend, cached."""
-    from flashtune.tuner.timing.baseline import backend_name, framework_call
+    from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 
     if not _torch_call_of or _torch_call_of[0][0] is not inputs:
-        call = framework_call(inputs)
+        call = pytorch_call(inputs)
         _torch_call_of[:] = [(inputs, None if call is None else (call, backend_name(call)))]
     return _torch_call_of[0][1]
 
@@ -192,10 +192,10 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
     return Stopwatch(torch.device("cuda"), l2_bytes)
 
 
-def prepare_device(problem: Problem, target: Target, seed: int, framework: bool = True) -> Ready | Failed:
+def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = True) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit includes it.
 
-    Triton's driver and, with `framework`, PyTorch's call are prepared in threads of their own while the first candidates are compiled.
+    Triton's driver and, with `pytorch`, PyTorch's call are prepared in threads of their own while the first candidates are compiled.
     Other errors of these threads occur again, and are reported, at the first use; one that leaves the process unusable is reported at once,
     so that no candidate is blamed for it.
     """
@@ -203,12 +203,12 @@ def prepare_device(problem: Problem, target: Target, seed: int, framework: bool 
 
     threads, failed = [_begun(_start_triton)], None
     try:
-        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_torch_call, inputs))) if framework else None)
+        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_torch_call, inputs))) if pytorch else None)
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:
         failed = _failed(error)
-    with _spent.on("wait for triton and the framework"):
+    with _spent.on("wait for triton and pytorch"):
         for thread in threads:
             thread.join()
     return failed or _broken() or Ready(gpu=gpu_id(), spent=_spent.take())
@@ -309,23 +309,23 @@ def evaluate_candidate(
 
 
 def race_finalists(
-    sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float, beside_framework: bool = True
+    sources: list[Source], problem: Problem, target: Target, seed: int, budget_s: float, beside_pytorch: bool = True
 ) -> Rounds | Failed:
-    """Time final candidates interleaved, with PyTorch's default attention unless `beside_framework` is False."""
+    """Time final candidates interleaved, with PyTorch's default attention unless `beside_pytorch` is False."""
     bench = _ready(problem, target, seed)
     _spent.take()
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
-        with _spent.on("framework"):
-            framework = _torch_call_if_it_runs(bench.inputs) if beside_framework else None
+        with _spent.on("pytorch"):
+            pytorch = _torch_call_if_it_runs(bench.inputs) if beside_pytorch else None
         began = time.time()
         with _spent.on("rounds"):
-            racers = [*runs, *([framework[0]] if framework else [])]
+            racers = [*runs, *([pytorch[0]] if pytorch else [])]
             times = bench.stopwatch.samples(racers, budget_s=budget_s, least=15, most=MOST_ROUNDS)
         ended = time.time()
     except Exception as error:
         return _failed(error)
-    backend = framework[1] if framework else None
+    backend = pytorch[1] if pytorch else None
     return Rounds(times=tuple(map(tuple, times)), backend=backend, began=began, ended=ended, pid=os.getpid(), spent=_spent.take())
 
 
@@ -343,7 +343,7 @@ def _failed(error: Exception) -> Failed:
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
     """Time a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
-    from flashtune.tuner.timing.baseline import BACKENDS, framework_call
+    from flashtune.tuner.timing.baseline import BACKENDS, pytorch_call
 
     bench = _ready(problem, target, seed)
     try:
@@ -353,7 +353,7 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
         return _failed(error)
     left_out = {}
     for name in ("default", *BACKENDS):
-        call = framework_call(bench.inputs, None if name == "default" else name)
+        call = pytorch_call(bench.inputs, None if name == "default" else name)
         if call is None:
             left_out[name] = "can't express this problem"
             continue

@@ -139,17 +139,17 @@ class Workers:
             self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
         return self._pools[crew, device]
 
-    def prepare(self, problem: Problem, target: Target, seed: int, *, framework: bool = True) -> Ready | Failed:
+    def prepare(self, problem: Problem, target: Target, seed: int, *, pytorch: bool = True) -> Ready | Failed:
         """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and PyTorch's call.
 
         The reason of a failure is a whole sentence.
         """
-        return self.prepared(problem, self.preparing(problem, target, seed, framework=framework))
+        return self.prepared(problem, self.preparing(problem, target, seed, pytorch=pytorch))
 
-    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, framework: bool = True) -> Pending[Ready]:
+    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Pending[Ready]:
         """Begin to `prepare` without waiting: later tasks of this GPU's process wait for it there."""
         limit_s = self.limits.prepare_s
-        return self.submit("device", tasks.prepare_device, problem, target, seed, framework, limit_s=limit_s, device=device)
+        return self.submit("device", tasks.prepare_device, problem, target, seed, pytorch, limit_s=limit_s, device=device)
 
     def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
         """Result of `preparing`."""

@@ -1,34 +1,31 @@
-"""Optuna samplers over a space's valid candidates, which they enumerate."""
+"""Samplers over the valid candidates of a space, which they enumerate: our own, and any of Optuna's."""
 
 import hashlib
+import importlib
+import inspect
 import math
 import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import FrozenTrial, TrialState
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
 
-from flashtune.core.config import Config
+from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
-from flashtune.templates.family import Family
 from flashtune.tuner.propose.candidates import Array, Candidates
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 
 if TYPE_CHECKING:
     from flashtune.tuner.propose.surrogate import Surrogate
 
-Sampler = Literal["gp", "tpe", "random", "exhaustive"]
-
 Observed = Mapping[Candidate, float | None]
 """Observed times in microseconds of the candidates that were tried; None for one that failed."""
 
-_STARTUP_TRIALS = 12
-"""Random trials before TPE's model is used, in addition to the starts."""
 _STARTS, _BY_COST = 3, 5
 """Numbers of hand-written starts, and of the cost model's fastest, among the initial candidates of `gp`."""
 _WORTH = 0.1
@@ -39,16 +36,15 @@ _DRAWS = 256
 """Surrogate samples averaged by an expected regret."""
 
 
-class CandidateSampler(optuna.samplers.BaseSampler):
+class CandidateSampler:
     """Proposes untried valid candidates of a space, the `starts` first; subclasses choose the others.
 
-    With a seed, a proposal depends on the observed and pending candidates alone.
+    With a seed, a proposal of `gp`, `random` and `exhaustive` depends on the observed and pending candidates alone.
     """
 
     def __init__(self, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None) -> None:
         self._space, self._problem, self._seed = space, problem, seed
         self._starts = list(space.starts() if starts is None else starts)
-        self._of_trial: dict[int, Candidate] = {}
 
     @cached_property
     def pool(self) -> Candidates:
@@ -97,39 +93,6 @@ class CandidateSampler(optuna.samplers.BaseSampler):
         # A seed per proposal, so that an interrupted search repeats the proposals of an uninterrupted one.
         return random.Random() if self._seed is None else random.Random(derived(self._seed, number))
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All axes of all families; a proposal has those of its own family."""
-        names = list(self._space.families)
-        return {key: kind for family in self._space.families.values() for key, kind in distributions(family, names).items()}
-
-    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        """Parameters of one proposal, from the study's trials; none where every candidate was tried."""
-        observed: dict[Candidate, float | None] = {}
-        pending: list[Candidate] = []
-        for other in study.get_trials(deepcopy=False):
-            if other.number != trial.number and (candidate := self._candidate(other)) is not None:
-                if other.state.is_finished():
-                    observed[candidate] = other.value if other.state is TrialState.COMPLETE else None
-                else:
-                    pending.append(candidate)
-        self._heed(study, trial)
-        return next((parameters(candidate) for candidate in self.propose(1, observed, pending)), {})
-
-    def sample_independent(self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
-        """Raise ValueError: no parameter is sampled by itself."""
-        raise ValueError(f"{param_name} is no axis of the candidate that was proposed")
-
-    def _heed(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Hook for samplers that query another one."""
-
-    def _candidate(self, trial: FrozenTrial) -> Candidate | None:
-        if trial.number not in self._of_trial:
-            candidate = candidate_of(self._space, trial.params)
-            if candidate is None:
-                return None
-            self._of_trial[trial.number] = candidate
-        return self._of_trial[trial.number]
-
 
 class InOrder(CandidateSampler):
     """Exhaustive sampler: all candidates in their fixed order, after the starts."""
@@ -145,40 +108,64 @@ class Evenly(CandidateSampler):
         return rng.choice(free)
 
 
-class NearTpe(CandidateSampler):
-    """TPE sampler: the free candidate that is nearest to the proposal of Optuna's TPE."""
+class ByOptuna(CandidateSampler):
+    """Sampler of Optuna's class `kind`: the untried candidate nearest to each point that it proposes.
 
-    def __init__(self, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None) -> None:
+    A point has a number for each column of `Candidates.features`, within the range of all candidates. It is told the time of the candidate
+    that was tried in its place.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        problem: Problem,
+        *,
+        seed: int | None,
+        starts: Sequence[Candidate] | None = None,
+        kind: type[optuna.samplers.BaseSampler] = optuna.samplers.TPESampler,
+    ) -> None:
         super().__init__(space, problem, seed=seed, starts=starts)
-        self._sampled: dict[str, Any] = {}
-
-    def _heed(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        seed = None if self._seed is None else derived(self._seed, trial.number)
+        # TPE's options for several pending trials and axes that depend on each other; other samplers have none of these.
+        wanted = {"seed": seed, "multivariate": True, "constant_liar": True, "n_startup_trials": 12}
+        known = inspect.signature(kind).parameters
         with warnings.catch_warnings():
-            # `group` keeps each family's axes in one model; Optuna calls it experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True, group=True, constant_liar=True)
-        sampled = tpe.sample_relative(study, trial, tpe.infer_relative_search_space(study, trial))
-        # TPE leaves out parameters with a single value.
-        only = {"template": next(iter(self._space.families))} if sampled and len(self._space.families) == 1 else {}
-        self._sampled = {**only, **sampled}
+            try:
+                sampler = kind(**{name: value for name, value in wanted.items() if name in known})
+            except TypeError as error:
+                raise InputError(f"{kind.__name__} can't be made without arguments of its own ({error}): choose another sampler") from error
+        self._study = optuna.create_study(direction="minimize", sampler=sampler)
+        self._asked: dict[Candidate, optuna.Trial] = {}
+        self._told: set[Candidate] = set()
+
+    @cached_property
+    def _ranges(self) -> dict[str, FloatDistribution]:
+        lows, highs = self.pool.features.min(axis=0), self.pool.features.max(axis=0)
+        return {
+            f"{place} {name}": FloatDistribution(float(low), float(high))
+            for place, (name, low, high) in enumerate(zip(self.pool.columns, lows, highs, strict=True))
+        }
 
     def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
-        sampled = candidate_of(self._space, self._sampled)
-        if sampled is None:
-            return rng.choice(free)
-        own = [place for place in free if self.pool.families[place] == sampled.family.name] or free
-        differ = [self._steps(self.pool.candidates[place], sampled) for place in own]
-        return rng.choice([place for place, steps in zip(own, differ, strict=True) if steps == min(differ)])
+        for candidate, time_us in observed.items():
+            if candidate not in self._told:
+                self._tell(candidate, time_us)
+        trial = self._study.ask(dict(self._ranges))
+        point = np.array([trial.params[name] for name in self._ranges])
+        place = free[int(np.argmin(np.square(self.pool.features[free] - point).sum(axis=1)))]
+        self._asked[self.pool.candidates[place]] = trial
+        return place
 
-    def _steps(self, candidate: Candidate, sampled: Candidate) -> int:
-        """Distance of two configs, in places on their axes."""
-        mine, other = candidate.config.as_dict(), sampled.config.as_dict()
-        apart = 0
-        for axis in candidate.family.axes:
-            if axis.name in other and mine[axis.name] != other[axis.name]:
-                apart += abs(axis.values.index(mine[axis.name]) - axis.values.index(other[axis.name])) if axis.name in mine else 1
-        return apart
+    def _tell(self, candidate: Candidate, time_us: float | None) -> None:
+        """Tell a candidate's time under the point that it was tried for, or its own if it wasn't proposed here."""
+        self._told.add(candidate)
+        state = TrialState.COMPLETE if time_us else TrialState.FAIL
+        value = time_us or None
+        if (trial := self._asked.pop(candidate, None)) is not None:
+            self._study.tell(trial, value, state)
+        elif (place := self.pool.place.get(candidate)) is not None:
+            own = dict(zip(self._ranges, self.pool.features[place].tolist(), strict=True))
+            self._study.add_trial(create_trial(state=state, value=value, params=own, distributions=dict(self._ranges)))
 
 
 class ByExpectedImprovement(CandidateSampler):
@@ -282,31 +269,37 @@ def import_surrogate() -> None:
     import flashtune.tuner.propose.surrogate  # noqa: F401
 
 
-KINDS: dict[Sampler, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": NearTpe, "random": Evenly, "exhaustive": InOrder}
-"""Sampler classes by name."""
+OWN: dict[str, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": ByOptuna, "random": Evenly, "exhaustive": InOrder}
+"""Samplers by their short names; `tpe` is Optuna's TPESampler."""
+
+
+def sampler_of(
+    name: str, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None
+) -> CandidateSampler:
+    """The sampler of a short name, or of an Optuna sampler's `module:Class`; raises InputError where there is none."""
+    if name in OWN:
+        return OWN[name](space, problem, seed=seed, starts=starts)
+    return ByOptuna(space, problem, seed=seed, starts=starts, kind=optuna_sampler(name))
+
+
+def require_sampler(name: str) -> None:
+    """Raise InputError for a name that `sampler_of` doesn't know."""
+    if name not in OWN:
+        optuna_sampler(name)
+
+
+def optuna_sampler(name: str) -> type[optuna.samplers.BaseSampler]:
+    """Optuna sampler class of `module:Class`; raises InputError where it can't be imported, or is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"the sampler {name!r} can't be imported ({error}): write {', '.join(OWN)}, or module:Class") from error
+    if not isinstance(kind, type) or not issubclass(kind, optuna.samplers.BaseSampler):
+        raise InputError(f"{name!r} is no Optuna sampler: name a subclass of optuna.samplers.BaseSampler, such as GPSampler")
+    return kind
 
 
 def derived(seed: int, number: int) -> int:
     """Seed of the `number`-th candidate."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4])
-
-
-def parameters(candidate: Candidate) -> dict[str, Any]:
-    """Parameters of an Optuna trial for a candidate."""
-    name = candidate.family.name
-    return {"template": name, **{f"{name}.{axis}": value for axis, value in candidate.config.items}}
-
-
-def candidate_of(space: SearchSpace, values: Mapping[str, Any]) -> Candidate | None:
-    """Candidate of an Optuna trial's parameters; None where the space lacks the family, or there is none."""
-    family = space.families.get(values.get("template", ""))
-    if family is None:
-        return None
-    prefix = f"{family.name}."
-    return Candidate(family=family, config=Config.of({k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}))
-
-
-def distributions(family: Family, names: list[str]) -> dict[str, CategoricalDistribution]:
-    """Optuna's distributions of a family's axes, and of the family's name among `names`."""
-    axes = {f"{family.name}.{axis.name}": CategoricalDistribution(axis.values) for axis in family.axes}
-    return {"template": CategoricalDistribution(names), **axes}

@@ -49,7 +49,7 @@ def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) 
                 if measured_on is None or measured_on.arch != here.arch:
                     yield record, None
                     continue
-                ready = workers.prepare(record.problem, here, seed, framework=False)
+                ready = workers.prepare(record.problem, here, seed, pytorch=False)
                 if isinstance(ready, Failed):
                     yield record, ready
                     continue

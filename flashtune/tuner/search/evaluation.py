@@ -1,9 +1,9 @@
 """Evaluations that turn a compiled candidate into a time: measured on the local GPU, or predicted for an absent one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
@@ -32,13 +32,13 @@ Verdicts = dict[tuple[object, ...], Checked | Failed]
 """Interpreter's verdict on each code path of a spec, at any N."""
 
 
-class Evaluation(Protocol):
-    """Source of times for one problem's compiled candidates."""
+class Evaluation:
+    """Source of times for one problem's compiled candidates; this one has no preparations, no races and no calls.
 
-    @property
-    def spent(self) -> Spent:
-        """Seconds of the GPU's process by purpose."""
-        ...
+    `spent` are seconds of the GPU's process by purpose.
+    """
+
+    spent: Spent
 
     def prepare(self) -> None:
         """Start preparing `evaluate` and `race`, unless that was begun, without waiting.
@@ -51,7 +51,7 @@ class Evaluation(Protocol):
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check a candidate and time it; the time is in the scale of the incumbent's."""
-        ...
+        raise NotImplementedError
 
     def expect_race(self) -> None:
         """Start the preparations of a race during the last trials."""
@@ -61,15 +61,15 @@ class Evaluation(Protocol):
 
     def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
         """Time the final candidates once more, interleaved with PyTorch, with the GPU's conditions; None where there is no race."""
-        ...
+        return None, None
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
         """Time whole calls of these candidates and of PyTorch, host included; None where that isn't possible."""
-        ...
+        return None
 
 
 @dataclass(slots=True, kw_only=True)
-class MeasuredEvaluation:
+class MeasuredEvaluation(Evaluation):
     """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
 
     problem: Problem
@@ -83,14 +83,14 @@ class MeasuredEvaluation:
     spent: Spent = field(default_factory=Spent)
     _preparing: Pending[Ready] | None = None
     _ready: Ready | None = None
-    _watch: "_Early | None" = None
-    _beside_framework: bool = True
+    _watch: Future[GpuWatch] | None = None
+    _beside_pytorch: bool = True
 
     def prepare(self) -> None:
         """Have the inputs and oracles made on the GPU."""
         if self._preparing is None:
             fixed = self.problem, self.target, self.seed
-            self._preparing = self.workers.preparing(*fixed, device=self.device, framework=self._beside_framework)
+            self._preparing = self.workers.preparing(*fixed, device=self.device, pytorch=self._beside_pytorch)
 
     def _wait(self) -> None:
         while self._ready is None:
@@ -100,9 +100,9 @@ class MeasuredEvaluation:
             if isinstance(reply, Ready):
                 self.spent.add(reply.spent)
                 self._ready = reply
-            elif self._beside_framework:
+            elif self._beside_pytorch:
                 # PyTorch's call may have exhausted the memory or broken the process: retry, and go on, without it.
-                self._beside_framework, self._preparing = False, None
+                self._beside_pytorch, self._preparing = False, None
             else:
                 raise EnvironmentProblem(reply.reason)
 
@@ -110,9 +110,6 @@ class MeasuredEvaluation:
         """Prepare again after a failure that may have ended the process, so that no later task's time limit includes new inputs."""
         if reply.fate in (Fate.RUNTIME, Fate.TIMEOUT):
             self._preparing, self._ready = None, None
-
-    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Do nothing: every candidate is measured itself."""
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
@@ -139,7 +136,8 @@ class MeasuredEvaluation:
         """Start the tool that watches the GPU, which takes as long as some trials; its process supplies the GPU's id."""
         if self._watch is None and self._ready is not None:
             gpu = self._ready.gpu
-            self._watch = _Early(lambda: GpuWatch(gpu))
+            # In a thread of its own, so that nobody waits before the race.
+            self._watch = begun(lambda: GpuWatch(gpu).__enter__())
 
     def close(self) -> None:
         """Stop that tool; another problem's inputs may have replaced this one's by the time that its search resumes."""
@@ -148,15 +146,15 @@ class MeasuredEvaluation:
 
     def _unwatch(self) -> None:
         watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        if watch is not None and watch.exception() is None:
+            watch.result().__exit__(None, None, None)
 
     @contextmanager
     def _watching(self) -> Iterator[GpuWatch]:
         self.expect_race()
         assert self._watch is not None, "it was begun"
         try:
-            yield self._watch.get()
+            yield self._watch.result()
         finally:
             self._unwatch()
 
@@ -181,8 +179,8 @@ class MeasuredEvaluation:
 
     def _decided(self, sources: list[tasks.Source], *, most: int, race_s: float) -> Raced | Failed:
         limit_s = self.workers.limits.device_s + 10 * race_s
-        fixed = (self.problem, self.target, self.seed, race_s, self._beside_framework)
-        contest, framework = Contest(len(sources), most=most), len(sources)
+        fixed = (self.problem, self.target, self.seed, race_s, self._beside_pytorch)
+        contest, pytorch = Contest(len(sources), most=most), len(sources)
         races: list[Rounds] = []
         while racers := contest.racers():
             raced = [sources[place] for place in racers]
@@ -194,13 +192,13 @@ class MeasuredEvaluation:
                 # Earlier races stay valid.
                 break
             self.spent.add(reply.spent)
-            contest.add([*racers, *([framework] if reply.backend else [])], reply.times)
+            contest.add([*racers, *([pytorch] if reply.backend else [])], reply.times)
             races.append(reply)
         backend = races[0].backend
         return Raced(
             times=tuple(contest.measurement(place) for place in range(len(sources))),
             standing=contest.standing(),
-            baseline=Baseline(backend=backend, measurement=contest.measurement(framework)) if backend else None,
+            baseline=Baseline(backend=backend, measurement=contest.measurement(pytorch)) if backend else None,
             began=races[0].began,
             ended=races[-1].ended,
             pid=races[-1].pid,
@@ -208,22 +206,6 @@ class MeasuredEvaluation:
 
     def _source(self, candidate: Candidate) -> tasks.Source:
         return tasks.Source.of(candidate.family, candidate.variant(self.problem.spec()))
-
-
-class _Early:
-    """GPU watch opened by a thread of its own, so that nobody waits before `get`."""
-
-    def __init__(self, make: Callable[[], GpuWatch]) -> None:
-        self._opened = begun(lambda: make().__enter__())
-
-    def get(self) -> GpuWatch:
-        """The watch, once it is open; raises the error of opening it."""
-        return self._opened.result()
-
-    def close(self) -> None:
-        """Close the watch, if it could be opened."""
-        if self._opened.exception() is None:
-            self.get().__exit__(None, None, None)
 
 
 def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
@@ -247,8 +229,8 @@ def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedEvaluation:
+@dataclass(slots=True, kw_only=True)
+class PredictedEvaluation(Evaluation):
     """Evaluation without a GPU: checked in Triton's interpreter, where it can run there, and timed by the cost model."""
 
     problem: Problem
@@ -257,15 +239,6 @@ class PredictedEvaluation:
     seed: int
     verdicts: Verdicts
     spent: Spent = field(default_factory=Spent)
-
-    def expect_race(self) -> None:
-        """Do nothing: there is no race."""
-
-    def close(self) -> None:
-        """Do nothing: nothing was begun."""
-
-    def prepare(self) -> None:
-        """Do nothing: the first check starts the interpreter."""
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
         """Take over a check, which serves every candidate of its code path."""
@@ -285,14 +258,6 @@ class PredictedEvaluation:
             reason = f"needs {facts.registers} registers x {facts.threads} threads, more than an SM of {self.target.slug} has"
             return Failed(fate=Fate.CONSTRAINT, reason=reason, error=error)
         return Timed(time=Measurement.predicted(time_us), error=error)
-
-    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """No race: nothing can be timed."""
-        return None, None
-
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
-        """No calls: nothing can be timed."""
-        return None
 
     def _checked(self, candidate: Candidate) -> Checked | Failed:
         path = _path(candidate)

@@ -1,16 +1,21 @@
-"""Options of a search, and the listener to its progress."""
+"""Options of a search, the listener to its progress, and the order of its problems."""
 
+import math
+import statistics
+import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from flashtune.core.config import KernelSpec
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Outcome, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.children.workers import Limits
-from flashtune.tuner.propose.sampling import Sampler
 from flashtune.tuner.publish.winners import Keeping
 from flashtune.tuner.search.evaluation import CallsTask
 
@@ -27,7 +32,8 @@ class SearchPlan:
     trials: int = 60
     budget_s: float | None = None
     until: float | None = None
-    sampler: Sampler = "gp"
+    sampler: str = "gp"
+    """Short name, or module:Class of an Optuna sampler (see `sampler_of`)."""
     seed: int | None = None
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)
@@ -71,3 +77,72 @@ class SearchListener(Protocol):
 
     def save_failed(self, problem: Problem, error: FlashtuneError) -> None:
         """A result couldn't be saved; saving is retried at the end."""
+
+
+class Schedule:
+    """Problems of a plan, by their places in it; any thread may use it. `found` are the results of finished ones."""
+
+    def __init__(self, plan: SearchPlan) -> None:
+        self._plan, self._started = plan, time.monotonic()
+        self._begun: list[int] = []
+        self._after_trials: list[float] = []
+        self._lock = threading.RLock()
+        self.found: dict[int, SearchResult] = {}
+
+    def order(self, spec: KernelSpec | None) -> list[int]:
+        """Problems that this process hasn't begun, in the order in which a device worker whose last one had `spec` should take them.
+
+        A single GPU follows the plan's order; of several each keeps to its spec, of which it has verdicts and near winners, then takes one
+        that nobody has begun, the fewest features first, and then helps where most is left. Winners of plain problems save those with
+        features a third of their trials (benchmarks/results/2026-11-23-lanes).
+        """
+        problems = self._plan.problems
+        with self._lock:
+            left = [index for index in range(len(problems)) if index not in self._begun]
+            if len(self._plan.devices) <= 1:
+                return left
+            begun, counts = {problems[index].spec() for index in self._begun}, Counter(problems[index].spec() for index in left)
+
+        def rank(index: int) -> tuple[int, int]:
+            mine = problems[index].spec()
+            if mine == spec:
+                return 0, 0
+            if mine not in begun:
+                return 1, len(problems[index].features.as_json().keys() - {"alignment"})
+            return 2, -counts[mine]
+
+        return sorted(left, key=rank)
+
+    def begin(self, index: int) -> None:
+        """Leave a problem out of `order`."""
+        with self._lock:
+            self._begun.append(index)
+
+    def put_back(self, index: int) -> None:
+        """Have a problem of `begin` in `order` again."""
+        with self._lock:
+            self._begun.remove(index)
+
+    def deadline(self, index: int) -> float | None:
+        """Time (`time.monotonic`) at which a problem's trials have to end, so that later problems get their share; None without a budget.
+
+        Races and other work after the trials are estimated from earlier problems.
+        """
+        if self._plan.budget_s is None:
+            return None
+        now, device_workers = time.monotonic(), max(1, len(self._plan.devices))
+        left = max(0.0, self._plan.budget_s - (now - self._started))
+        with self._lock:
+            share = left / math.ceil((len(self._plan.problems) - self._begun.index(index)) / device_workers)
+            after = statistics.median(self._after_trials) if self._after_trials else 0.0
+        return now + max(0.0, share - after)
+
+    @property
+    def late(self) -> bool:
+        """True once the budget of the whole plan is spent."""
+        return self._plan.budget_s is not None and time.monotonic() - self._started > self._plan.budget_s
+
+    def followed(self, seconds: float) -> None:
+        """Add the seconds of the work after a problem's trials."""
+        with self._lock:
+            self._after_trials.append(seconds)

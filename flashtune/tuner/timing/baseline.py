@@ -23,7 +23,7 @@ BACKENDS = {
 """PyTorch's backends by the names that `flashtune bench` shows."""
 
 
-def framework_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
+def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
     """PyTorch's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
 
     A backward is the gradients alone, dQ, dK and dV, then the bias's and the slopes' where requested: the forward that they need runs at
