@@ -66,7 +66,7 @@ def until_told(folder: Path, trials: int) -> None:
     while time.monotonic() < deadline:
         try:
             with sqlite3.connect(f"file:{folder}/cache/studies.sqlite?mode=ro", uri=True) as studies:
-                [told] = studies.execute("SELECT count(*) FROM trial_system_attributes WHERE key = 'outcome'").fetchone()
+                [told] = studies.execute("SELECT count(*) FROM trial_user_attributes WHERE key = 'outcome'").fetchone()
             if told >= trials:
                 return
         except sqlite3.Error:

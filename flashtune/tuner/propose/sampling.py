@@ -15,7 +15,7 @@ import optuna
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from flashtune.core.errors import InputError
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
 from flashtune.tuner.propose.candidates import Array, Candidates
 from flashtune.tuner.propose.space import Candidate, SearchSpace
@@ -125,16 +125,7 @@ class ByOptuna(CandidateSampler):
         kind: type[optuna.samplers.BaseSampler] = optuna.samplers.TPESampler,
     ) -> None:
         super().__init__(space, problem, seed=seed, starts=starts)
-        # TPE's options for several pending trials and axes that depend on each other; other samplers have none of these.
-        wanted = {"seed": seed, "multivariate": True, "constant_liar": True, "n_startup_trials": 12}
-        known = inspect.signature(kind).parameters
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            try:
-                sampler = kind(**{name: value for name, value in wanted.items() if name in known})
-            except TypeError as error:
-                raise InputError(f"{kind.__name__} can't be made without arguments of its own ({error}): choose another sampler") from error
-        self._study = optuna.create_study(direction="minimize", sampler=sampler)
+        self._study = optuna.create_study(direction="minimize", sampler=_made(kind, seed))
         self._asked: dict[Candidate, optuna.Trial] = {}
         self._told: set[Candidate] = set()
 
@@ -150,7 +141,12 @@ class ByOptuna(CandidateSampler):
         for candidate, time_us in observed.items():
             if candidate not in self._told:
                 self._tell(candidate, time_us)
-        trial = self._study.ask(dict(self._ranges))
+        try:
+            trial = self._study.ask(dict(self._ranges))
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"Optuna's sampler needs a package that is missing ({error}): install it, or choose another"
+            ) from error
         point = np.array([trial.params[name] for name in self._ranges])
         place = free[int(np.argmin(np.square(self.pool.features[free] - point).sum(axis=1)))]
         self._asked[self.pool.candidates[place]] = trial
@@ -285,7 +281,7 @@ def sampler_of(
 def require_sampler(name: str) -> None:
     """Raise InputError for a name that `sampler_of` doesn't know."""
     if name not in OWN:
-        optuna_sampler(name)
+        _made(optuna_sampler(name), None)
 
 
 def optuna_sampler(name: str) -> type[optuna.samplers.BaseSampler]:
@@ -298,6 +294,19 @@ def optuna_sampler(name: str) -> type[optuna.samplers.BaseSampler]:
     if not isinstance(kind, type) or not issubclass(kind, optuna.samplers.BaseSampler):
         raise InputError(f"{name!r} is no Optuna sampler: name a subclass of optuna.samplers.BaseSampler, such as GPSampler")
     return kind
+
+
+def _made(kind: type[optuna.samplers.BaseSampler], seed: int | None) -> optuna.samplers.BaseSampler:
+    """Optuna sampler of a class that takes a seed or no arguments; raises InputError for others, or where a package is missing."""
+    # TPE's options for several pending trials and axes that depend on each other; other samplers have none of these.
+    wanted = {"seed": seed, "multivariate": True, "constant_liar": True}
+    known = inspect.signature(kind).parameters
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return kind(**{name: value for name, value in wanted.items() if name in known})
+    except (TypeError, ImportError) as error:
+        raise InputError(f"the sampler {kind.__name__} can't be made ({error}): choose another, or install what it needs") from error
 
 
 def derived(seed: int, number: int) -> int:
