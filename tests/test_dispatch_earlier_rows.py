@@ -1,11 +1,15 @@
 """Rows that an earlier version wrote, before an axis was declared: they are served with what configs did without it."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.cases.archive import folder
 from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.core.config import Config
@@ -45,7 +49,7 @@ EARLIER = Outcome(
     finalist=True,
     rank=1,
 )
-SWEEP = Path(__file__).parent.parent / "benchmarks" / "sweeps" / "h200-n4096-d128-bf16-causal.sqlite"
+SWEEP = folder() / "2026-11-22-h200-sweeps" / "h200-n4096-d128-bf16-causal.sqlite"
 PROVENANCE = Provenance(flashtune="0.1.0", torch="2.11.0", triton="3.6.0")
 # Preferred to any shipped row.
 BASELINE = Baseline(backend="cudnn", measurement=Measurement.of([1000.0] * 15))

@@ -1,5 +1,6 @@
 """Machine code of generated kernels: reproducible, the very instructions of a launch by Triton's JIT, and fit for usual calls."""
 
+import random
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from flashtune.templates import BITS, family
 from flashtune.templates.loading import host_of, load_kernel
 from flashtune.tuner.children.cached_code import machine_code_of, taking
 from flashtune.tuner.children.compile import compiling_for
+from flashtune.tuner.publish import packing
 from flashtune.tuner.publish.generated import (
     Arranged,
     archive_of,
@@ -355,3 +357,12 @@ def test_threads_of_a_warp_specialised_kernel_are_all_of_its_warps() -> None:
     assert hopper
     # A producer's warpgroup beside each consumer's, where num_warps of the launch is 4.
     assert {binary.threads // 32 for binary in hopper} <= {8, 12, 16, 20}
+
+
+def test_code_with_like_instructions_is_packed_into_one_group() -> None:
+    rng = random.Random(5)
+    bodies = [rng.randbytes(16 * 400) for _ in range(3)]
+    changed = [body[: 16 * cut] + rng.randbytes(32) + body[16 * cut :] for cut in (100, 200, 300) for body in bodies]
+    groups = packing.alike_groups([*bodies, *changed], 4 * (16 * 400 + 32))
+    assert sorted(map(sorted, groups)) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert packing.alike_groups([b"", b"a" * 100], 50) == [[0], [1]]

@@ -1,8 +1,7 @@
 """Archive of earlier runs: unpacks it into benchmarks/results, as every case that reads earlier runs does by itself.
 
-`--pack` puts all folders of benchmarks/results into the archive, and writes tables and newest runs anew. A run is a folder
-`<date>-<gpu>-<what>`, which git ignores. Beside the archive most cases have a table of their figures and their newest run as it was
-written.
+`--pack` puts all folders of benchmarks/results into the archive, and writes the tables anew. A run is a folder `<date>-<gpu>-<what>`, which
+git ignores. Beside the archive most cases have a table of their figures.
 """
 
 import csv
@@ -56,9 +55,11 @@ def folder() -> Path:
 
 
 def pack() -> None:
-    """Write the archive of all runs, the same bytes for the same files, then tables and newest runs."""
+    """Write the archive of all runs, the same bytes for the same files, then the tables."""
     folder()
-    files = [path for run in sorted(HERE.iterdir()) if RUN.fullmatch(run.name) for path in sorted(run.rglob("*")) if path.is_file()]
+    files = [path for run in HERE.iterdir() if RUN.fullmatch(run.name) for path in run.rglob("*") if path.is_file()]
+    # Files of one kind beside each other pack better.
+    files.sort(key=lambda path: (path.suffix, path))
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in files:
@@ -80,7 +81,6 @@ def pack() -> None:
         with (HERE / f"{name}.csv").open("w", newline="") as table:
             writer = csv.writer(table, lineterminator="\n")
             writer.writerows([COLUMNS, *(line for _, path, kept in members for line in lines_of(path, kept))])
-        (HERE / f"{name}.json").write_bytes(members[-1][1].read_bytes())
 
 
 def lines_of(path: Path, kept: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -101,7 +101,7 @@ def lines_of(path: Path, kept: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 def main() -> None:
     """Unpack or pack."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--pack", action="store_true", help="write the archive, tables and newest runs anew")
+    parser.add_argument("--pack", action="store_true", help="write the archive and the tables anew")
     if parser.parse_args().pack:
         pack()
     else:

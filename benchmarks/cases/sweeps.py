@@ -1,8 +1,8 @@
 """Replay of searches on the committed sweeps: regret by trials of the shipped search and of other samplers, without a GPU.
 
-A sweep (benchmarks/sweeps/*.sqlite) holds the outcome of every candidate of a problem, written by `flashtune search --sampler exhaustive`.
-Trials of a replayed search are answered by the sweep, with some noise that a seed draws. Regret is the sweep's time of the best candidate
-so far over the best time of the space, less one.
+A sweep holds the outcome of every candidate of a problem, written by `flashtune search --sampler exhaustive`; four are among the archived
+runs. Trials of a replayed search are answered by the sweep, with some noise that a seed draws. Regret is the sweep's time of the best
+candidate so far over the best time of the space, less one.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import optuna
 
+from benchmarks.cases.archive import folder
 from benchmarks.shared.environment import argument_parser
 from flashtune.core.config import Config
 from flashtune.core.results import Fate, Outcome, SearchResult
@@ -29,7 +30,7 @@ from flashtune.tuner.propose import sampling
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.propose.study import Study
 
-SWEEPS = Path(__file__).parent.parent / "sweeps"
+SWEEPS = folder() / "2026-11-22-h200-sweeps"
 STARTS = {"all": 0, "less5": 5, "less20": 20, "none": 10**6}
 """Number of a sweep's fastest candidates that are struck from the hand-written starts."""
 NOISE = 0.005
@@ -40,10 +41,10 @@ SHOWN = (5, 10, 20, 30, 40, 60)
 
 
 @cache
-def sweeps(folder: Path = SWEEPS) -> list[SearchResult]:
+def sweeps() -> list[SearchResult]:
     """Every recorded sweep, by problem."""
     found: list[SearchResult] = []
-    for path in sorted(folder.glob("*.sqlite")):
+    for path in sorted(SWEEPS.glob("*.sqlite")):
         with Store.open(path, writable=False) as store:
             found += [_completed(sweep) for sweep in store.results()]
     return found

@@ -2,7 +2,7 @@
 
 Per key block a program needs the matrix units, the exponential units, the vector units and the memory path. Programs that share an SM
 overlap these; a program alone only as far as its warps and pipeline stages allow. Whole waves of programs then fill the GPU.
-The constants are fitted to the sweeps in benchmarks/sweeps, which a test replays.
+The constants are fitted to the sweeps in benchmarks/results/2026-11-22-h200-sweeps, which a test replays.
 """
 
 import math

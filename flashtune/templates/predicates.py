@@ -61,7 +61,7 @@ def probs_bytes(config: Config, spec: KernelSpec) -> int:
 def expected_facts(config: Config, spec: KernelSpec, target: Target, *, shared: int, beside: int) -> CompileFacts:
     """Expected resource usage of a kernel of `shared` bytes, with `beside` registers per thread beside `live_registers`.
 
-    `beside` is the median over benchmarks/sweeps, by family.
+    `beside` is the median over benchmarks/results/2026-11-22-h200-sweeps, by family.
     """
     return capped_facts(config, target, needed=live_registers(config, spec, target) + beside, shared=shared)
 
