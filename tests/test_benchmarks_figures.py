@@ -1,9 +1,7 @@
-"""The figures page's numbers, the races' log and the notes beside it agree with the committed results and the shipped records."""
+"""The figures page's numbers agree with the committed results and the shipped records."""
 
 import json
 import math
-import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,24 +16,11 @@ from flashtune.db.library import Library, shipped_path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "README.md"
 CALLS = folder() / "2026-11-22-h200-calls"
-GAVE_WAY = folder() / "2026-11-25-h100-units" / "gave_way.sqlite"
-RACED = re.compile(r"(?P<label>n\S+) +(?P<us>[\d.]+) us +(?P<ratio>[\d.]+)x call +(?P<call>[\d.]+) (?P<config>.*)")
 
 
 @cache
 def shipped() -> tuple[TuningRecord, ...]:
     return tuple(Library.of(shipped_path()).records(gpu="h200"))
-
-
-@cache
-def raced() -> tuple[TuningRecord, ...]:
-    """Those of the race of all forward rows at once that ship, and those in whose place another GPU's rows do."""
-    return tuple(record for record in (*shipped(), *Library.of(GAVE_WAY).records(gpu="h200")) if of_the_race(record))
-
-
-def of_the_race(record: TuningRecord) -> bool:
-    """True if a row is of the race of all forward rows at once; others are searches and races of later problems."""
-    return record.problem.direction == "fwd" and "race_again.py" in record.provenance.command
 
 
 def one_line(path: Path) -> str:
@@ -46,35 +31,6 @@ def results(part: str) -> list[dict[str, Any]]:
     """A part's rows, of its run and of the one that measured what there was no time for."""
     files = sorted(CALLS.glob(f"{part}.json")) + (sorted(CALLS.glob("models_gemma2.json")) if part == "models" else [])
     return [row for file in files for row in json.loads(file.read_text())[part]]
-
-
-def test_the_races_log_and_the_shipped_rows_are_of_one_race() -> None:
-    """As printed: to 0.1 us and to a thousandth of the ratio."""
-    logged = Counter(
-        (found["label"], found["us"], found["ratio"], found["config"])
-        for line in (CALLS / "race.txt").read_text().splitlines()
-        if (found := RACED.match(line))
-    )
-    stored = Counter(
-        (
-            record.problem.label(),
-            f"{record.median_us:.1f}",
-            f"{record.framework_us / record.median_us:.3f}",
-            " ".join(f"{name}={value}" for name, value in sorted(record.outcome.config.as_dict().items())),
-        )
-        for record in raced()
-        if record.framework_us is not None
-    )
-    assert logged == stored and sum(stored.values()) > 100
-
-
-def test_what_the_notes_say_of_throttled_races_is_what_the_rows_keep() -> None:
-    kept = [record.provenance.conditions for record in raced()]
-    reasons = [conditions.throttled_by or "" for conditions in kept if conditions is not None]
-    capped = [reason for reason in reasons if "SwPowerCap" in reason]
-    warm = [reason for reason in capped if "Thermal" in reason]
-    said = f"Of the {len(kept)} races {len(capped)} met the board's power cap (`SwPowerCap`) and {len(warm)} of these a thermal one"
-    assert said in one_line(CALLS / "README.md")
 
 
 def test_figures_of_calls_are_those_of_the_committed_runs() -> None:

@@ -243,10 +243,6 @@ def test_a_tile_reads_the_words_of_its_own_batch_head_block_and_rows(stored: tup
         assert torch.equal(torch.from_numpy(found), packed[batch % stored[0], head % stored[1], block, row : row + 64])
 
 
-def test_masks_are_packed_into_the_words_that_scores_are_kept_by() -> None:
-    assert interpreted("interpret_pack_mask.py") == []
-
-
 def weights_order(block_n: int) -> list[int]:
     """The key whose weight lies at each place of the left operand of an e4m3 product."""
     module = rendered(problem(64, dtype="fp8").spec(), BLOCK_N=block_n, intra_wg_overlap=0)
@@ -274,8 +270,8 @@ def test_e4m3_weights_are_packed_within_a_thread(block_n: int) -> None:
     assert all(key % 8 // 2 == place // 4 % 4 for place, key in enumerate(order))
 
 
-def test_values_are_transposed_into_the_order_of_the_weights() -> None:
-    assert interpreted("interpret_transpose_v.py", json.dumps(weights_order(64)[:16])) == []
+def test_masks_are_packed_into_words_and_values_transposed_into_the_order_of_the_weights() -> None:
+    assert interpreted("interpret_hopper_copies.py", json.dumps(weights_order(64)[:16])) == []
 
 
 @pytest.mark.parametrize(("columns", "copied"), [(64, False), (24, False), (50, True), (1, True)])

@@ -1,9 +1,11 @@
-"""Runs `pack_mask` of rendered Hopper modules in Triton's interpreter and prints one JSON list; a test starts it as a child process.
+"""Runs what goes before a Hopper kernel, `pack_mask` and `transpose_v`, in Triton's interpreter; tests start it as a child process.
 
-The variable TRITON_INTERPRET=1 has to be set before Triton is imported. Printed is the name of each case that came out wrong.
+Usage: interpret_hopper_copies.py ORDER, a JSON list of the key within sixteen that every place of transposed values is to hold;
+TRITON_INTERPRET=1 has to be set before Triton is imported. Printed is the name of each case that came out wrong, as a JSON list.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ SHAPE = (2, 2, 66, 100)
 
 B, H, M, N = SHAPE
 
-CASES: dict[str, Callable[[], torch.Tensor]] = {
+MASKS: dict[str, Callable[[], torch.Tensor]] = {
     "full": lambda: drawn(*SHAPE),
     "one matrix for all": lambda: drawn(1, 1, M, N),
     "one for each head": lambda: drawn(1, H, M, N),
@@ -37,7 +39,7 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.6
 
 
-def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
+def packed(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
     """True if a launch packs `stored`, expanded, into the words of `words_of`, each matrix that it doesn't repeat once."""
     wanted = replace(problem(16, Features(mask="bool"), dtype="fp16"), batch=B, heads=H, kv_heads=1, n_q=M, n_kv=N)
     inputs = make_inputs(wanted, device="cpu", seed=0)
@@ -58,11 +60,31 @@ def run(stored: torch.Tensor, block_n: int, block_m: int) -> bool:
     return torch.equal(words, expected) and (told["mask_per_batch"], told["mask_per_head"]) == steps and told["mask_bits_ptr"] is words
 
 
+VALUES = [(64, 1, False), (64, 128, False), (40, 77, True), (24, 130, True), (128, 300, False), (8, 16, True)]
+"""D_v, N_kv and whether the heads of a row lie side by side."""
+
+
+def transposed(d_v: int, n_kv: int, heads_inside: bool, order: torch.Tensor) -> bool:
+    """True if the transposed values of random bytes are those in `order`, with zeros after the last key."""
+    wanted = replace(problem(64, d_v=d_v, dtype="fp8"), n_q=64, n_kv=n_kv)
+    inputs = make_inputs(wanted, device="cpu", seed=n_kv, heads_inside=heads_inside)
+    bits = inputs.v.view(torch.uint8)
+    bits.copy_(torch.randint(1, 256, bits.shape))
+    (kernel, grid, arguments, options), _ = launches(rendered(wanted.spec(), BLOCK_M=64, intra_wg_overlap=0), inputs)
+    found = arguments[1].fill_(255)
+    kernel[grid](*arguments, **options)
+    room = -(-n_kv // 16) * 16
+    keys = torch.arange(room) // 16 * 16 + order.repeat(room // 16)
+    padded = torch.nn.functional.pad(bits, (0, 0, 0, room - n_kv))
+    return torch.equal(found, padded[:, :, keys].transpose(2, 3))
+
+
 def main() -> None:
-    """Run all cases for all block sizes, which have words of their own types."""
+    """Run all cases; block sizes have words of their own types."""
     torch.manual_seed(0)
-    blocks = [(64, 64), (128, 128), (256, 64)]
-    print(json.dumps([f"{name} {sizes}" for name, make in CASES.items() for sizes in blocks if not run(make(), *sizes)]))
+    order, blocks = torch.tensor(json.loads(sys.argv[1])), [(64, 64), (128, 128), (256, 64)]
+    wrong = [f"{name} {sizes}" for name, make in MASKS.items() for sizes in blocks if not packed(make(), *sizes)]
+    print(json.dumps([*wrong, *(str(case) for case in VALUES if not transposed(*case, order))]))
 
 
 if __name__ == "__main__":
