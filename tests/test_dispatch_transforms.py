@@ -33,7 +33,7 @@ VMAPPED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
 def loss_of(words: dict[str, Any], names: Sequence[str]) -> Loss:
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         found = dispatch.attention(q, k, v, **words, **dict(zip(names, more, strict=True)))
-        return found[0].square().sum() + found[1].sum() if isinstance(found, tuple) else found.square().sum()
+        return found[0].float().square().sum() + found[1].sum() if isinstance(found, tuple) else found.float().square().sum()
 
     return loss
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_dispatch_transforms import loss_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
@@ -96,12 +97,7 @@ VMAPPED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
 @pytest.mark.parametrize("case", VMAPPED)
 def test_vmap_gives_what_a_loop_gives(case: str, dtype: torch.dtype) -> None:
     words, tensors = VMAPPED[case]
-    tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-3
-
-    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        found = dispatch.attention(q, k, v, **words, **dict(zip(tensors, more, strict=True)))
-        return found[0].float().square().sum() + found[1].sum() if isinstance(found, tuple) else found.float().square().sum()
-
+    tolerance, loss = 3e-2 if dtype == torch.bfloat16 else 2e-3, loss_of(words, list(tensors))
     inputs = [*(numbers(2, 4, 64, 64, seed=seed, dtype=dtype) for seed in range(3)), *(x.to(GPU) for x in tensors.values())]
     for dims in itertools.product((0, None), repeat=len(inputs)):
         if not any(dim == 0 for dim in dims):

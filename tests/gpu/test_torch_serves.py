@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_dispatch_torch_serves import EMPTY, GONE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -202,19 +203,8 @@ def test_dropout_of_everything_gives_zeros_and_zero_gradients(dtype: torch.dtype
     assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-EMPTY = {
-    "no batch": ((0, 4, 8, 16), 8, 16),
-    "no tokens": ((2, 4, 0, 16), 0, 16),
-    "no queries": ((2, 4, 0, 16), 8, 16),
-    "no keys": ((2, 4, 8, 16), 0, 16),
-    "no columns": ((2, 4, 8, 0), 8, 32),
-    "no values": ((2, 4, 8, 16), 8, 0),
-    "no heads": ((2, 0, 8, 16), 8, 16),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("more", [{}, {"is_causal": True}, {"window": 20}, {"return_lse": True}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("more", GONE.values(), ids=GONE)
 @pytest.mark.parametrize(("shape", "n_kv", "d_v"), EMPTY.values(), ids=EMPTY)
 def test_empty_sizes_have_gradients(shape: tuple[int, ...], n_kv: int, d_v: int, more: dict[str, Any], dtype: torch.dtype) -> None:
     sizes = (shape, (*shape[:2], n_kv, shape[3]), (*shape[:2], n_kv, d_v))
