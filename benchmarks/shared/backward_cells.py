@@ -13,7 +13,7 @@ import torch
 from benchmarks.shared import cells as forward_cells
 from benchmarks.shared import flash_attention_4
 from benchmarks.shared.cells import Cell, Group, problem_of
-from benchmarks.shared.peers import words_of
+from benchmarks.shared.peers import NOT_EXPRESSED, runnable, words_of
 from benchmarks.shared.random_shapes import Kind, random_problems
 from benchmarks.shared.searches import shipped
 from flashtune import dispatch
@@ -26,7 +26,7 @@ from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children.child import withdraw
-from flashtune.tuner.children.tasks import Source, one_line
+from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.machine import local_gpu
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Stopwatch
@@ -136,28 +136,17 @@ def inputs_of(cell: Cell, seed: int) -> Inputs:
 def runs_of(cell: Cell, inputs: Inputs) -> tuple[dict[str, Run], dict[str, str], Explanation]:
     """Ours and the peers that ran once, by name; reasons of the others; and the choice that serves ours."""
     served = served_in_call(inputs) if cell.group == RANDOM else served_by(cell)
-    runs: dict[str, Run] = {}
-    notes: dict[str, str] = {}
-    makers = {OURS: partial(ours, served, inputs), FA4: partial(fa4, inputs, False), FA4_REPEATABLE: partial(fa4, inputs, True)}
+    makers: dict[str, Callable[[], Any]] = {OURS: partial(ours, served, inputs)}
+    makers |= {FA4: partial(fa4, inputs, False), FA4_REPEATABLE: partial(fa4, inputs, True)}
     makers |= {name: partial(pytorch_call, inputs, name) for name in ("cudnn", "flash", "efficient")}
     if cell.group == DETERMINISTIC:
         makers = {name: makers[name] for name in (OURS, FA4_REPEATABLE)} | {FA2_REPEATABLE: partial(fa2_repeatable, inputs)}
     if cell.group == RANDOM:
         makers |= {"default": partial(pytorch_call, inputs), STEP: partial(step, inputs)}
         makers |= {DEFAULT_STEP: partial(pytorch_call, inputs, step=True)}
-    for name, make in makers.items():
-        try:
-            run = make()
-            if run is None:
-                notes[name] = "can't express it"
-                continue
-            run()
-            torch.cuda.synchronize()
-            runs[name] = run
-        except Exception as error:
-            if "CUDA error" in str(error) or name == OURS:
-                raise
-            notes[name] = one_line(error)
+    runs, notes = runnable(makers)
+    if notes.get(OURS, NOT_EXPRESSED) != NOT_EXPRESSED:
+        raise RuntimeError(f"ours: {notes[OURS]}")
     return runs, notes, served
 
 

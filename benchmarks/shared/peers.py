@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ SOFTCAP = 30.0
 
 COPY_BYTES = 1 << 30
 """Bytes that the device copy reads, and writes again: far more than any cache holds."""
+
+NOT_EXPRESSED = "can't express it"
+"""Reason of a peer that lacks a feature."""
 
 NO_REFERENCE = ("copy", RANDOM)
 """Peers whose output isn't the cell's."""
@@ -171,15 +175,22 @@ def _widened(inputs: Inputs) -> Inputs:
 
 def peers_of(cell: Cell, data: Data) -> tuple[dict[str, Run], dict[str, str]]:
     """Peers that ran once, by name, and the reasons of those that did not."""
+    return runnable({name: partial(_peer, name, cell, data) for name in cell.peers})
+
+
+def runnable(makers: Mapping[str, Callable[[], Run | None]]) -> tuple[dict[str, Run], dict[str, str]]:
+    """Calls that ran once, by name, and the reasons of those that did not; a CUDA error ends the process."""
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
-    for name in cell.peers:
+    for name, make in makers.items():
         try:
-            run = _peer(name, cell, data)
+            run = make()
             if run is None:
-                notes[name] = "can't express it"
+                notes[name] = NOT_EXPRESSED
                 continue
             run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             runs[name] = run
         except Exception as error:
             leave_if_sticky(error)

@@ -28,32 +28,27 @@ def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int, warm: b
 
     A round before these isn't counted, unless they are not to be `warm`.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(0 if warm else 1, rounds + 1):
-        for name in sorted(calls, reverse=turn % 2 == 1):
-            call = calls[name]
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            torch.cuda.synchronize()
-            if turn:
-                found[name].append((time.perf_counter() - start) / repeats * 1e6)
-    return found
+    return _in_turns(calls, rounds, repeats, uncounted=1 if warm else 0, until_done=True)
 
 
 def host_in_turns(calls: dict[str, Call], *, rounds: int = 40, repeats: int = 48) -> dict[str, list[float]]:
     """Microseconds of host time a call: the GPU catches up between groups of calls that its queue holds."""
+    return _in_turns(calls, rounds, repeats, uncounted=2, until_done=False)
+
+
+def _in_turns(calls: dict[str, Call], rounds: int, repeats: int, *, uncounted: int, until_done: bool) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
+    for turn in range(uncounted + rounds):
         for name in sorted(calls, reverse=turn % 2 == 1):
             call = calls[name]
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(repeats):
                 call()
+            if until_done:
+                torch.cuda.synchronize()
             spent = time.perf_counter() - start
-            if turn > 1:
+            if turn >= uncounted:
                 found[name].append(spent / repeats * 1e6)
     torch.cuda.synchronize()
     return found
