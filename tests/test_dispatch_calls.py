@@ -119,8 +119,8 @@ def test_gradients_by_kernels_are_met_in_graphs_too(machine: Machine) -> None:
     assert CALLS.met() == [PROBLEM, replace(PROBLEM, direction="bwd")]
     CALLS.forget()
     dispatch.reload()
-    numbers = (0.0, 0.25, -1, 0, 0.0, "top_left", False, False)
-    out, *_ = torch.ops.flashtune.attention_training(q, K, V, None, None, None, None, *numbers)
+    numbers = (0.0, 0.25, -1, 0, 0.0, "top_left", True, False, False, True)
+    out, *_ = torch.ops.flashtune.attention(q, K, V, *[None] * 7, *numbers)
     assert CALLS.met() == [PROBLEM]
     out.sum().backward()
     assert CALLS.met() == [PROBLEM, replace(PROBLEM, direction="bwd")]

@@ -113,7 +113,7 @@ def test_what_is_given_per_head_counts_and_gets_its_gradient(name: str, words: d
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("operator", ["attention_training", "attention_gradients"])
+@pytest.mark.parametrize("operator", ["attention", "attention_gradients"])
 def test_operators_of_training_calls_take_what_backwards_are_given_per_head(operator: str) -> None:
     taken = {argument.name for argument in getattr(torch.ops.flashtune, operator).default._schema.arguments}
     plain = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="bf16", direction="bwd").spec()

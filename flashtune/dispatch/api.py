@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -12,39 +11,32 @@ from torch.jit._builtins import _register_builtin
 from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
 from flashtune.core.band import Window
-from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
-from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
+from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, unwrapped
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, restorer
+from flashtune.dispatch.plans.dropout_seed import capturing, restorer
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.plan_cache import Plan
 from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy import length_buckets
-from flashtune.dispatch.resolve import backwards, choosing, recorder
+from flashtune.dispatch.resolve import choosing, recorder
 from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.inspection import (
     GRADIENT,
-    GRADIENTS,
     ON_THE_CPU,
     PERHAPS_FAKE,
-    autocast,
     flash_attention_on,
     places_in_memory,
     prepared,
-    switched_off,
-    transformed,
-    why_torch_ever,
     why_torch_now,
 )
 from flashtune.dispatch.resolve.layers import STACK, current
 from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops import overriding, tracing, training
+from flashtune.dispatch.torch_ops import operators, overriding, training
 from flashtune.dispatch.torch_ops.lazy import define_lazily
 
 _P = ParamSpec("_P")
@@ -135,7 +127,9 @@ def attention(
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
-        return _traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
+        arguments, given = Arguments(query, key, value, attn_mask, seed, per_head), Options(*options)
+        nested = overriding.nested(arguments, given)
+        return overriding.torchs(query, key, value, attn_mask, given) if nested else operators.traced(arguments, given)
     signature: tuple[Any, ...] | None = None
     direct: Callable[..., torch.Tensor] | None = None
     plans = STACK.get().plans
@@ -304,7 +298,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
     call = parse(arguments, options)
     plan = TorchPlan.of(call, *arguments[:4])
     draws = call.dropout_p > 0.0 and arguments.seed is None
-    if draws and torch.cuda.is_initialized() and draws_in_a_capture(call, None):  # type: ignore[no-untyped-call]
+    if draws and torch.cuda.is_initialized() and capturing(call.device):  # type: ignore[no-untyped-call]
         # Not cached: the next call outside of a capture may be a kernel's.
         return plan.captured(*arguments)
     with memo.lock:
@@ -337,74 +331,6 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
     return plan.run(*arguments)
 
 
-def _traced(arguments: Arguments, options: Options) -> Any:
-    """`attention` under torch.compile."""
-    if overriding.nested(arguments, options):
-        return overriding.torchs(*arguments[:4], options)
-    arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
-    call = parse(arguments, options)
-    why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
-    problem, trains = call.problem, False
-    # A forward without gradients may be recomputed with them, and has to drop the same pairs.
-    draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
-    if problem is not None and (draws or why_torch in GRADIENTS):
-        # Sizes don't matter: only the existence of a measured record counts.
-        features, place = problem.features, -1 if call.device.index is None else call.device.index
-        left, right = (None if side is None else index(side) for side in features.window or (None, None))
-        window = (features.window is not None, left, right)
-        requested = () if why_torch is None else GRADIENTS[why_torch]
-        flags = [
-            call.deterministic,
-            backwards.composite(call),
-            *(getattr(features, name) for name in FLAGS),
-            *(name in requested for name in ASKED),
-        ]
-        # A tracer may hold symbolic truth values, which a branch makes constants, and sizes, for which `index` does and `int` doesn't.
-        causal, *flags = [True if flag else False for flag in (features.causal, *flags)]  # noqa: SIM210
-        ratio = index(problem.heads) // index(problem.kv_heads)
-        sizes = (problem.d, problem.d_v, ratio)
-        trains = _trainable(call.device.type, place, problem.dtype, *sizes, causal, features.mask, *window, *flags)
-    if why_torch is None:
-        return tracing.traced(call, arguments, options, kernels=trains or not draws, trains=False)
-    return tracing.traced(call, arguments, options, kernels=False, trains=trains)
-
-
-def _trainable(
-    device: str,
-    index: int,
-    dtype: DType,
-    d: int,
-    d_v: int,
-    ratio: int,
-    causal: bool,
-    mask: MaskKind,
-    windowed: bool,
-    left: int | None,
-    right: int | None,
-    deterministic: bool,
-    composite: bool,
-    *flags: bool,
-) -> bool:
-    """True where backward kernels may serve problems like this one, of usual sizes.
-
-    `composite` is the result of `backwards.composite`; `flags` are those of FLAGS and ASKED. A compiler that traces treats the result as a
-    constant, and passes plain values alone.
-    """
-    target = devices.target_of(torch.device(device, index) if index >= 0 else torch.device(device))
-    window = (left, right) if windowed else None
-    words: dict[str, Any] = dict(zip((*FLAGS, *ASKED), flags, strict=True))
-    features = Features(causal=causal, mask=mask, window=window, **words)
-    sizes = {"batch": 1, "heads": ratio, "kv_heads": 1, "n_q": 1, "n_kv": 1, "d": d, "d_v": d_v}
-    problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
-    memo = current()
-    with memo.lock:
-        repeatable = backwards.repeatable_requested(deterministic)
-        return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
-
-
-_trainable._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[bool, str]:
     """`is_causal` and `causal_alignment` equivalent to PyTorch's CausalBias, whose tensor is empty."""
     if is_causal:
@@ -415,6 +341,6 @@ def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
     return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
 
 
-define_lazily(partial(tracing.define, attention), partial(training.define, attention))
+define_lazily(partial(operators.define, attention))
 # torch.jit.script substitutes PyTorch's operation for it.
 _register_builtin(attention, "aten::scaled_dot_product_attention")

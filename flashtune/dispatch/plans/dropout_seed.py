@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtune.dispatch.call import Call, Outputs, seed_bits
+from flashtune.dispatch.call import Outputs, seed_bits
 from flashtune.dispatch.launch import driver
 
 _MASK64 = 2**64 - 1
@@ -21,9 +21,9 @@ It excludes our other threads, but not PyTorch's own use of the generator, so th
 """
 
 
-def draws_in_a_capture(call: Call, seed: int | None) -> bool:
-    """True for unseeded dropout under CUDA graph capture, where the generator's position can't be read."""
-    return seed is None and call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def capturing(device: torch.device) -> bool:
+    """True under CUDA graph capture, where the generator's position can't be read and a sampled seed would be the same at every replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits
+from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
 from flashtune.dispatch.plans.misprediction import Misprediction
 from flashtune.dispatch.plans.pytorch import TorchPlan
@@ -218,7 +218,7 @@ class KernelPlan(ModulePlan):
                 return self.run(query, key, value, attn_mask, seed, per_head)
         bits: tuple[int, ...] = ()
         if call.dropout_p:
-            if draws_in_a_capture(call, seed):
+            if seed is None and capturing(call.device):
                 # A seed sampled here would be the same at every replay of the graph.
                 return self._torch.captured(query, key, value, attn_mask, seed, per_head)
             bits = random_bits(seed, device)
@@ -237,9 +237,9 @@ class KernelPlan(ModulePlan):
         held: Tensor | None = None
         if self._counters or self._scratch:
             known, counts, scratch, rest = self._memory
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
-            if capturing or known != stream:
-                counts, scratch, held = self._stream_memory(stream, capturing)
+            in_graph = torch._C._cuda_isCurrentStreamCapturing()
+            if in_graph or known != stream:
+                counts, scratch, held = self._stream_memory(stream, in_graph)
                 rest = self._behind(scratch)
         lse: Tensor | None = None
         if call.return_lse:
@@ -273,12 +273,12 @@ class KernelPlan(ModulePlan):
             return out if call.rank == 4 else call.restored(out), None
         return (out, lse) if call.rank == 4 else (call.restored(out), call.restored(lse))
 
-    def _stream_memory(self, stream: int, capturing: bool) -> tuple[int, int, Tensor | None]:
+    def _stream_memory(self, stream: int, in_graph: bool) -> tuple[int, int, Tensor | None]:
         """Addresses of counters and scratch for a launch on this stream, and the scratch tensor where PyTorch allocates it."""
         counts, device = 0, self.call.device
         if self._counters:
-            counts = driver.STREAM_MEMORY.counters(device.index, stream, self._counters, capturing)
-        if capturing or self._scratch > driver.StreamMemory.MOST_SCRATCH:
+            counts = driver.STREAM_MEMORY.counters(device.index, stream, self._counters, in_graph)
+        if in_graph or self._scratch > driver.StreamMemory.MOST_SCRATCH:
             # A graph needs memory from its own pool, and large calls run long enough on the GPU to hide an allocation.
             held = torch.empty(self._scratch, dtype=torch.uint8, device=device)
             return counts, held.data_ptr(), held

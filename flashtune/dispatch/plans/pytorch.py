@@ -25,7 +25,7 @@ from flashtune.core.torch_attention import (
     vmapped,
 )
 from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.plans.dropout_seed import draws_in_a_capture, random_bits, relaxed
+from flashtune.dispatch.plans.dropout_seed import capturing, random_bits, relaxed
 
 FEW_SCORES = 2**20
 """Most scores for which PyTorch's math backend computes gradients, as PyTorch itself would choose."""
@@ -81,7 +81,7 @@ class TorchPlan:
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
-            if draws_in_a_capture(call, seed):
+            if seed is None and capturing(call.device):
                 # The generator's position can't be read under capture, but PyTorch's own operations sample anew at each replay.
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:

@@ -10,24 +10,23 @@ from typing import Any
 import torch
 
 
-def define_lazily(*makers: Callable[[], None]) -> None:
-    """Call `makers`, which define operators, at the first lookup of a name in torch.ops.flashtune, in any thread."""
+def define_lazily(define: Callable[[], None]) -> None:
+    """Call `define` at the first lookup of a name in torch.ops.flashtune, in any thread; once more where it was interrupted."""
     namespace: Any = torch.ops.flashtune
-    lock, waiting, making = threading.RLock(), list(makers), False
+    lock, state = threading.RLock(), {"defined": False, "defining": False}
 
     def lookup(name: str) -> Any:
-        nonlocal making
         if name.startswith("__"):
             raise AttributeError(name)
         with lock:
-            # Defining an operator looks it up, too; an interrupted maker is called again.
-            while waiting and not making:
-                making = True
+            # Defining an operator looks it up, too.
+            if not (state["defined"] or state["defining"]):
+                state["defining"] = True
                 try:
-                    waiting[0]()
+                    define()
+                    state["defined"] = True
                 finally:
-                    making = False
-                del waiting[0]
+                    state["defining"] = False
             return type(namespace).__getattr__(namespace, name)
 
     # PyTorch's namespaces are modules, for which __getattr__ serves missing names (PEP 562).
