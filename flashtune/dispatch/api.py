@@ -165,24 +165,10 @@ def attention(
             ):
                 memory = places_in_memory(query, key, value, attn_mask, why_torch)
             signature = (
-                query.shape,
-                key.shape,
-                value.shape,
-                query.stride(),
-                key.stride(),
-                value.stride(),
-                query.dtype,
-                key.dtype,
-                value.dtype,
-                query.device,
-                key.device,
-                value.device,
-                options,
-                seed is not None,
-                memory,
-                why_torch,
+                query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
+                query.device, key.device, value.device, options, seed is not None, memory, why_torch,
                 None if per_head is None else per_head.signature(),
-            )
+            )  # fmt: skip
             plan = plans.get(signature)
             if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
                 cast_to = torch.get_autocast_dtype(query.device.type) if cast else None

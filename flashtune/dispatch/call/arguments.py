@@ -52,17 +52,16 @@ def parse(given: Arguments, options: Options) -> Call:
     """Checked `Call` of these arguments; raises InputError or InputTypeError with the offending value and the remedy."""
     query, key, value, attn_mask, seed, per_head = given
     _check_tensors(query, key, value)
-    is_causal, return_lse, enable_gqa, allow_tf32, deterministic = (
-        _flag(name, getattr(options, name)) for name in ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic")
-    )
+    for name in ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic"):
+        _check_flag(name, getattr(options, name))
     q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     _check_sizes(q, k, v)
     rank = max(len(q), len(k), len(v))
     batch_dims = _batch_dims(q, k, v)
-    heads, kv_heads = _heads(q, k, v, enable_gqa)
+    heads, kv_heads = _heads(q, k, v, options.enable_gqa)
     # Head sizes are compiled into kernels, so a tracer's symbolic ones become numbers.
     n_q, n_kv, d, d_v = q[-2], k[-2], index(q[-1]), index(v[-1])
-    if is_causal and attn_mask is not None:
+    if options.is_causal and attn_mask is not None:
         raise InputError("Explicit attn_mask should not be set when is_causal=True: give one of them, or put the causal band into the mask")
     mask_kind: MaskKind = "none"
     if attn_mask is not None:
@@ -70,58 +69,54 @@ def parse(given: Arguments, options: Options) -> Call:
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
     # A side that hides no pair at these sizes would only select a slower kernel: decoding one token isn't causal.
-    band = Sides.of(options.window, is_causal, options.causal_alignment).band(n_q, n_kv, surely)
-    dropout_p = _number("dropout_p", options.dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
-    wide = query.dtype == torch.float64
-    softcap = _number("softcap", options.softcap, wide=wide)
-    if softcap < 0.0:
-        raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
-    if 0.0 < softcap < _SMALLEST and not wide:
-        raise InputError(f"softcap={softcap} is less than float32's {_SMALLEST:.2g}: give a larger cap, or 0 for none")
+    band = options.sides().band(n_q, n_kv, surely)
+    dropout_p, softcap, scale = _scalars(options, wide=query.dtype == torch.float64)
     if seed is not None:
         seed_bits(seed)
     per_head = per_head or PerHead()
     _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
-    identity = rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads
     sizes = {"batch": math.prod(batch_dims), "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     problem = None
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= MAX_HEAD_DIM:
-        problem = Problem(
-            **sizes,
-            direction="fwd",
-            dtype=KERNEL_DTYPES[query.dtype],
-            features=Features.within(
-                # Features record only whether the diagonal begins at the first key.
-                replace(band, diagonal=0 if surely(band.diagonal == 0) else 1),
-                mask=mask_kind,
-                dropout=dropout_p > 0.0,
-                softcap=softcap > 0.0,
-                tf32=allow_tf32 and query.dtype == torch.float32,
-                **{flag: getattr(per_head, name) is not None for name, flag in PER_HEAD_FLAGS.items()},
-            ),
-        )
+        flags = {flag: getattr(per_head, name) is not None for name, flag in PER_HEAD_FLAGS.items()}
+        flags |= {"dropout": dropout_p > 0.0, "softcap": softcap > 0.0}
+        # Features record only whether the diagonal begins at the first key.
+        diagonal = replace(band, diagonal=0 if surely(band.diagonal == 0) else 1)
+        features = Features.within(diagonal, mask=mask_kind, tf32=options.allow_tf32 and query.dtype == torch.float32, **flags)
+        problem = Problem(**sizes, direction="fwd", dtype=KERNEL_DTYPES[query.dtype], features=features)
     return Call(
         dtype=query.dtype,
         out_dtype=output_torch_dtype(query.dtype),
         device=query.device,
         problem=problem,
-        scale=1.0 / math.sqrt(d or 1) if options.scale is None else _number("scale", options.scale, wide=wide),
         band=band,
-        softcap=softcap,
         per_head=any(x is not None for x in per_head),
         factors=_factors(per_head) if query.dtype == torch.float8_e4m3fn else None,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
+        deterministic=options.deterministic,
         seeded=seed is not None,
-        return_lse=return_lse,
+        return_lse=options.return_lse,
         mask_kind=mask_kind,
         rank=rank,
         batch_dims=batch_dims,
-        identity=identity,
+        identity=rank == len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == heads and k[1] == v[1] == kv_heads,
+        scale=1.0 / math.sqrt(d or 1) if scale is None else scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
         **sizes,
     )
+
+
+def _scalars(options: Options, *, wide: bool) -> tuple[float, float, float | None]:
+    """Dropout's rate, the soft cap and the scale, if it is set; `wide` ones are in the range of float64."""
+    dropout_p = _number("dropout_p", options.dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
+    softcap = _number("softcap", options.softcap, wide=wide)
+    if softcap < 0.0:
+        raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
+    if 0.0 < softcap < _SMALLEST and not wide:
+        raise InputError(f"softcap={softcap} is less than float32's {_SMALLEST:.2g}: give a larger cap, or 0 for none")
+    return dropout_p, softcap, None if options.scale is None else _number("scale", options.scale, wide=wide)
 
 
 def unwrapped(number: Any) -> Any:
@@ -157,12 +152,11 @@ def _check_tensors(query: object, key: object, value: object) -> None:
             raise InputTypeError(f"{name} has the layout {x.layout}: convert it with .to_dense()")
         if x.dtype not in KERNEL_DTYPES and x.dtype != torch.float64:
             raise InputTypeError(f"{name} has dtype {x.dtype}: use float16, bfloat16, float32, float64 or float8_e4m3fn")
-    dtypes = {name: x.dtype for name, x in tensors.items() if isinstance(x, torch.Tensor)}
-    if len(set(dtypes.values())) > 1:
-        raise InputTypeError(f"mixed dtypes ({', '.join(f'{n} {t}' for n, t in dtypes.items())}): convert all to one dtype")
-    devices = {name: x.device for name, x in tensors.items() if isinstance(x, torch.Tensor)}
-    if len(set(devices.values())) > 1:
-        raise InputError(f"mixed devices ({', '.join(f'{n} on {t}' for n, t in devices.items())}): move all to one device")
+    given: dict[str, Any] = tensors
+    for kind, error, joint, remedy in (("dtype", InputTypeError, " ", "convert"), ("device", InputError, " on ", "move")):
+        found = {name: getattr(x, kind) for name, x in given.items()}
+        if len(set(found.values())) > 1:
+            raise error(f"mixed {kind}s ({', '.join(f'{name}{joint}{x}' for name, x in found.items())}): {remedy} all to one {kind}")
 
 
 def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
@@ -267,11 +261,10 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(size in (1, other) for size, other in zip(reversed(shape), reversed(full), strict=False))
 
 
-def _flag(name: str, value: object) -> bool:
-    """A bool, unchanged; other truth values are refused, as a mask in the place of `is_causal` would be one."""
+def _check_flag(name: str, value: object) -> None:
+    """Refuse truth values that aren't bools, as a mask in the place of `is_causal` would be one."""
     if not isinstance(value, bool):
         raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
-    return value
 
 
 def _number(name: str, value: object, *, wide: bool = False) -> float:

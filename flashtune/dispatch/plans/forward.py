@@ -115,13 +115,13 @@ class KernelPlan(ModulePlan):
         # Stream of the last call, its counters and scratch, and `_rest` with its temporaries; one tuple, to be read atomically.
         self._memory: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
 
-    def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
+    def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Load or compile machine code for calls like this one; an exception here is the kernel's own fault."""
         call = self.call
         if call.device.type != "cuda" or torch.version.cuda is None:
             return
         with torch.cuda.device(call.device):
-            operands, parameters = self._given(query, key, value, attn_mask, per_head)
+            operands, parameters = self._given(query, key, value, mask, per_head)
             q, k, *_ = operands
             if (host := self.module.host) is not None:
                 self._copies_mask = launching.bias_copy(host, parameters.mask) is not None
@@ -161,9 +161,7 @@ class KernelPlan(ModulePlan):
             return None
         return driver.MIRRORED_COUNTS.of(device, (self.fallback.config, self.call))
 
-    def _instead(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
-    ) -> "KernelPlan | None":
+    def _instead(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> "KernelPlan | None":
         """Plan of the fallback kernel, where that serves this call; None where this plan does."""
         misprediction, fallback = self.misprediction, self.fallback
         if misprediction is None or fallback is None or torch.are_deterministic_algorithms_enabled():
@@ -177,7 +175,7 @@ class KernelPlan(ModulePlan):
             try:
                 other = fallback.plan()
                 if other is not None:
-                    other.build(query, key, value, attn_mask, per_head)
+                    other.build(query, key, value, mask, per_head)
                 if other is None or other.program is None:
                     raise EnvironmentProblem("its launches can't be prepared here")
                 self._other = other
@@ -200,30 +198,28 @@ class KernelPlan(ModulePlan):
         plan.build(query, key, value, None, per_head)
         return plan
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
-    ) -> Outputs:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
         misprediction = self.misprediction
         if misprediction is not None and (misprediction.busy or misprediction.word.value != misprediction.seen):
-            other = self._instead(query, key, value, attn_mask, per_head)
+            other = self._instead(query, key, value, mask, per_head)
             if other is not None:
-                return other.run(query, key, value, attn_mask, seed, per_head)
+                return other.run(query, key, value, mask, seed, per_head)
         call, program = self.call, self.program
         device = call.device
         index = device.index
         if program is not None and torch._C._cuda_getDevice() != index:
             # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
-                return self.run(query, key, value, attn_mask, seed, per_head)
+                return self.run(query, key, value, mask, seed, per_head)
         bits: tuple[int, ...] = ()
         if call.dropout_p:
             if seed is None and capturing(call.device):
                 # A seed sampled here would be the same at every replay of the graph.
-                return self._torch.captured(query, key, value, attn_mask, seed, per_head)
+                return self._torch.captured(query, key, value, mask, seed, per_head)
             bits = random_bits(seed, device)
         if program is None:
-            return self._through_triton(query, key, value, attn_mask, bits, per_head)
+            return self._through_triton(query, key, value, mask, bits, per_head)
         if not call.identity:
             query, key, value = call.views(query, key, value)
         if self._moves_sign and self.module.host is not None:
@@ -248,30 +244,35 @@ class KernelPlan(ModulePlan):
         else:
             lse_at = scratch + self._lse_offset
         addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse_at, counts]
-        if self._plain:
-            pass
-        elif attn_mask is None and per_head is None:
+        copies: list[Tensor | None] | None = None
+        if not self._plain and mask is None and per_head is None:
             addresses += rest
-        else:
-            mask, bias = call.full_mask(attn_mask), None
-            if self._copies_mask and self.module.host is not None:
-                bias = launching.bias_copy(self.module.host, mask)
-            heads = self._heads
-            if per_head is not None:
-                heads = [known if x is None else x.data_ptr() for x, known in zip(per_head.views(call), heads, strict=True)]
-            addresses += [0 if mask is None else mask.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()]
-            addresses += [scratch + offset for offset in self._temporaries]
+        elif not self._plain:
+            more, copies = self._more_addresses(mask, per_head, scratch)
+            addresses += more
         if self._hands_on and held is None:
             # Launches of another thread on this stream could interleave with these, and use the same scratch.
             with driver.STREAM_MEMORY.turn(index, stream):
                 program.run(addresses, stream, bits)
         else:
             program.run(addresses, stream, bits)
-        # All launches are enqueued: later work of this stream may reuse the scratch memory.
-        del held
+        # All launches are enqueued: later work of this stream may reuse the memory.
+        del held, copies
         if lse is None:
             return out if call.rank == 4 else call.restored(out), None
         return (out, lse) if call.rank == 4 else (call.restored(out), call.restored(lse))
+
+    def _more_addresses(self, mask: Tensor | None, per_head: PerHead | None, scratch: int) -> tuple[list[int], list[Tensor | None]]:
+        """Addresses of a mask, per-head arguments, a copied bias and temporaries, and tensors that may be copies: to be kept until the
+        launches are enqueued."""
+        call = self.call
+        full, bias = call.full_mask(mask), None
+        if self._copies_mask and self.module.host is not None:
+            bias = launching.bias_copy(self.module.host, full)
+        views: list[Tensor | None] = [None] * len(self._heads) if per_head is None else per_head.views(call)
+        heads = [known if x is None else x.data_ptr() for x, known in zip(views, self._heads, strict=True)]
+        found = [0 if full is None else full.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()]
+        return found + [scratch + offset for offset in self._temporaries], [full, bias, *views]
 
     def _stream_memory(self, stream: int, in_graph: bool) -> tuple[int, int, Tensor | None]:
         """Addresses of counters and scratch for a launch on this stream, and the scratch tensor where PyTorch allocates it."""
@@ -291,11 +292,11 @@ class KernelPlan(ModulePlan):
         return (*self._rest, *(scratch + offset for offset in self._temporaries))
 
     def _through_triton(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, bits: tuple[int, ...], per_head: PerHead | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bits: tuple[int, ...], per_head: PerHead | None
     ) -> Outputs:
         """Outputs by the module's own launcher."""
         call = self.call
-        operands, parameters = self._given(query, key, value, attn_mask, per_head)
+        operands, parameters = self._given(query, key, value, mask, per_head)
         if bits:
             parameters = replace(parameters, seed=bits[0], offset=bits[1])
         launch = launching.launcher(self.module)
@@ -304,7 +305,7 @@ class KernelPlan(ModulePlan):
         return call.restored(operands[prepared.OUT]), call.restored(operands[prepared.LSE]) if call.return_lse else None
 
     def _given(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None
     ) -> tuple[prepared.Operands, CallParameters]:
         """Operands and parameters of a launch, but for dropout's seed; the outputs newly allocated."""
         call = self.call
@@ -312,4 +313,4 @@ class KernelPlan(ModulePlan):
         shape, stride, lse_shape, lse_stride = self._layout
         out = torch.empty_strided(shape, stride, dtype=call.out_dtype, device=call.device)
         lse = torch.empty_strided(lse_shape, lse_stride, dtype=torch.float32, device=call.device)
-        return (q, k, v, out, lse), call.parameters(call.full_mask(attn_mask), per_head)
+        return (q, k, v, out, lse), call.parameters(call.full_mask(mask), per_head)

@@ -14,13 +14,11 @@ from flashtune.dispatch.plans.pytorch import TorchPlan
 class Plan(Protocol):
     """Interface of a plan: prepared execution of calls with equal signatures."""
 
-    def build(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> None:
+    def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Load or compile machine code for calls like this one."""
         ...
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
-    ) -> Outputs:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE."""
         ...
 

@@ -67,17 +67,15 @@ class TorchPlan:
         """This plan, since nothing in it depends on the number of keys."""
         return self
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: int | None, per_head: PerHead | None
-    ) -> Outputs:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE."""
         call = self.call
         if (kwargs := self.kwargs) is not None:
-            if attn_mask is None:
+            if mask is None:
                 return self._sdpa(query, key, value, **kwargs), None
             # One line with gradients and without, since torch.jit.trace compares source lines.
-            with sound_backends_of(call, query, key, value, attn_mask):
-                return self._sdpa(query, key, value, as_bias(attn_mask, query.dtype), **kwargs), None
+            with sound_backends_of(call, query, key, value, mask):
+                return self._sdpa(query, key, value, as_bias(mask, query.dtype), **kwargs), None
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)
@@ -86,7 +84,7 @@ class TorchPlan:
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
                 keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
-        return attention(call, query, key, value, attn_mask, keep, per_head)
+        return attention(call, query, key, value, mask, keep, per_head)
 
     def captured(self, *given: Any) -> Outputs:
         """Outputs of unseeded dropout under capture, whose replays sample anew: PyTorch registers its generator with the graph."""
