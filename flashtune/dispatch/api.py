@@ -127,9 +127,7 @@ def attention(
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
     if torch.compiler.is_compiling():
-        arguments, given = Arguments(query, key, value, attn_mask, seed, per_head), Options(*options)
-        nested = overriding.nested(arguments, given)
-        return overriding.torchs(query, key, value, attn_mask, given) if nested else operators.traced(arguments, given)
+        return operators.traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
     signature: tuple[Any, ...] | None = None
     direct: Callable[..., torch.Tensor] | None = None
     plans = STACK.get().plans

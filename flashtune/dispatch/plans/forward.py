@@ -244,11 +244,11 @@ class KernelPlan(ModulePlan):
         else:
             lse_at = scratch + self._lse_offset
         addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse_at, counts]
-        copies: list[Tensor | None] | None = None
-        if not self._plain and mask is None and per_head is None:
-            addresses += rest
-        elif not self._plain:
-            more, copies = self._more_addresses(mask, per_head, scratch)
+        copies: list[object] | None = None
+        if not self._plain:
+            more = rest
+            if mask is not None or per_head is not None:
+                more, *copies = self._more_addresses(mask, per_head, scratch)
             addresses += more
         if self._hands_on and held is None:
             # Launches of another thread on this stream could interleave with these, and use the same scratch.
@@ -262,17 +262,18 @@ class KernelPlan(ModulePlan):
             return out if call.rank == 4 else call.restored(out), None
         return (out, lse) if call.rank == 4 else (call.restored(out), call.restored(lse))
 
-    def _more_addresses(self, mask: Tensor | None, per_head: PerHead | None, scratch: int) -> tuple[list[int], list[Tensor | None]]:
-        """Addresses of a mask, per-head arguments, a copied bias and temporaries, and tensors that may be copies: to be kept until the
-        launches are enqueued."""
-        call = self.call
+    def _more_addresses(self, mask: Tensor | None, per_head: PerHead | None, scratch: int) -> tuple[Any, ...]:
+        """Addresses of a mask, per-head arguments, a copied bias and temporaries; and what may be copies, to be kept until launches are
+        enqueued."""
+        call, views, heads = self.call, None, self._heads
         full, bias = call.full_mask(mask), None
         if self._copies_mask and self.module.host is not None:
             bias = launching.bias_copy(self.module.host, full)
-        views: list[Tensor | None] = [None] * len(self._heads) if per_head is None else per_head.views(call)
-        heads = [known if x is None else x.data_ptr() for x, known in zip(views, self._heads, strict=True)]
-        found = [0 if full is None else full.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()]
-        return found + [scratch + offset for offset in self._temporaries], [full, bias, *views]
+        if per_head is not None:
+            views = per_head.views(call)
+            heads = [known if x is None else x.data_ptr() for x, known in zip(views, heads, strict=True)]
+        found = 0 if full is None else full.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()
+        return found + tuple([scratch + offset for offset in self._temporaries]), full, bias, views
 
     def _stream_memory(self, stream: int, in_graph: bool) -> tuple[int, int, Tensor | None]:
         """Addresses of counters and scratch for a launch on this stream, and the scratch tensor where PyTorch allocates it."""

@@ -28,6 +28,7 @@ from flashtune.dispatch.plans.memory import out_strides
 from flashtune.dispatch.resolve import backwards, layers
 from flashtune.dispatch.resolve.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
 from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch.torch_ops import overriding
 
 
 class Numbers(NamedTuple):
@@ -76,6 +77,8 @@ _forwards = threading.local()
 
 def traced(arguments: Arguments, options: Options) -> Any:
     """`attention` while a compiler traces it, without a graph break."""
+    if overriding.nested(arguments, options):
+        return overriding.torchs(*arguments[:4], options)
     arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
     call = parse(arguments, options)
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
