@@ -9,6 +9,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core.band import ALIGNMENTS, Sides, Window
 from flashtune.core.errors import InputError, InputTypeError
@@ -21,10 +22,10 @@ from flashtune.dispatch.call.checked import Call, PerHead, surely
 class Arguments(NamedTuple):
     """Tensors of a call, its seed and its per-head arguments, in the order in which plans take them."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
     seed: int | None = None
     per_head: PerHead | None = None
 
@@ -121,7 +122,7 @@ def _scalars(options: Options, *, wide: bool) -> tuple[float, float, float | Non
 
 def unwrapped(number: Any) -> Any:
     """Number in a 0-D tensor without requires_grad, which PyTorch accepts as a number; any other argument unchanged."""
-    plain = isinstance(number, torch.Tensor) and number.dim() == 0 and not number.requires_grad
+    plain = isinstance(number, Tensor) and number.dim() == 0 and not number.requires_grad
     return number.item() if plain else number
 
 
@@ -144,7 +145,7 @@ def _check_tensors(query: object, key: object, value: object) -> None:
     """Refuse inputs that aren't dense tensors of one floating dtype on one device."""
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
         if x.is_nested:
             raise InputTypeError(f"{name} is a nested tensor: pad it to a dense one and mask the padding")
@@ -203,9 +204,9 @@ def _heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gq
     return heads, kv_heads
 
 
-def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> MaskKind:
+def _mask_kind(mask: object, query: Tensor, scores: tuple[int, ...]) -> MaskKind:
     """`bool` or `bias` for a mask that broadcasts to the scores' shape; raises for any other."""
-    if not isinstance(mask, torch.Tensor):
+    if not isinstance(mask, Tensor):
         raise InputTypeError(f"attn_mask must be a tensor or None, not {type(mask).__name__}: pass a torch tensor")
     _check_dense("attn_mask", mask)
     floating = output_torch_dtype(query.dtype)
@@ -219,12 +220,12 @@ def _mask_kind(mask: object, query: torch.Tensor, scores: tuple[int, ...]) -> Ma
     return "bool" if mask.dtype == torch.bool else "bias"
 
 
-def _check_dense(name: str, x: torch.Tensor) -> None:
+def _check_dense(name: str, x: Tensor) -> None:
     if x.is_nested or x.layout != torch.strided:
         raise InputTypeError(f"{name} is nested or sparse: pass a dense tensor")
 
 
-def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[int, ...], counts: dict[str, int]) -> None:
+def _check_per_head(per_head: PerHead, query: Tensor, batch_dims: tuple[int, ...], counts: dict[str, int]) -> None:
     """Refuse per-head arguments of a wrong dtype or device, or that don't broadcast to (..., heads); fp8 factors may be numbers."""
     for (name, heads), given in zip(PER_HEAD.items(), per_head, strict=True):
         if given is None:
@@ -232,7 +233,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
         factor = name in FACTORS
         if factor and query.dtype != torch.float8_e4m3fn:
             raise InputError(f"{name} is set for inputs of {query.dtype}: only torch.float8_e4m3fn ones have factors, leave it out")
-        if not isinstance(given, torch.Tensor):
+        if not isinstance(given, Tensor):
             if not factor:
                 raise InputTypeError(
                     f"{name} must be a tensor or None, not {type(given).__name__}: pass a float32 tensor with a number per head"
@@ -253,7 +254,7 @@ def _check_per_head(per_head: PerHead, query: torch.Tensor, batch_dims: tuple[in
 
 def _factors(per_head: PerHead) -> tuple[float, float, float]:
     """fp8 factors that are numbers; 1 in the place of others."""
-    q, k, v = (1.0 if x is None or isinstance(x, torch.Tensor) else float(x) for x in (getattr(per_head, name) for name in FACTORS))
+    q, k, v = (1.0 if x is None or isinstance(x, Tensor) else float(x) for x in (getattr(per_head, name) for name in FACTORS))
     return q, k, v
 
 
@@ -269,7 +270,7 @@ def _check_flag(name: str, value: object) -> None:
 
 def _number(name: str, value: object, *, wide: bool = False) -> float:
     """A finite real number in the range of float32; of float64 where it is `wide`."""
-    if isinstance(value, torch.Tensor) or not isinstance(value, numbers.Real):
+    if isinstance(value, Tensor) or not isinstance(value, numbers.Real):
         raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")
     given: Any = value
     # Compared, since compilers that trace can't evaluate math.isfinite of a symbolic number; before `float`, which large integers overflow.

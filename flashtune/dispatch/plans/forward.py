@@ -85,7 +85,6 @@ class KernelPlan(ModulePlan):
         "_rest",
         "_scratch",
         "_temporaries",
-        "_torch",
         "fallback",
         "misprediction",
     )  # fmt: skip
@@ -99,7 +98,6 @@ class KernelPlan(ModulePlan):
         self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
-        self._torch = TorchPlan(call=call)
         self._counters = 0
         self._copies_mask = self._moves_sign = False
         # Addresses of per-head arguments that aren't tensors.
@@ -216,7 +214,7 @@ class KernelPlan(ModulePlan):
         if call.dropout_p:
             if seed is None and capturing(call.device):
                 # A seed sampled here would be the same at every replay of the graph.
-                return self._torch.captured(query, key, value, mask, seed, per_head)
+                return TorchPlan(call=call).captured(query, key, value, mask, seed, per_head)
             bits = random_bits(seed, device)
         if program is None:
             return self._through_triton(query, key, value, mask, bits, per_head)

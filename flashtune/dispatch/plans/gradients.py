@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtune.core import launching, reference
 from flashtune.core.launching import LoadedKernel
@@ -17,7 +18,7 @@ from flashtune.dispatch.plans.forward import ModulePlan
 from flashtune.dispatch.plans.memory import out_strides, placed
 from flashtune.dispatch.plans.pytorch import no_autocast
 
-_Maybe = torch.Tensor | None
+_Maybe = Tensor | None
 
 Gradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe]
 """Gradients of query, key, value, each laid out as its input, of the bias, of its own sizes, and of slopes; None for those not requested.
@@ -41,16 +42,16 @@ class BackwardInputs(NamedTuple):
     requested gradients.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    mask: torch.Tensor | None
-    slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    mask: Tensor | None
+    slopes: Tensor | None
+    sinks: Tensor | None
     seed: int
     of_query: bool
     of_keys: bool
@@ -82,11 +83,11 @@ class Layout:
 
     __slots__ = ("_like", "_places")
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._places = [(tuple(x.shape), out_strides(tuple(x.shape), x.stride()), x.dtype, x.device) for x in inputs]  # type: ignore[arg-type]
         self._like = [place[1] == x.stride() for place, x in zip(self._places, inputs, strict=True)]
 
-    def made(self, which: int, like: torch.Tensor) -> torch.Tensor:
+    def made(self, which: int, like: Tensor) -> Tensor:
         """Uninitialised gradient of an input."""
         if self._like[which]:
             return torch.empty_like(like)
@@ -232,8 +233,8 @@ class ReferencePlan:
         return made[0], made[1], made[2], dbias, dslopes
 
     def _rows(
-        self, inputs: BackwardInputs, first: int, q: torch.Tensor, mask: _Maybe, k: torch.Tensor, v: torch.Tensor, slopes: _Maybe
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, inputs: BackwardInputs, first: int, q: Tensor, mask: _Maybe, k: Tensor, v: Tensor, slopes: _Maybe
+    ) -> tuple[Tensor, Tensor]:
         """Output and LSE of rows from `first` on."""
         call, keep = self.call, None
         if call.dropout_p:
@@ -265,7 +266,7 @@ def _autograd() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
-def sink_gradients(inputs: BackwardInputs, sinks: torch.Tensor) -> torch.Tensor:
+def sink_gradients(inputs: BackwardInputs, sinks: Tensor) -> Tensor:
     """Gradient of `sinks` (B, Hq), float32.
 
     A sink's probability in a row is exp(sink - LSE), and its value is 0, so that each row contributes -exp(sink - LSE) (rowsum(dO * O) -
@@ -341,7 +342,7 @@ class Backward:
         return found
 
 
-def _places(*tensors: torch.Tensor | None) -> Hashable:
+def _places(*tensors: Tensor | None) -> Hashable:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
 
 
