@@ -51,7 +51,7 @@ class TorchPlan:
         # PyTorch's argument parser takes time for each, so that defaults are left out.
         return cls(call=call, kwargs={name: value for name, value in requested.items() if value != usual[name]})
 
-    def build(self, *_: object) -> None:
+    def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Nothing to build."""
 
     def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:

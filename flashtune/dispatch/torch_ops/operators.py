@@ -269,14 +269,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _differentiated(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments of the forward operator."""
     query, key, value, *others = ctx.saved_tensors
-    needed = dict(zip(("query", "key", "value", "attn_mask", *PER_HEAD), ctx.needs_input_grad, strict=False))
-    wanted = "query", "key", "value", "attn_mask", "alibi_slopes", "sinks"
-    found = dict[str, Tensor | None]()
+    names = ["query", "key", "value", "attn_mask", *PER_HEAD]
+    wanted = [*names[:4], "alibi_slopes", "sinks"]
+    found: dict[str, Tensor | None] = {}
     if dout is not None or dlse is not None:
         dout = torch.zeros_like(others[0]) if dout is None else dout
-        requested = [needed[name] for name in wanted]
-        found = dict(zip(wanted, gradients(ctx.memo, requested, dout, dlse, query, key, value, *others, numbers=ctx.numbers), strict=True))
-    return *(found.get(name) for name in needed), *(None,) * (1 + len(ctx.numbers))
+        requested = [ctx.needs_input_grad[names.index(name)] for name in wanted]
+        given = gradients(ctx.memo, requested, dout, dlse, query, key, value, *others, numbers=ctx.numbers)
+        found = dict(zip(wanted, given, strict=True))
+    return *(found.get(name) for name in names), *(None,) * (1 + len(ctx.numbers))
 
 
 def gradients(memo: Memo, requested: Sequence[bool], *tensors: Tensor | None, numbers: Sequence[Any]) -> Any:
