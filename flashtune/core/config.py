@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal
 
 from flashtune.core.dtypes import DType
+from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS, launch_name
 
 Direction = Literal["fwd", "bwd"]
 """The pass of attention (flashtune.core.passes)."""
@@ -101,8 +102,43 @@ def lost_where_misled(config: Config, d: int) -> float:
     return GROWN_LOSES if rescales_grown(config) else 0.0
 
 
+def _switch(words: str) -> bool:
+    """Flag that a switch of the command line with this help turns on."""
+    found: bool = field(default=False, metadata={"help": words})
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpec:
+class Flags:
+    """Features that a kernel has or lacks, of a problem (`Features`) as of what is compiled for it (`KernelSpec`).
+
+    `alibi` lowers each score by a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
+    `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
+    value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
+    `dbias` and `dslopes` request the gradient of the bias and of ALiBi's slopes from a backward.
+    """
+
+    causal: bool = False
+    dropout: bool = False
+    softcap: bool = False
+    tf32: bool = _switch("Allow TF32 products for fp32 inputs (IEEE otherwise).")
+    alibi: bool = _switch("ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.")
+    sinks: bool = _switch("Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.")
+    dbias: bool = _switch("A backward whose bias (mask 'bias') gets its gradient, too.")
+    dslopes: bool = _switch("A backward whose ALiBi slopes get their gradient, too.")
+
+    def flags(self) -> dict[str, bool]:
+        """Every flag by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(Flags)}
+
+
+NAMED_ALWAYS = ("direction", "dtype", "d", "d_v", "causal", "window", "mask", "dropout", "softcap", "tf32")
+"""Fields of the first databases' specs, in the order of kernels' texts; later flags follow where they are on, so that older variants
+keep their ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec(Flags):
     """The part of a problem that is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
     soft cap, the dropout rate, the diagonal and tensors per head are run-time arguments, so one kernel serves all of them.
 
@@ -113,17 +149,8 @@ class KernelSpec:
     dtype: DType
     d: int
     d_v: int
-    causal: bool
     window: bool
     mask: str
-    dropout: bool
-    softcap: bool
-    tf32: bool
-    # Fields that are newer than the first databases have defaults.
-    alibi: bool = False
-    sinks: bool = False
-    dbias: bool = False
-    dslopes: bool = False
 
     @property
     def stride_unit(self) -> int:
@@ -149,19 +176,19 @@ class KernelSpec:
     @property
     def per_head(self) -> list[str]:
         """Names of the kernel's tensors with a number per head, in the order of its parameters."""
-        factors = ["q_descale", "k_descale", "v_descale"] * (self.dtype == "fp8")
-        return ["slopes"] * self.alibi + factors + ["sinks"] * self.sinks
+        flags = self.flags() | dict.fromkeys(FACTORS, self.dtype == "fp8")
+        return [launch_name(name) for name in PER_HEAD if flags[PER_HEAD_FLAGS.get(name, name)]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Field to value. Fields newer than the first databases appear only when they are on, so that older variants keep their ids."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.default is MISSING}
-        return found | {field.name: True for field in fields(self) if field.default is False and getattr(self, field.name)}
+        """Field to value: those of NAMED_ALWAYS, and other flags that are on."""
+        named = {name: getattr(self, name) for name in NAMED_ALWAYS}
+        return named | {name: True for name, on in self.flags().items() if on and name not in named}
 
     def label(self) -> str:
         """The short form for file names and test ids: `fwd-bf16-d128-causal`."""
         d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
         flags = [name for name in ("causal", "window") if getattr(self, name)]
-        flags += sorted(field.name for field in fields(self) if getattr(self, field.name) is True and field.name not in flags)
+        flags += sorted(name for name, on in self.flags().items() if on and name != "causal")
         flags += [self.mask] if self.mask != "none" else []
         return "-".join([self.direction, self.dtype, d, *flags])
 

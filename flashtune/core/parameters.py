@@ -55,7 +55,7 @@ class CallParameters:
     def per_head(self) -> "dict[str, torch.Tensor]":
         """The parameters per head, by the names of `PER_HEAD`."""
         found = dict(zip(FACTORS, self.descale or (), strict=False))
-        found |= {name: getattr(self, _keyword(name)) for name in PER_HEAD_FLAGS}
+        found |= {name: getattr(self, launch_name(name)) for name in PER_HEAD_FLAGS}
         return {name: found[name] for name in PER_HEAD if found.get(name) is not None}
 
     def keywords(self) -> dict[str, Any]:
@@ -66,10 +66,11 @@ class CallParameters:
 
 def per_head_words(values: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `CallParameters.per_head`: the parameters per head, by the names of `CallParameters`."""
-    found = {_keyword(name): values[name] for name in PER_HEAD_FLAGS if name in values}
+    found = {launch_name(name): values[name] for name in PER_HEAD_FLAGS if name in values}
     factors = tuple(values[name] for name in FACTORS if name in values)
     return found | {"descale": factors} if factors else found
 
 
-def _keyword(name: str) -> str:
+def launch_name(name: str) -> str:
+    """The name that a launch and `CallParameters` have for a parameter of `PER_HEAD_FLAGS`."""
     return "slopes" if name == "alibi_slopes" else name

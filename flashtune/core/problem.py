@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
-from flashtune.core.config import Direction, KernelSpec
+from flashtune.core.config import Direction, Flags, KernelSpec
 from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
 from flashtune.core.passes import PASSES, Pass, backward_with
@@ -26,35 +26,17 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def _switch(words: str) -> bool:
-    """Feature that is off by default, and that a switch of the command line with this help turns on."""
-    found: bool = field(default=False, metadata={"help": words})
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
+class Features(Flags):
     """Features that are fused into the kernel beside softmax(scale QK^T) V.
 
     `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
-    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `alibi` lowers each score by
-    a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
-    `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
-    value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
-    `dbias` and `dslopes` request the gradient of the bias and of ALiBi's slopes from a backward.
+    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded.
     """
 
-    causal: bool = False
     alignment: Alignment = "top_left"
     window: Window | None = None
     mask: MaskKind = "none"
-    dropout: bool = False
-    softcap: bool = False
-    tf32: bool = _switch("Allow TF32 products for fp32 inputs (IEEE otherwise).")
-    alibi: bool = _switch("ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.")
-    sinks: bool = _switch("Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.")
-    dbias: bool = _switch("A backward whose bias (mask 'bias') gets its gradient, too.")
-    dslopes: bool = _switch("A backward whose ALiBi slopes get their gradient, too.")
 
     def __post_init__(self) -> None:
         if self.dbias and self.mask != "bias":
@@ -98,7 +80,8 @@ class Features:
 
     def asking(self, names: Sequence[str]) -> "Features":
         """The features with requests for these gradients of `ASKED`, and no others."""
-        return replace(self, dbias="dbias" in names, dslopes="dslopes" in names)
+        requested: dict[str, Any] = {name: name in names for name in ASKED}
+        return replace(self, **requested)
 
     @property
     def has_diagonal(self) -> bool:
@@ -160,11 +143,8 @@ class Features:
 ASKED = ("dbias", "dslopes")
 """Gradients that a backward computes on request beside dQ, dK and dV, by extra products: part of its key, and of no forward's."""
 
-FLAGS = tuple(sorted(field.name for field in fields(Features) if field.type is bool and field.name not in ("causal", *ASKED)))
-"""Boolean features beside `causal`, in the order of labels."""
-
-COMPILED_AS_THEY_ARE = ("causal", "mask", *FLAGS, *ASKED)
-"""Features that `KernelSpec` has under the same names."""
+FLAGS = tuple(sorted(field.name for field in fields(Flags) if field.name not in ("causal", *ASKED)))
+"""Flags beside `causal` and the requests, in the order of labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,14 +217,22 @@ class Problem:
     def seen(self) -> "Problem":
         """The problem without sides of the band that hide no pair at these sizes, as dispatch serves it."""
         features = self.features
-        others = {name: getattr(features, name) for name in ("mask", *FLAGS, *ASKED)}
-        return replace(self, features=Features.within(self.band.trimmed(self.n_q, self.n_kv), **others))
+        others = features.flags()
+        del others["causal"]
+        return replace(self, features=Features.within(self.band.trimmed(self.n_q, self.n_kv), mask=features.mask, **others))
 
     def spec(self) -> KernelSpec:
         """The part of this problem that is compiled into a kernel; one spec serves every N, batch and head count."""
-        same = {name: getattr(self.features, name) for name in COMPILED_AS_THEY_ARE}
-        window = self.features.window is not None
-        return KernelSpec(direction=self.direction, dtype=self.dtype, d=self.d, d_v=self.d_v, window=window, **same)
+        features = self.features
+        return KernelSpec(
+            direction=self.direction,
+            dtype=self.dtype,
+            d=self.d,
+            d_v=self.d_v,
+            window=features.window is not None,
+            mask=features.mask,
+            **features.flags(),
+        )
 
     def key(self, gpu: str) -> ProblemKey:
         """The database key of this problem on the GPU with the slug `gpu`."""

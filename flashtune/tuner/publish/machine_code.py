@@ -15,7 +15,7 @@ from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import per_head_words
-from flashtune.core.problem import COMPILED_AS_THEY_ARE, Features, Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target
 from flashtune.tuner.children import child, tasks
 from flashtune.tuner.children.forkserver import held_back
@@ -150,8 +150,8 @@ def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: 
 
 def _problem(spec: KernelSpec, n_kv: int) -> Problem:
     """Problem of this spec with few tiles, so that their keys are split where a family does so."""
-    same = {name: getattr(spec, name) for name in COMPILED_AS_THEY_ARE}
-    features = Features(alignment="bottom_right", window=(96, 0 if spec.causal else 96) if spec.window else None, **same)
+    window = (96, 0 if spec.causal else 96) if spec.window else None
+    features = Features(alignment="bottom_right", window=window, mask=spec.mask, **spec.flags())  # type: ignore[arg-type]
     sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "n_q": n_kv % 16 or 16, "n_kv": n_kv, "d": spec.d, "d_v": spec.d_v}
     problem = Problem(**sizes, dtype=spec.dtype, features=features, direction=spec.direction)
     assert problem.spec() == spec, "every spec is that of a problem"
