@@ -37,7 +37,7 @@ def served(names: Iterable[str]) -> dict[str, list[str | None]]:
     found: dict[str, list[str | None]] = {}
     for name in names:
         choice = dispatch.explain_problem(*problem_of(name))
-        config, fallback = (None if one is None else one.label() for one in (choice.config, choice.fallback))
+        config, fallback = (None if one is None else one.label() for one in (choice.config, choice.twin))
         found[name] = [choice.kind, choice.template, config, fallback]
     return found
 
