@@ -54,19 +54,8 @@ def generate(
     """
     from flashtune.core.kernel_index import INDEX, read_index
     from flashtune.core.shipped_kernels import archive_name, checkout_folder
-    from flashtune.db.library import Library, shipped_path
-    from flashtune.templates import BITS, unservable
     from flashtune.tuner.machine import cores
-    from flashtune.tuner.publish.generated import (
-        arrange,
-        differing,
-        index_text,
-        require_writable,
-        selected,
-        text_files,
-        write,
-        write_archives,
-    )
+    from flashtune.tuner.publish.generated import index_text, require_writable, selected, text_files
 
     package = shipped_folder()
     if out is None and not check and not in_a_checkout(package):
@@ -78,44 +67,65 @@ def generate(
         require_writable(folder)
     # Errors of the folder are reported before kernels are compiled.
     read_index(folder)
-    library = Library.of(location or shipped_path())
-    records = library.records(passed_over=unservable, bits=BITS, **filters)
-    arranged = arrange(servable(records))
-    if not arranged:
-        wanted = "no record" + (f" of gpu {filters['gpu']}" if filters["gpu"] else "")
-        raise NoKernelFound(f"{location or shipped_path()} holds {wanted} that could be served: search first, or name another database")
+    arranged = _arranged(location, filters)
     kernels = [one.kernel.path for one in arranged]
     anew = set(kernels) if rebuild or check else set()
     if sample is not None:
         anew = set(random.Random(repr(kernels)).sample(kernels, min(sample, len(kernels))))
     archives = _archives(arranged, anew, folder, jobs or cores())
-    in_checkout = folder == package and in_a_checkout(package)
     files = text_files(selected(arranged) if folder == package else arranged)
     files[INDEX] = index_text(arranged, files, archives).encode()
+    in_checkout = folder == package and in_a_checkout(package)
     places = {
         (checkout_folder(folder, arch) if in_checkout else folder) / archive_name(arch): packed.content for arch, packed in archives.items()
     }
-    if check:
-        other = differing(files, folder)
-        other += [str(path) for path, content in places.items() if not path.is_file() or path.read_bytes() != content]
-        if as_json:
-            print_json({"folder": str(folder), "files": kernels, "differing": other})
-        else:
-            said = f"{counted(len(kernels), 'kernel')}, {counted(len(other), 'file')} unlike those in {folder}"
-            console().print("\n  ".join([said, *other]))
-        if other:
-            raise SystemExit(1)
-        return
+    found, words, details = (_compared if check else _written)(files, places, folder)
+    if as_json:
+        print_json({"folder": str(folder), "files": kernels, **found})
+    else:
+        console().print("\n  ".join([f"{counted(len(kernels), 'kernel')}{words}", *details]))
+    if check and details:
+        raise SystemExit(1)
+
+
+Report = tuple[dict[str, list[str]], str, list[str]]
+"""Files by what became of them, for JSON, then words and details for people."""
+
+
+def _compared(files: dict[str, bytes], places: dict[Path, bytes], folder: Path) -> Report:
+    """Report of files and archives that differ from those in `folder`."""
+    from flashtune.tuner.publish.generated import differing
+
+    other = differing(files, folder)
+    other += [str(path) for path, content in places.items() if not path.is_file() or path.read_bytes() != content]
+    return {"differing": other}, f", {counted(len(other), 'file')} unlike those in {folder}", other
+
+
+def _written(files: dict[str, bytes], places: dict[Path, bytes], folder: Path) -> Report:
+    """Write files and archives, and report them."""
+    from flashtune.tuner.publish.generated import write, write_archives
+
     new = write_archives(places)
     changes = write(files, folder)
     for name in changes.left:
         messages().print(f"left alone: {name} is no longer needed, but someone has changed it")
-    written_files = [*map(str, new), *changes.written]
-    if as_json:
-        print_json({"folder": str(folder), "files": kernels, "written": written_files, "removed": list(changes.removed)})
-    else:
-        written = f"{counted(len(written_files), 'file')} written, {len(changes.removed)} removed"
-        console().print(f"{counted(len(kernels), 'kernel')} in {folder}: {written}")
+    written, removed = [*map(str, new), *changes.written], list(changes.removed)
+    words = f" in {folder}: {counted(len(written), 'file')} written, {len(removed)} removed"
+    return {"written": written, "removed": removed}, words, []
+
+
+def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
+    """Winners of a database and where they go; raises NoKernelFound where there are none that could be served."""
+    from flashtune.db.library import Library, shipped_path
+    from flashtune.templates import BITS, unservable
+    from flashtune.tuner.publish.generated import arrange
+
+    database = location or shipped_path()
+    found = arrange(servable(Library.of(database).records(passed_over=unservable, bits=BITS, **filters)))
+    if not found:
+        wanted = "no record" + (f" of gpu {filters['gpu']}" if filters["gpu"] else "")
+        raise NoKernelFound(f"{database} holds {wanted} that could be served: search first, or name another database")
+    return found
 
 
 def _archives(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, "Packed"]:

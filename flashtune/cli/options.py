@@ -220,24 +220,57 @@ class ProblemOptions:
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
+_IN_PLACE = "in place of --d and the like"
+_SOURCES: tuple[Decorator, ...] = (
+    click.option("--full", "bands", flag_value="full", help="Full attention only."),
+    click.option("--model", type=MODEL, metavar="NAME", help=f"The attentions of this model, {_IN_PLACE} (flashtune show --models)."),
+    click.option(
+        "--calls",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"Recorded calls of a model, {_IN_PLACE}: a file of dispatch.save_calls, or of FLASHTUNE_CALLS.",
+    ),
+)
+_SIZES: tuple[Decorator, ...] = (
+    click.option("--d-v", "d_v", type=HEAD_SIZE, help="Head size of v, when it differs from --d."),
+    click.option("--n-q", "n_q", type=SIZE, help="Number of queries, when it differs from --n."),
+    click.option("--heads", type=SIZE, help=f"Query heads (default {WIDTH} / D)."),
+    click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads)."),
+    click.option("--batch", type=SIZE, help=f"Batch (default {TOKENS} / N)."),
+)
+_FEATURES: tuple[Decorator, ...] = (
+    click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),
+    click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
+    click.option(
+        "--dropout",
+        type=click.FloatRange(0, 1, max_open=True),
+        default=0.0,
+        metavar="P",
+        help="Dropout rate; any rate above 0 tunes for all rates.",
+    ),
+    click.option(
+        "--window", type=click.IntRange(0, LONGEST), metavar="W", help="Sliding window: W keys to each side (to the left when causal)."
+    ),
+    click.option(
+        "--alignment",
+        type=click.Choice(["top-left", "bottom-right"]),
+        default="top-left",
+        show_default=True,
+        help="Position of the diagonal when --n-q differs from --n: first query on first key, as in torch, or last query on last key.",
+    ),
+    click.option(
+        "--softcap",
+        type=click.FloatRange(0, float("inf"), max_open=True),
+        default=0.0,
+        metavar="C",
+        help="Soft cap of the scores; any cap tunes for all caps.",
+    ),
+    *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
+)
+
 
 def problem_options(*, many: bool) -> Decorator:
     """Decorator with the options that describe problems, passed as `requested`: `many`, or one of required sizes."""
-    several = "; several with commas or by repeating" if many else ""
-    in_place = "in place of --d and the like"
-    in_their_place = [
-        click.option("--model", type=MODEL, metavar="NAME", help=f"The attentions of this model, {in_place} (flashtune show --models)."),
-        click.option(
-            "--calls",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help=f"Recorded calls of a model, {in_place}: a file of dispatch.save_calls, or of FLASHTUNE_CALLS.",
-        ),
-        click.option("--full", "bands", flag_value="full", help="Full attention only."),
-    ]
-    causal: dict[str, Any] = {"help": "Causal attention only (default: causal and full)."}
-    if not many:
-        causal = {"help": "Causal attention.", "default": "full"}
 
     def given(each: click.ParamType[Any], *, listed: click.ParamType[Any] | None = None, **settings: Any) -> dict[str, Any]:
         """Settings of an option that may be repeated, of `listed` values, or of one that gives a value like one of its repetitions."""
@@ -245,51 +278,21 @@ def problem_options(*, many: bool) -> Decorator:
             return {"type": listed or each, "multiple": True}
         return {"type": each, "callback": lambda ctx, param, value: ((value,),) if listed else (value,), **settings}
 
+    several = "; several with commas or by repeating" if many else ""
     d, n = (given(each, listed=Numbers(each), required=True) for each in (HEAD_SIZE, SIZE))
-    dtypes = given(DTYPE, default="bf16", show_default=True)
-    options = [
-        *(in_their_place if many else []),
-        click.option("--d", "d", **d, help=f"Head size of q and k, up to {MAX_HEAD_DIM}{several}."),
-        click.option("--d-v", "d_v", type=HEAD_SIZE, help="Head size of v, when it differs from --d."),
+    dtype = given(DTYPE, default="bf16", show_default=True)
+    causal: dict[str, Any] = {"help": "Causal attention only (default: causal and full)."}
+    if not many:
+        causal = {"help": "Causal attention.", "default": "full"}
+    options: list[Decorator] = [
+        click.option("--d", "d", **d, help=f"Head size of q and k{several}."),
         click.option("--n", "n", **n, help=f"Sequence length{several}."),
-        click.option("--n-q", "n_q", type=SIZE, help="Number of queries, when it differs from --n."),
-        click.option("--dtype", "dtype", **dtypes, help=f"Element type: {', '.join(DTYPES)}{several}."),
-        click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),
+        click.option("--dtype", "dtype", **dtype, help=f"Element type: {', '.join(DTYPES)}{several}."),
         click.option("--causal", "bands", flag_value="causal", **causal),
-        click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
-        click.option(
-            "--dropout",
-            type=click.FloatRange(0, 1, max_open=True),
-            default=0.0,
-            metavar="P",
-            help="Dropout rate; any rate above 0 tunes for all rates.",
-        ),
-        click.option(
-            "--window",
-            type=click.IntRange(0, LONGEST),
-            metavar="W",
-            help="Sliding window: W keys to each side (to the left when causal).",
-        ),
-        click.option(
-            "--alignment",
-            type=click.Choice(["top-left", "bottom-right"]),
-            default="top-left",
-            show_default=True,
-            help="Position of the diagonal when --n-q differs from --n: first query on first key, as in torch, or last query on last key.",
-        ),
-        click.option(
-            "--softcap",
-            type=click.FloatRange(0, float("inf"), max_open=True),
-            default=0.0,
-            metavar="C",
-            help="Soft cap of the scores; any cap tunes for all caps.",
-        ),
-        *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
-        click.option("--heads", type=SIZE, help=f"Query heads (default {WIDTH} / D)."),
-        click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads)."),
-        click.option("--batch", type=SIZE, help=f"Batch (default {TOKENS} / N)."),
+        *(_SOURCES if many else ()),
+        *_SIZES,
+        *_FEATURES,
     ]
-
     return _grouped(options, lambda kwargs: {"requested": ProblemOptions.of(click.get_current_context(), kwargs)})
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,6 +32,8 @@ from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
 
+if TYPE_CHECKING:
+    from flashtune.tuner.search.plan import SearchPlan
 
 DEFAULT_TRIALS = 60
 
@@ -165,18 +167,14 @@ def run_search(
     start_server()
     looking = begun(choose_source, target, options.predict)
     from flashtune.bench import time_calls
-    from flashtune.cli.progress import SearchProgress
-    from flashtune.cli.storage import study_storage
     from flashtune.db.library import Layer, Library, overlay_path, shipped_path
-    from flashtune.db.store import Store
     from flashtune.templates import families, family
-    from flashtune.tuner.machine import cores, devices_of, numbered, provenance, require_interpreter
+    from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
     from flashtune.tuner.propose.sampling import require_sampler
     from flashtune.tuner.propose.space import SearchSpace
     from flashtune.tuner.publish.own import compile_winner, keep
     from flashtune.tuner.publish.winners import Keeping
     from flashtune.tuner.search.plan import SearchPlan
-    from flashtune.tuner.searching import Search
 
     source = looking.result()
     if source == "predicted":
@@ -209,30 +207,41 @@ def run_search(
     for problem in problems:
         # Problems that no template serves are refused before anything is written.
         SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
-    command = command or command_line(["flashtune", *sys.argv[1:]])
     logger.debug("planned")
-    # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
-    sys.setswitchinterval(SWITCH_S)
-    trials = None if plan.sampler == "exhaustive" else plan.trials
-    with (
-        Store.open(location, writable=True) as store,
-        study_storage(options.storage) as storage,
-        SearchProgress(messages(), problems=problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
-    ):
-        Search(
-            plan,
-            storage=storage,
-            provenance=provenance(command=command, seed=plan.seed, measured=source == "measured", target=target),
-            save=partial(store.save, once=True),
-            listener=progress,
-        ).run()
-        found = (store.best(problem.key(target.slug)) for problem in problems)
-        records = [record for record in found if record is not None]
+    command = command or command_line(["flashtune", *sys.argv[1:]])
+    records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet)
     logger.debug("searched")
     if source == "measured":
         keep_machine_code(records, target, jobs=plan.jobs)
     logger.debug("done")
     return records
+
+
+def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command: str, quiet: bool) -> list[TuningRecord]:
+    """Run the search into the database at `location`, and return its records of the problems."""
+    from flashtune.cli.progress import SearchProgress
+    from flashtune.cli.storage import study_storage
+    from flashtune.db.store import Store
+    from flashtune.tuner.machine import provenance
+    from flashtune.tuner.searching import Search
+
+    # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
+    sys.setswitchinterval(SWITCH_S)
+    trials, measured = None if plan.sampler == "exhaustive" else plan.trials, plan.source == "measured"
+    with (
+        Store.open(location, writable=True) as store,
+        study_storage(storage_url) as storage,
+        SearchProgress(messages(), problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
+    ):
+        Search(
+            plan,
+            storage=storage,
+            provenance=provenance(command=command, seed=plan.seed, measured=measured, target=plan.target),
+            save=partial(store.save, once=True),
+            listener=progress,
+        ).run()
+        found = (store.best(problem.key(plan.target.slug)) for problem in plan.problems)
+        return [record for record in found if record is not None]
 
 
 def trace_times() -> None:
