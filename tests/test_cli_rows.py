@@ -130,11 +130,11 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     assert max(len(line) for line in lines) <= columns
     filled = [line for line in lines if line.strip()]
     throttled = [record for record in records if record.provenance.conditions and record.provenance.conditions.throttled_by]
-    # For each GPU its name and the columns' names stand before the rows, and at the end what throttled means, if any row is.
+    # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what throttled means, if any row is.
     legend = next((place for place, line in enumerate(filled) if line.startswith("throttled: ")), len(filled))
     names = {record.key.gpu for record in records}
-    measured = [line for line in filled[:legend] if line.strip() not in names and "B x H" not in line]
-    assert len(filled[:legend]) == len(measured) + 2 * len(names)
+    measured = [line for line in filled[:legend] if line.strip() not in names and "B x H" not in line and "──" not in line]
+    assert len(filled[:legend]) == len(measured) + 3 * len(names)
     assert len(measured) == len(records)
     assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
     assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == len(throttled)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
@@ -98,19 +98,18 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
 
 def _table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
-    table = Table(title=title, title_justify="left")
-    for heading in ("problem", "served by", *names, "tuned / default", "call us", "as calls"):
-        table.add_column(heading, justify="left" if heading in ("problem", "served by") else "right")
+    lines = []
     for row in rows:
-        us, rate = row["median_us"], row["tflops"]
-        ratio = f"{us['default'] / us['tuned']:.2f}x" if "default" in us else ""
-        call = row["call_us"]
-        table.add_row(
-            row["problem"],
-            f"{row['served']}: {row['template']}",
-            *(f"{rate[n]:.0f}" if n in rate else "-" for n in names),
-            ratio,
-            f"{call['tuned']:.1f}" if call else "-",
-            f"{call['default'] / call['tuned']:.2f}x" if "default" in call else "",
+        us, rate, call = row["median_us"], row["tflops"], row["call_us"]
+        lines.append(
+            (
+                row["problem"],
+                f"{row['served']}: {row['template']}",
+                *(f"{rate[n]:.0f}" if n in rate else "-" for n in names),
+                f"{us['default'] / us['tuned']:.2f}x" if "default" in us else "",
+                f"{call['tuned']:.1f}" if call else "-",
+                f"{call['default'] / call['tuned']:.2f}x" if "default" in call else "",
+            )
         )
-    return table
+    columns = ("problem", "served by", *names, "tuned / default", "call us", "as calls")
+    return fitted(title, columns, lines, width=console().width, words=("served by",))

@@ -5,11 +5,17 @@ Printed texts may come from strangers (values of a database, paths), so they are
 """
 
 import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+
+LEAST = 12
+"""Characters of a table's first column that every terminal shows."""
 
 
 class _PlainConsole(Console):
@@ -51,3 +57,36 @@ def one_line(text: str) -> str:
 def print_json(value: Any) -> None:
     """Print one indented JSON document to standard output."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def fitted(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int,
+    words: Collection[str] = (),
+    spared: Sequence[str] = (),
+    marked: Collection[str] = (),
+    note: str = "",
+    blanks: int = 3,
+) -> Table:
+    """Table of one line a row, at most `width` characters wide: the first column is shortened, figures never are.
+
+    Columns of `words` begin on the left, as the first does, and are broken where nothing else helps. Columns of `spared` are left out, in
+    their order, where the first would have less than `LEAST` characters. Cells in `marked` are yellow. Columns are 1 or 3 `blanks` apart.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, blanks // 2))
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    table.caption, table.caption_justify = (f"({note})" if note else None), "left"
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    kept, left_out = list(range(len(columns))), [columns.index(name) for name in spared if name in columns]
+    while (room := width - sum(blanks + widths[place] for place in kept[1:])) < min(widths[0], LEAST) and left_out:
+        kept.remove(left_out.pop(0))
+    widths[0] = max(min(widths[0], LEAST), min(widths[0], room))
+    for place in kept:
+        worded = columns[place] in words
+        table.add_column(columns[place], justify="left" if worded or not place else "right", no_wrap=not worded, width=widths[place])
+    for row in rows:
+        table.add_row(*(Text(row[place], "yellow") if row[place] in marked else row[place] for place in kept))
+    return table

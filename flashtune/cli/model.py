@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.export import written
 from flashtune.cli.options import GPU, ListCommand, gpu_of, json_option, seconds_of
 from flashtune.cli.records import PREDICTED_NOTE
@@ -158,29 +158,28 @@ def _write(destination: Path, records: dict["Problem", "TuningRecord"], licence:
 
 def _print(report: "ModelReport", *, predicted: bool) -> None:
     """Tables of the calls and of the workloads."""
-    calls = Table(title=f"Attention of {report.model} on {report.target.name}", title_justify="left")
-    for heading in ("workload", "call", "calls", "share", "served by", "us", "vs PyTorch"):
-        calls.add_column(heading, justify="left" if heading in ("workload", "call", "served by") else "right")
+    out, lines = console(), []
     for row in report.calls():
         us, gain = row["median_us"], row["speedup"]
         us_shown = "" if us is None else f"{us:.1f}" + ("*" if row["source"] == "predicted" else "")
         gained = "" if gain is None else f"{gain:.2f}x"
-        calls.add_row(row["workload"], row["problem"], str(row["calls"]), f"{row['share']:.0%}", row["served"], us_shown, gained)
-    console().print(calls)
+        lines.append((row["problem"], row["workload"], str(row["calls"]), f"{row['share']:.0%}", row["served"], us_shown, gained))
+    columns = ("call", "workload", "calls", "share", "served by", "us", "vs PyTorch")
+    title = f"Attention of {report.model} on {report.target.name}"
+    out.print(fitted(title, columns, lines, width=out.width, words=("workload", "served by")))
     if predicted:
-        console().print(f"* {PREDICTED_NOTE}")
+        out.print(f"* {PREDICTED_NOTE}")
     else:
-        console().print(_whole_models(report))
-    console().print(f"{report.database} holds {len({one.key for one in report.records.values()})} records: load it with dispatch.use(path)")
+        out.print(_whole_models(report, out.width))
+    out.print(f"{report.database} holds {len({one.key for one in report.records.values()})} records: load it with dispatch.use(path)")
 
 
-def _whole_models(report: "ModelReport") -> Table:
-    table = Table(title="Whole model", title_justify="left")
-    for heading in ("workload", "PyTorch ms", "tuned ms", "speed-up", "error", "allowed", ""):
-        table.add_column(heading, justify="left" if heading in ("workload", "") else "right")
+def _whole_models(report: "ModelReport", width: int) -> Table:
+    lines = []
     for one in report.workloads:
         times, found = one.times, one.check
         ms = ("", "", "") if times is None else (f"{times.torch_ms:.3f}", f"{times.tuned_ms:.3f}", f"{times.speedup:.3f}x")
         errors = ("", "") if found is None else (f"{found.tuned:.1e}", f"{found.allowed:.1e}")
-        table.add_row(str(one.workload), *ms, *errors, one.why)
-    return table
+        lines.append((str(one.workload), *ms, *errors, one.why))
+    columns = ("workload", "PyTorch ms", "tuned ms", "speed-up", "error", "allowed", "")
+    return fitted("Whole model", columns, lines, width=width, words=("",))

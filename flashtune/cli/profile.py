@@ -7,13 +7,11 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich import box
-from rich.table import Table as RichTable
 
 from flashtune.bench.accounting import DEFAULT_RANK, DEFAULT_WINDOW, ELEMENTWISE, Elementwise
 from flashtune.bench.profiling import Document, Profile
 from flashtune.bench.report import SUFFIXES, Table, parts, write
-from flashtune.cli.console import console, messages, print_json
+from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import DTYPE, GPU, MODEL, SIZE, json_option
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, parse_dtype
@@ -31,8 +29,6 @@ SPARED = (
     *("MLP us", "projections us", "total MiB", "FLOP/byte"),
 )
 """Columns left out in a narrow terminal, in this order; latencies then lose the smallest N first."""
-WORDS = 20
-"""Characters of the first column that a narrow terminal keeps."""
 
 
 @click.command()
@@ -205,24 +201,7 @@ def print_report(found: Document, *, width: int | None = None) -> None:
         if place:
             out.print()
         if isinstance(part, Table):
-            out.print(_fitted(part, out.width))
+            spared = (*SPARED, *filter(str.isdigit, part.columns))
+            out.print(fitted(part.title, part.columns, part.rows, width=out.width, spared=spared, note=part.note))
         else:
             out.print(part, soft_wrap=not out.is_terminal and width is None)
-
-
-def _fitted(table: Table, width: int) -> RichTable:
-    """The table in lines of at most `width`: without columns of `SPARED`, and with shortened words, where they don't fit."""
-    shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    shown.caption, shown.caption_justify = (f"({table.note})" if table.note else None), "left"
-    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
-    kept = list(range(len(widths)))
-    spared = [table.columns.index(name) for name in (*SPARED, *filter(str.isdigit, table.columns)) if name in table.columns]
-    # Three blanks stand between columns.
-    while (room := width - sum(3 + widths[place] for place in kept[1:])) < min(widths[0], WORDS) and spared:
-        kept.remove(spared.pop(0))
-    widths[0] = min(widths[0], room)
-    for place in kept:
-        shown.add_column(table.columns[place], justify="right" if place else "left", no_wrap=True, width=widths[place])
-    for row in table.rows:
-        shown.add_row(*(row[place] for place in kept))
-    return shown

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from flashtune.cli.console import console, messages
+from flashtune.cli.console import console, fitted, messages
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.templates import unservable
 
@@ -28,11 +25,12 @@ NAMED = 5
 """Number of unservable records that are listed with the reason."""
 
 
-SHORTEST = 12
-"""Least number of shown letters of a problem, in any terminal."""
+NARROW = 100
+"""Characters of a terminal that has no room for what is doubtful beside a record's source."""
 
 COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
-"""Columns of a table; some are left out where no record has a value, or the terminal is too narrow."""
+"""Columns of a table; some are left out where no record has a value."""
+WORDS = ("B x H", "template", "vs framework", "source", "config")
 
 
 def record_row(record: TuningRecord) -> dict[str, Any]:
@@ -101,29 +99,16 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
 def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool) -> None:
     """Print the records of one GPU, each with the reason if it can't be served."""
     calls = any(record.outcome.call_us is not None for record, _ in rows)
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]
-    lines = [_cells(record, why, wide) for record, why in rows]
     # Wide tables are printed in full, so the terminal may break lines.
     out = console(width=1 << 16) if wide else console()
-    widths = {name: max(len(text) for text in (name, *(line[name] for line in lines))) for name in columns}
-    # A record is one line: a narrow terminal shortens the problem's label, never the figures.
-    room = out.width - sum(widths.values()) - len(widths) + widths["problem"]
-    if room < SHORTEST:
-        # The source comes before other doubts.
-        for line in lines:
-            line["source"] = line["source"].partition(",")[0]
-        longest = max(len("source"), *(len(line["source"]) for line in lines))
-        room, widths["source"] = room + widths["source"] - longest, longest
-    widths["problem"] = max(SHORTEST, min(widths["problem"], room))
-    for name in columns:
-        figures = name in ("us", "call us", "TFLOP/s", "as calls")
-        table.add_column(name, justify="right" if figures else "left", no_wrap=True, overflow="ellipsis", width=widths[name])
-    for line in lines:
-        plain = line["source"] == "measured"
-        table.add_row(*(Text(line[name], "yellow") if name == "source" and not plain else line[name] for name in columns))
-    out.print(table)
+    lines = [_cells(record, why, wide) for record, why in rows]
+    if out.width < NARROW:
+        lines = [{**line, "source": line["source"].partition(",")[0]} for line in lines]
+    cells = [[line[name] for name in columns] for line in lines]
+    marked = {line["source"] for line in lines} - {"measured"}
+    out.print(fitted(title, columns, cells, width=out.width, words=WORDS, marked=marked, blanks=1))
 
 
 def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
