@@ -14,7 +14,7 @@ import pytest
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.db import sqlite_file
 from flashtune.db.library import Layer, Library
-from flashtune.db.schema import Base
+from flashtune.db.schema import METADATA
 from flashtune.db.store import Store
 from flashtune.db.values import SCHEMA_VERSION, TABLES
 
@@ -382,7 +382,7 @@ def test_an_impossible_value_names_the_file_the_row_and_the_column(tmp_path: Pat
 
 
 def test_every_column_is_covered() -> None:
-    for name, table in Base.metadata.tables.items():
+    for name, table in METADATA.tables.items():
         assert {column.name for column in table.columns} - {"id", *POINTERS.get(name, ())} == set(BAD_VALUES[name])
 
 

@@ -16,7 +16,7 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Fate
 from flashtune.db import migrations, rows, values
 from flashtune.db.library import Library
-from flashtune.db.schema import Base, ProblemRow
+from flashtune.db.schema import METADATA, PROBLEM
 from flashtune.db.store import Store
 from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, TABLES, VERSION_TABLE
 
@@ -37,13 +37,13 @@ def revisions(connection: Connection) -> ScriptDirectory:
 
 def test_the_models_equal_the_migrated_schema(connection: Connection) -> None:
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
-    assert compare_metadata(context, Base.metadata) == []
+    assert compare_metadata(context, METADATA) == []
 
 
 def test_a_difference_between_models_and_schema_would_be_noticed(connection: Connection) -> None:
     connection.exec_driver_sql("ALTER TABLE trial ADD COLUMN extra INTEGER")
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
-    assert compare_metadata(context, Base.metadata) != []
+    assert compare_metadata(context, METADATA) != []
 
 
 def test_the_newest_revision_is_the_one_that_the_store_knows(connection: Connection) -> None:
@@ -98,13 +98,13 @@ def test_predictions_that_nothing_checked_say_so_after_an_upgrade(tmp_path: Path
 
 
 def test_the_columns_of_a_problem_are_those_of_its_key_in_order() -> None:
-    assert tuple(ProblemRow.__table__.columns.keys()) == ("id", *ProblemKey.__slots__)
+    assert tuple(PROBLEM.columns.keys()) == ("id", *ProblemKey.__slots__)
 
 
 def test_columns_that_are_read_are_those_of_the_tables() -> None:
     ids = {"id", "problem_id", "provenance_id", "run_id", "candidate_id"}
     for table, columns in zip(TABLES, (rows.PROBLEM, rows.RUN, rows.TRIAL, rows.PROVENANCE, rows.CANDIDATE), strict=True):
-        assert set(Base.metadata.tables[table].columns.keys()) - ids == set(columns)
+        assert set(METADATA.tables[table].columns.keys()) - ids == set(columns)
 
 
 def test_runs_share_provenances_and_trials_share_candidates(tmp_path: Path) -> None:

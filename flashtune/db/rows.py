@@ -41,11 +41,18 @@ FEATURES_LENGTH = 255
 RUNNING_PATTERN = f"%{RUNNING.as_json()[1:-1]}%"
 """SQL LIKE pattern of configs with the online softmax, whose kernels update the row max in every block."""
 
+TIMES = tuple(field.name for field in fields(Measurement))
+FACTS = tuple(field.name for field in fields(CompileFacts))
 PROBLEM = tuple(field.name for field in fields(ProblemKey))
-PROVENANCE = ("flashtune", "torch", "triton", "driver", "gpu_name", "clocks", "command", "seed")
+_TEXTS = {
+    **dict.fromkeys(("flashtune", "torch", "triton"), NAME_LENGTH),
+    **dict.fromkeys(("driver", "gpu_name", "clocks", "command"), TEXT_LENGTH),
+}
+"""Most characters of a provenance's texts."""
+PROVENANCE = (*_TEXTS, "seed")
 RUN = (
     *("batch", "heads", "kv_heads", "features", "created_at", "baseline_backend"),
-    *(f"baseline_{field.name}" for field in fields(Measurement)),
+    *(f"baseline_{name}" for name in TIMES),
     "baseline_call_us",
     *(f"race_{field.name}" for field in fields(Conditions)),
     *("ended_by", "expected_regret"),
@@ -53,10 +60,10 @@ RUN = (
 CANDIDATE = ("template", "config")
 TRIAL = (
     *("number", "template_hash", "variant_id", "fate", "source", "reason"),
-    *(field.name for field in fields(Measurement)),
-    *(field.name for field in fields(CompileFacts)),
+    *TIMES,
+    *FACTS,
     *("max_error", "finalist", "rank"),
-    *(f"trial_{field.name}" for field in fields(Measurement)),
+    *(f"trial_{name}" for name in TIMES),
     "call_us",
 )
 """Columns of the tables, without ids. A row of a run holds its provenance's too, and a row of a trial its candidate's."""
@@ -66,8 +73,6 @@ SETTLED = '"maximum":"first"'
 
 _QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
 _FATES = tuple(str(fate) for fate in Fate)
-_FACTS = tuple(field.name for field in fields(CompileFacts))
-_TIMES = tuple(field.name for field in fields(Measurement))
 
 
 def read_key(row: Row) -> ProblemKey:
@@ -112,10 +117,7 @@ def run_row(result: SearchResult) -> dict[str, object]:
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
         "features": canonical({**problem.features.as_json(), **aligned}),
-        "flashtune": tidy(provenance.flashtune, NAME_LENGTH),
-        "torch": tidy(provenance.torch, NAME_LENGTH),
-        "triton": tidy(provenance.triton, NAME_LENGTH),
-        **{name: tidy(getattr(provenance, name)) for name in ("driver", "gpu_name", "clocks", "command")},
+        **{name: tidy(getattr(provenance, name), limit) for name, limit in _TEXTS.items()},
         "seed": provenance.seed,
         "created_at": provenance.created_at,
         "baseline_backend": tidy(baseline.backend, NAME_LENGTH) if baseline else None,
@@ -176,14 +178,9 @@ def read_provenance(row: Row) -> Provenance:
             datetime.fromisoformat(created_at)
         except ValueError as error:
             raise RowError("created_at", f"is {shown(created_at)}, not a time in ISO 8601") from error
+    texts = {name: row.text(name, limit=limit, empty=True) for name, limit in _TEXTS.items()}
     return Provenance(
-        flashtune=row.text("flashtune", limit=NAME_LENGTH, empty=True),
-        torch=row.text("torch", limit=NAME_LENGTH, empty=True),
-        triton=row.text("triton", limit=NAME_LENGTH, empty=True),
-        driver=row.text("driver", limit=TEXT_LENGTH, empty=True),
-        gpu_name=row.text("gpu_name", limit=TEXT_LENGTH, empty=True),
-        clocks=row.text("clocks", limit=TEXT_LENGTH, empty=True),
-        command=row.text("command", limit=TEXT_LENGTH, empty=True),
+        **texts,
         seed=None if row.missing("seed") else row.integer("seed", -(2**63), 2**63 - 1),
         created_at=created_at,
         conditions=_read_conditions(row),
@@ -259,7 +256,7 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
         "source": outcome.source,
         "reason": tidy(outcome.reason),
         **_measurement_columns(outcome.measurement),
-        **{name: getattr(facts, name) if facts else None for name in _FACTS},
+        **{name: getattr(facts, name) if facts else None for name in FACTS},
         "max_error": math.inf if error is not None and math.isnan(error) else error,
         "finalist": int(outcome.finalist),
         "rank": outcome.rank,
@@ -348,17 +345,17 @@ def _read_config(row: Row) -> Config:
 
 
 def _read_facts(row: Row) -> CompileFacts | None:
-    if all(row.missing(name) for name in _FACTS):
+    if all(row.missing(name) for name in FACTS):
         return None
-    return CompileFacts(**{name: row.integer(name, 0) for name in _FACTS})
+    return CompileFacts(**{name: row.integer(name, 0) for name in FACTS})
 
 
 def _measurement_columns(measurement: Measurement | None, prefix: str = "") -> dict[str, object]:
-    return {f"{prefix}{name}": getattr(measurement, name) if measurement else None for name in _TIMES}
+    return {f"{prefix}{name}": getattr(measurement, name) if measurement else None for name in TIMES}
 
 
 def _read_measurement(row: Row, prefix: str = "") -> Measurement | None:
-    if all(row.missing(f"{prefix}{name}") for name in _TIMES):
+    if all(row.missing(f"{prefix}{name}") for name in TIMES):
         return None
     times = {name: _time(row, f"{prefix}{name}") for name in _QUANTILES}
     ordered = [times[name] for name in _QUANTILES]

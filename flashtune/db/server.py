@@ -11,7 +11,7 @@ from sqlalchemy.pool import NullPool
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
 from flashtune.core.secrets import mask_secrets
 from flashtune.db.inspection import MissingDatabaseError, checked_version
-from flashtune.db.schema import Base
+from flashtune.db.schema import METADATA
 from flashtune.db.values import SCHEMA_VERSION, VERSION_TABLE
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Server:
         present = set(inspect(connection).get_table_names())
         if VERSION_TABLE in present:
             return checked_version(connection.execute(text(f"SELECT max(version_num) FROM {VERSION_TABLE}")).scalar(), self.name)
-        if taken := sorted(present & set(Base.metadata.tables)):
+        if taken := sorted(present & set(METADATA.tables)):
             raise DatabaseError(f"{self.name} has a table {taken[0]!r} of another application: give flashtune a database of its own")
         return None
 

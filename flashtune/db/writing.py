@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, Table, insert, select
 
 from flashtune.core.errors import InputError
 from flashtune.core.results import SearchResult
 from flashtune.db import rows
-from flashtune.db.schema import Base, CandidateRow, ProblemRow, ProvenanceRow, RunRow, TrialRow
+from flashtune.db.schema import CANDIDATE, PROBLEM, PROVENANCE, RUN, TRIAL
 from flashtune.db.sqlite_file import export_file
 from flashtune.db.values import Row, RowError
 
@@ -48,27 +48,40 @@ class ResultRows:
 
         With `once`, nothing is added where the same run is there already.
         """
-        problem_id = _found_or_added(connection, ProblemRow, self.problem)
-        run = {**self.run, "problem_id": problem_id, "provenance_id": _found_or_added(connection, ProvenanceRow, self.provenance)}
+        problem_id = _found_or_added(connection, PROBLEM, self.problem)
+        if once and self._is_there(connection, problem_id):
+            return
+        provenance_id = _found_or_added(connection, PROVENANCE, self.provenance)
+        run_id = _added(connection, RUN, {**self.run, "problem_id": problem_id, "provenance_id": provenance_id})
         candidates = _candidate_ids(connection, [(one["template"], one["config"]) for one in self.trials])
         trials = [
-            {name: one[name] for name in rows.TRIAL} | {"candidate_id": candidates[one["template"], one["config"]]} for one in self.trials
+            {name: one[name] for name in rows.TRIAL} | {"run_id": run_id, "candidate_id": candidates[one["template"], one["config"]]}
+            for one in self.trials
         ]
-        if once and _is_there(connection, run, trials):
-            return
-        run_id = _added(connection, RunRow, run)
         if trials:
-            connection.execute(insert(TrialRow), [{**trial, "run_id": run_id} for trial in trials])
+            connection.execute(insert(TRIAL), trials)
+
+    def _is_there(self, connection: Connection, problem_id: int) -> bool:
+        """True if a run of this problem equals this one in all columns and trials."""
+        same_run = [RUN.c[name] == value for name, value in self.run.items()]
+        same_run += [PROVENANCE.c[name] == value for name, value in self.provenance.items()]
+        runs = select(RUN.c.id).join(PROVENANCE).where(RUN.c.problem_id == problem_id, *same_run)
+        columns = [*(TRIAL.c[name] for name in rows.TRIAL), *(CANDIDATE.c[name] for name in rows.CANDIDATE)]
+        for run_id in connection.execute(runs).scalars().all():
+            trials = select(*columns).select_from(TRIAL).join(CANDIDATE).where(TRIAL.c.run_id == run_id).order_by(TRIAL.c.number)
+            if [dict(one) for one in connection.execute(trials).mappings()] == self.trials:
+                return True
+        return False
 
 
-def _found_or_added(connection: Connection, table: type[ProblemRow | ProvenanceRow], values: dict[str, Any]) -> int:
+def _found_or_added(connection: Connection, table: Table, values: dict[str, Any]) -> int:
     """Id of the row with these values, which is added where there is none."""
-    same = [getattr(table, name) == value for name, value in values.items()]
-    found = connection.execute(select(table.id).where(*same).limit(1).with_for_update()).scalar()
+    same = [table.c[name] == value for name, value in values.items()]
+    found = connection.execute(select(table.c.id).where(*same).limit(1).with_for_update()).scalar()
     return _added(connection, table, values) if found is None else int(found)
 
 
-def _added(connection: Connection, table: type[Base], values: dict[str, Any]) -> int:
+def _added(connection: Connection, table: Table, values: dict[str, Any]) -> int:
     """Id of a new row."""
     key = connection.execute(insert(table).values(values)).inserted_primary_key
     assert key is not None
@@ -81,24 +94,12 @@ def _candidate_ids(connection: Connection, wanted: list[tuple[str, str]]) -> dic
     distinct = list(dict.fromkeys(wanted))
     for start in range(0, len(distinct), AT_ONCE):
         configs = {config for _, config in distinct[start : start + AT_ONCE]}
-        there = select(CandidateRow.id, CandidateRow.template, CandidateRow.config).where(CandidateRow.config.in_(configs))
+        there = select(CANDIDATE.c.id, CANDIDATE.c.template, CANDIDATE.c.config).where(CANDIDATE.c.config.in_(configs))
         found.update({(template, config): number for number, template, config in connection.execute(there)})
     for template, config in distinct:
         if (template, config) not in found:
-            found[template, config] = _added(connection, CandidateRow, {"template": template, "config": config})
+            found[template, config] = _added(connection, CANDIDATE, {"template": template, "config": config})
     return found
-
-
-def _is_there(connection: Connection, run: dict[str, Any], trials: list[dict[str, Any]]) -> bool:
-    """True if a run equals this one in all columns and trials."""
-    same = [getattr(RunRow, name) == value for name, value in run.items()]
-    names = [*rows.TRIAL, "candidate_id"]
-    for run_id in connection.execute(select(RunRow.id).where(*same)).scalars().all():
-        columns = [getattr(TrialRow, name) for name in names]
-        found = connection.execute(select(*columns).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).mappings()
-        if [dict(one) for one in found] == trials:
-            return True
-    return False
 
 
 def write_file(path: Path, results: Sequence[SearchResult], *, replace: bool) -> None:

@@ -3,10 +3,10 @@
 from alembic import context
 from sqlalchemy import Connection
 
-from flashtune.db.schema import Base
+from flashtune.db.schema import METADATA
 from flashtune.db.values import VERSION_TABLE
 
 connection: Connection = context.config.attributes["connection"]
-context.configure(connection=connection, target_metadata=Base.metadata, version_table=VERSION_TABLE)
+context.configure(connection=connection, target_metadata=METADATA, version_table=VERSION_TABLE)
 with context.begin_transaction():
     context.run_migrations()
