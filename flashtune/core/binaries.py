@@ -18,12 +18,14 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import parse_json, read_bounded
 from flashtune.core.kernel_archive import Archive, Place
 from flashtune.core.launches import Operand, Resident
-from flashtune.core.unpacking import read_unpacked
 
 FORMAT = 1
 """Version of the manifest's layout; another one is not read."""
 MOST_BYTES = 1 << 24
 """Bytes of the largest manifest that is read; the longest shipped has a hundredth of it."""
+
+MOST_CODE_BYTES = 16 << 20
+"""Bytes of the largest machine code, gzipped or not, that is read; the largest shipped has 0.2 MiB."""
 
 INTERLEAVE_NONE = 0
 L2_PROMOTION_128B = 2
@@ -181,7 +183,7 @@ class Manifest:
             raise EnvironmentProblem(f"the machine code of {binary.kernel} is in no file: take it from where it was compiled")
         path = self.folder / binary.file
         try:
-            code = read_unpacked(path)
+            code = _read_gzipped(path)
         except (OSError, ValueError, zlib.error) as error:
             raise EnvironmentProblem(f"can't read machine code from {path} ({error}): install flashtune again") from error
         if hashlib.sha256(code).hexdigest() != binary.sha256:
@@ -194,6 +196,18 @@ class Manifest:
         text = json.dumps(head | {"binaries": [_as_dict(binary) for binary in self.binaries]}, indent=1)
         # One line for each parameter and condition keeps diffs short.
         return re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def _read_gzipped(path: Path) -> bytes:
+    """The content of a gzipped file, which could unpack to gigabytes; raises OSError, or zlib.error where it is damaged or too large."""
+    with path.open("rb") as file:
+        content = file.read(MOST_CODE_BYTES + 1)
+    # 31 is gzip's header.
+    packer = zlib.decompressobj(wbits=31)
+    found = packer.decompress(content, MOST_CODE_BYTES)
+    if not packer.eof:
+        raise zlib.error(f"it is cut off or holds more than {MOST_CODE_BYTES >> 20} MiB")
+    return found
 
 
 def machine_arch(capability: int) -> str:
