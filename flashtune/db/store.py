@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Self, TypedDict, Unpack, cast
 
 from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import ArgumentError
@@ -21,8 +21,6 @@ from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, ser
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
 from flashtune.db.writing import ResultRows, write_file
-
-T = TypeVar("T")
 
 
 class KeyFilter(TypedDict, total=False):
@@ -40,15 +38,6 @@ class KeyFilter(TypedDict, total=False):
     bh_bucket: int | None
 
 
-class _Access(Protocol):
-    name: str
-
-    def open(self) -> None: ...
-    def close(self) -> None: ...
-    def read(self, work: Callable[[Connection], T]) -> T: ...
-    def write(self, work: Callable[[Connection], T]) -> T: ...
-
-
 class Store:
     """Tuned database in a SQLite file or on a server; a context manager, safe to use from several threads and after a fork.
 
@@ -56,7 +45,7 @@ class Store:
     EnvironmentProblem where the disk is full or a permission is missing. A failed write changes nothing.
     """
 
-    def __init__(self, access: _Access, *, writable: bool) -> None:
+    def __init__(self, access: SqliteFile | Server, *, writable: bool) -> None:
         self._access = access
         self._writable = writable
         self.name = access.name
@@ -158,7 +147,7 @@ class Store:
         return len(results)
 
 
-def _access(location: str | Path, *, writable: bool) -> _Access:
+def _access(location: str | Path, *, writable: bool) -> SqliteFile | Server:
     path = sqlite_path(location)
     return Server(make_url(str(location)), writable=writable) if path is None else SqliteFile(path, writable=writable)
 
