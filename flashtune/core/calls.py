@@ -15,6 +15,7 @@ from typing import Any
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.files import parse_json, write_whole
 from flashtune.core.problem import DECODE_ROWS, DIRECTIONS, Features, Problem, next_power_of_two
+from flashtune.core.words import shown
 
 FORMAT = 1
 
@@ -144,9 +145,7 @@ def _parsed(text: bytes, path: Path) -> list[Problem]:
     if not isinstance(found, dict) or "format" not in found or not isinstance(found.get("calls"), list):
         raise InputError(f"{path} is no file of calls (it lacks a format or a list of calls): {remedy}")
     if type(found["format"]) is not int or found["format"] != FORMAT:
-        raise InputError(
-            f"{path} has the format {_shown(found['format'])}, and this flashtune knows {FORMAT}: save the calls with this one"
-        )
+        raise InputError(f"{path} has the format {shown(found['format'])}, and this flashtune knows {FORMAT}: save the calls with this one")
     problems: dict[Problem, None] = {}
     for place, one in enumerate(found["calls"], 1):
         try:
@@ -159,19 +158,13 @@ def _parsed(text: bytes, path: Path) -> list[Problem]:
 def _problem(found: Any) -> Problem:
     """One entry; raises InputError for one that `_text` would not write."""
     if not isinstance(found, dict) or found.keys() != set(_FIELDS):
-        raise InputError(f"it is {_shown(found)}, not an object of {', '.join(_FIELDS)}")
+        raise InputError(f"it is {shown(found)}, not an object of {', '.join(_FIELDS)}")
     for name in _SIZES:
         if type(found[name]) is not int:
-            raise InputError(f"{name} is {_shown(found[name])}, not an integer")
+            raise InputError(f"{name} is {shown(found[name])}, not an integer")
     for name in ("dtype", "direction"):
         if not isinstance(found[name], str):
-            raise InputError(f"{name} is {_shown(found[name])}, not a string")
+            raise InputError(f"{name} is {shown(found[name])}, not a string")
     if not isinstance(found["features"], dict):
-        raise InputError(f"features are {_shown(found['features'])}, not an object")
+        raise InputError(f"features are {shown(found['features'])}, not an object")
     return Problem(**{**found, "features": Features.from_json(found["features"])})
-
-
-def _shown(value: object) -> str:
-    """A value as messages show it: cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from flashtune.core.dtypes import DType
 from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS, launch_name
+from flashtune.core.words import canonical
 
 Direction = Literal["fwd", "bwd"]
 """The pass of attention (flashtune.core.passes)."""
@@ -63,7 +64,7 @@ class Config:
 
     def as_json(self) -> str:
         """Canonical JSON: equal configs have equal text."""
-        return json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return canonical(self.as_dict())
 
     def label(self) -> str:
         """The short form for tables: `BLOCK_M=128 BLOCK_N=64 num_stages=3`."""

@@ -1,6 +1,5 @@
 """One attention call for a kernel (`Problem`), and its key in the database (`ProblemKey`)."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -10,6 +9,7 @@ from flashtune.core.config import Direction, Flags, KernelSpec
 from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
 from flashtune.core.passes import PASSES, Pass, backward_with
+from flashtune.core.words import canonical
 
 DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
@@ -250,7 +250,7 @@ class Problem:
             direction=self.direction,
             d_v=self.d_v,
             n_q=self.n_q,
-            features=json.dumps(features.as_json(), sort_keys=True, separators=(",", ":")),
+            features=canonical(features.as_json()),
             gqa_ratio=self.gqa_ratio,
             bh_bucket=next_power_of_two(self.batch * self.heads),
         )

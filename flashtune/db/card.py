@@ -12,7 +12,8 @@ from pathlib import Path
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, InputError
 from flashtune.core.files import read_json, write_whole
 from flashtune.core.results import TuningRecord
-from flashtune.db.values import shown, tidy
+from flashtune.core.words import shown
+from flashtune.db.values import tidy
 
 FORMAT = 1
 LICENCE_LENGTH = 255

@@ -28,7 +28,8 @@ from flashtune.core.results import (
     SearchResult,
     Source,
 )
-from flashtune.db.values import IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, canonical, shown, tidy
+from flashtune.core.words import canonical, shown
+from flashtune.db.values import IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, tidy
 
 SHORTEST_TIME_US = 1e-3
 """Smallest time in microseconds, about two clocks of a GPU; ratios of times in these bounds are finite."""

@@ -1,12 +1,12 @@
 """Checked raw values of database rows, and the text forms that rows may hold."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
 from flashtune.core.files import parse_json
+from flashtune.core.words import canonical, shown
 
 SCHEMA_VERSION: Final = "0004"
 """Newest Alembic revision; revisions are four digits that count upwards."""
@@ -105,18 +105,7 @@ class Row(NamedTuple):
         return value
 
 
-def canonical(value: Mapping[str, object]) -> str:
-    """Canonical JSON text of `value`: sorted keys, no blanks."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
 def tidy(text: str, limit: int = TEXT_LENGTH) -> str:
     """One printable line of at most `limit` characters."""
     plain = UNPRINTABLE.sub(" ", text)
     return plain if len(plain) <= limit else plain[: limit - 1] + "…"
-
-
-def shown(value: object) -> str:
-    """Text of a value for messages, cut after 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
