@@ -17,7 +17,7 @@ from db_samples import outcome, result
 from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.cli.options import ProblemOptions
-from flashtune.cli.recorded_calls import worth_searching
+from flashtune.cli.problems import worth_searching
 from flashtune.cli.search import search
 from flashtune.core.calls import add
 from flashtune.core.errors import InputError

@@ -9,6 +9,7 @@ from rich.table import Table
 from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.export import written
 from flashtune.cli.options import GPU, ListCommand, gpu_of, json_option, seconds_of
+from flashtune.cli.problems import searchable, stored
 from flashtune.cli.records import PREDICTED_NOTE
 from flashtune.cli.search import SearchOptions, choose_source, run_search
 from flashtune.core.errors import FlashtuneError, InputError, NoKernelFound
@@ -113,33 +114,20 @@ def _tuned(
     problems: list["Problem"], target: "Target", source: "Source", options: SearchOptions, *, quiet: bool
 ) -> dict["Problem", "TuningRecord"]:
     """The record of each problem, after a search of those that have none yet of this source or a better one."""
-    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
     from flashtune.model.tuning import best_records
 
     def known() -> dict["Problem", "TuningRecord"]:
-        records = Library([Layer(location=place, optional=True) for place in (overlay_path(), shipped_path())]).winners()
-        usable = [one for one in records if one.key.gpu == target.slug and unservable(one) is None]
+        usable = [one for one in stored(None) if one.key.gpu == target.slug and unservable(one) is None]
         return best_records(problems, target, usable)
 
     served = {problem for problem, record in known().items() if source == "predicted" or record.outcome.source == "measured"}
-    missing = [problem for problem in problems if problem not in served and _searchable(problem, target)]
+    missing, others = searchable([problem for problem in problems if problem not in served], target)
+    for sentence in others:
+        messages().print(f"left to PyTorch: {sentence}")
     messages().print(f"{len(problems)} kinds of calls: {len(missing)} to search, {len(served)} with a record")
     if missing:
         run_search(target, missing, options, quiet=quiet)
     return known()
-
-
-def _searchable(problem: "Problem", target: "Target") -> bool:
-    """True if a family serves a problem; the others are named on standard error."""
-    from flashtune.templates import families
-    from flashtune.tuner.propose.space import SearchSpace
-
-    try:
-        SearchSpace(families(), problem, target)
-    except InputError as error:
-        messages().print(f"left to PyTorch: {problem.label()}: {error}")
-        return False
-    return True
 
 
 def _write(destination: Path, records: dict["Problem", "TuningRecord"], licence: str) -> Path:

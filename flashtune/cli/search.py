@@ -137,7 +137,7 @@ def search(*, requested: ProblemOptions, gpu_name: str | None, until: str, budge
     target = gpu_of(gpu_name)
     problems = requested.problems()
     if requested.calls is not None:
-        from flashtune.cli.recorded_calls import worth_searching
+        from flashtune.cli.problems import worth_searching
 
         problems = worth_searching(problems, target, templates=others["templates"], location=others["location"])
     budget_s = None if budget is None else seconds_of(budget)
@@ -167,7 +167,8 @@ def run_search(
     start_server()
     looking = begun(choose_source, target, options.predict)
     from flashtune.bench import time_calls
-    from flashtune.db.library import Layer, Library, overlay_path, shipped_path
+    from flashtune.cli.problems import stored
+    from flashtune.db.library import overlay_path
     from flashtune.templates import families, family
     from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
     from flashtune.tuner.propose.sampling import require_sampler
@@ -182,7 +183,6 @@ def run_search(
         # The same command may run on a machine with GPUs, so only the option's form is checked.
         numbered(options.gpus)
     location = options.location or overlay_path()
-    known = Library([Layer(location=path, optional=True) for path in (location, shipped_path())]).winners()
     devices = devices_of(options.gpus, target) if source == "measured" else ()
     plan = SearchPlan(
         target=target,
@@ -198,7 +198,7 @@ def run_search(
         jobs=options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0)),
         # A named family is searched at all sizes, also where it isn't expected to be good.
         only_suited=not options.templates,
-        known=tuple(known),
+        known=tuple(stored(location)),
         devices=devices,
         calls=time_calls if source == "measured" else None,
         keep=Keeping(compile=compile_winner, put=keep) if source == "measured" else None,
