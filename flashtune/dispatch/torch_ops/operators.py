@@ -196,11 +196,11 @@ def define(eager: Callable[..., Any]) -> None:
         finally:
             DECIDED.kernels = False
         out, lse = found if numbers.return_lse else (found, query.new_empty(0, dtype=torch.float32))
-        promised = _like_query(query, value.shape[3])
-        if out.stride() != promised.stride():
+        if out.stride() != out_strides(tuple(out.shape), query.stride()):
             # PyTorch's own backends may choose other strides.
-            out = promised.copy_(out)
-        return out, lse.contiguous(), torch.tensor([signed(bits)]) if bits is not None else query.new_empty(0, dtype=torch.int64)
+            out = _like_query(query, value.shape[3]).copy_(out)
+        state = torch.tensor([signed(bits or 0)]) if numbers.dropout_p else query.new_empty(0, dtype=torch.int64)
+        return out, lse.contiguous(), state
 
     operator = torch.library.custom_op(
         "flashtune::attention", attention, mutates_args=(), schema=_FORWARD, tags=(torch.Tag.nondeterministic_seeded,)
