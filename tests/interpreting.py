@@ -28,10 +28,9 @@ def interpreted(script: str, *words: str) -> Any:
 
 def printed(script: str, *words: str, **environment: str) -> str:
     """Output of `script` of this folder (`-m NAME`: a module), run with these words; fails where it ends with an error."""
-    from flashtune.tuner.children.forkserver import PRELOADED
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["torch"])
     mine, its = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=({**os.environ, "TRITON_INTERPRET": "1", **environment}, script, words, its), daemon=True)
     child.start()

@@ -22,7 +22,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates import rendering
-from flashtune.tuner.children import forkserver, tasks
+from flashtune.tuner.children import start, tasks
 from flashtune.tuner.propose.claims import Claims
 from flashtune.tuner.search import evaluation
 
@@ -74,7 +74,7 @@ def in_the_end(self: Claims) -> None:
 def plant() -> None:
     """Put the planted families in place of the real ones."""
     # The stand-ins need no torch.
-    forkserver.PRELOADED[:], forkserver.FOR_SEARCHES[:] = ["flashtune.tuner.children.tasks"], []
+    start.PRELOADED[:] = ["flashtune.tuner.children.tasks"]
     environment = rendering.environment()
     assert environment.loader is not None
     environment.loader = ChoiceLoader([planted_templates(), environment.loader])

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashtune.core.results import Outcome, SearchResult
-from flashtune.tuner.timing.final_candidates import placed
-from flashtune.tuner.timing.racing import Contest
+from flashtune.tuner.timing.racing import Contest, placed
 
 DRIFT = 0.002
 """What clocks change from round to round (the standard deviation of a step)."""

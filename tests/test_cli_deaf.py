@@ -120,7 +120,7 @@ def test_the_server_of_children_keeps_no_pipe_of_a_command_open(tmp_path: Path) 
     """It imports torch for seconds after a command that was ended without notice."""
     code = """
 from multiprocessing import forkserver
-from flashtune.tuner.children.forkserver import serving
+from flashtune.tuner.children.start import serving
 if __name__ == "__main__":
     with serving():
         place = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/fd/")

@@ -21,7 +21,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner import machine
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from flashtune.templates.family import Axis
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.publish import machine_code
 from flashtune.tuner.publish.generated import arrange
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 
 H200 = find_target("h200")
 HOPPER = family("flash_fwd_hopper")

@@ -36,7 +36,7 @@ from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 from flashtune.templates.loading import host_of, load_kernel, loaded
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.publish.sources import source_for
+from flashtune.tuner.publish.winners import source_for
 
 MAP = TensorMap(element_type=9, element_bytes=2, box=(1, 1, 64, 128), swizzle=3)
 PARAMETERS = (

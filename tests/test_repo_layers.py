@@ -38,9 +38,9 @@ PLANTED = [
     ("tuner/search/plan.py", "flashtune.tuner.search.problem", "A search is one way through"),
     ("tuner/propose/sampling.py", "flashtune.tuner.propose.study", "Candidates are proposed one way"),
     ("tuner/children/tasks.py", "flashtune.tuner.children.workers", "Children run tasks, tasks start no children"),
-    ("tuner/timing/racing.py", "flashtune.tuner.timing.final_candidates", "Final candidates are timed one way"),
+    ("tuner/timing/racing.py", "flashtune.tuner.timing.conditions", "Final candidates are timed one way"),
     ("tuner/verify/inputs.py", "flashtune.tuner.verify.cases", "Candidates are checked one way"),
-    ("tuner/publish/sources.py", "flashtune.tuner.publish.own", "Winners become files one way"),
+    ("tuner/publish/machine_code.py", "flashtune.tuner.publish.winners", "Winners become files one way"),
     ("dispatch/call/checked.py", "flashtune.dispatch.call.arguments", "A call is made of arguments"),
 ]
 

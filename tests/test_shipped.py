@@ -12,7 +12,7 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.templates.rendering import text_hash
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 
 H200 = find_target("h200")
 RECORDS = Library.of(shipped_path()).records(gpu="h200")

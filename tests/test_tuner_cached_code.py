@@ -15,9 +15,9 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
-from flashtune.tuner.children import cached_code, compile, tasks
+from flashtune.tuner.children import compile, tasks
 from flashtune.tuner.publish.machine_code import Order, build
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 from flashtune.tuner.replies import Compiled, Failed
 
 pytestmark = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="shipped code was compiled by Triton 3.6.0")
@@ -53,12 +53,12 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def kernels_of(source: tasks.Source, row: TuningRecord, stem: str) -> list[tuple[str, Any]]:
-    manifest = cached_code.machine_code_of(source.variant_id, source.text, H200)
+    manifest = compile.machine_code_of(source.variant_id, source.text, H200)
     return compile.compiled_kernels(source.text, stem, row.problem, H200, manifest)
 
 
 def test_what_the_jit_finds_is_what_was_shipped(source: tasks.Source, row: TuningRecord) -> None:
-    manifest = cached_code.machine_code_of(source.variant_id, source.text, H200)
+    manifest = compile.machine_code_of(source.variant_id, source.text, H200)
     assert manifest is not None
     for name, compiled in kernels_of(source, row, "first"):
         [binary] = manifest.of(name)
@@ -86,27 +86,27 @@ def test_a_trial_is_spared_the_compiler_where_its_facts_are_known(source: tasks.
 
 def test_a_winner_is_kept_from_what_is_at_hand(source: tasks.Source, row: TuningRecord) -> None:
     order = Order(text=source.text, stem=source.stem, variant_id=source.variant_id, spec=row.problem.spec(), target=H200)
-    shipped = cached_code.machine_code_of(source.variant_id, source.text, H200)
+    shipped = compile.machine_code_of(source.variant_id, source.text, H200)
     assert shipped is not None
     assert build(order, fresh=False).codes == tuple(shipped.code(binary) for binary in shipped.binaries)
 
 
 def test_other_texts_gpus_and_versions_have_none(source: tasks.Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cached_code.machine_code_of(source.variant_id, source.text + " ", H200) is None
-    assert cached_code.machine_code_of("0" * 16, source.text, H200) is None
-    assert all(cached_code.machine_code_of(source.variant_id, source.text, find_target(gpu)) is None for gpu in ("a100", "mi300x"))
+    assert compile.machine_code_of(source.variant_id, source.text + " ", H200) is None
+    assert compile.machine_code_of("0" * 16, source.text, H200) is None
+    assert all(compile.machine_code_of(source.variant_id, source.text, find_target(gpu)) is None for gpu in ("a100", "mi300x"))
     monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert cached_code.machine_code_of(source.variant_id, source.text, H200) is None
+    assert compile.machine_code_of(source.variant_id, source.text, H200) is None
 
 
 def test_code_that_takes_more_for_granted_or_other_arguments_is_not_taken(source: tasks.Source, row: TuningRecord) -> None:
-    manifest = cached_code.machine_code_of(source.variant_id, source.text, H200)
+    manifest = compile.machine_code_of(source.variant_id, source.text, H200)
     assert manifest is not None
     [(name, compiled)] = kernels_of(source, row, "third")
     [binary] = manifest.of(name)
     number = next(one for one in binary.parameters if one.kind == "i32")
     for rule, value in (("multiple_of", 4096), ("equals", 1)):
         more = binary.conditions[0]._replace(rule=rule, name=number.name, position=number.position, value=value)
-        assert cached_code.fitting(compiled.src, [replace(binary, conditions=(*binary.conditions, more))]) is None
-    assert cached_code.fitting(compiled.src, [binary]) is binary
-    assert cached_code.fitting(compiled.src, [replace(binary, parameters=binary.parameters[1:]), binary]) is binary
+        assert compile.fitting(compiled.src, [replace(binary, conditions=(*binary.conditions, more))]) is None
+    assert compile.fitting(compiled.src, [binary]) is binary
+    assert compile.fitting(compiled.src, [replace(binary, parameters=binary.parameters[1:]), binary]) is binary

@@ -18,7 +18,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.tuner.publish.generated import arrange, differing, index_text, selected, text_files, write
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashtune" / "kernels_generated"

@@ -25,8 +25,7 @@ from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, sh
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.templates.loading import host_of, load_kernel
-from flashtune.tuner.children.cached_code import machine_code_of, taking
-from flashtune.tuner.children.compile import compiling_for
+from flashtune.tuner.children.compile import compiling_for, machine_code_of, taking
 from flashtune.tuner.publish import packing
 from flashtune.tuner.publish.generated import (
     Arranged,

@@ -20,9 +20,9 @@ from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render
-from flashtune.tuner.publish import machine_code, own
+from flashtune.tuner.publish import machine_code, winners
 from flashtune.tuner.publish.machine_code import Built, triton_version, with_files
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 from flashtune.tuner.replies import Failed, MachineCode
 
 H200 = find_target("h200")
@@ -51,7 +51,7 @@ def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_shipped")
 def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
     assert kernels.manifest(VARIANT, "90") is None
-    assert own.compile_winners([ROW, ROW], H200, jobs=1) == {}
+    assert winners.compile_winners([ROW, ROW], H200, jobs=1) == {}
     found = kernels.manifest(VARIANT, "90")
     assert found is not None and found.folder is not None and found.folder.is_relative_to(cache)
     assert {binary.kernel for binary in found.binaries} >= {"attention_forward"}
@@ -60,7 +60,7 @@ def test_a_winner_is_compiled_once_and_found_by_dispatch(cache: Path) -> None:
     assert kernels.manifest(VARIANT, "80") is None
     assert kernels.manifest(VARIANT, "gfx942") is None
     before = found.folder.stat().st_mtime_ns
-    assert own.compile_winners([ROW], H200, jobs=1) == {}
+    assert winners.compile_winners([ROW], H200, jobs=1) == {}
     assert found.folder.stat().st_mtime_ns == before
     if {binary.triton for binary in found.binaries} == {"3.6.0"}:
         assert [binary.sha256 for binary in found.binaries] == [binary.sha256 for binary in SHIPPED.binaries]
@@ -76,7 +76,7 @@ def test_machine_code_of_an_earlier_text_serves_nothing_and_is_compiled_anew() -
         assert (kernels.manifest(VARIANT, "90") is not None) is found
         manifest_, host = Memo().machine_code(family(VARIANT.template), VARIANT, H200)
         assert (manifest_ is not None, host is not None) == (found, found)
-        assert [order.variant_id for order in own._missing([ROW], H200)] == ([] if found else [VARIANT.id])
+        assert [order.variant_id for order in winners._missing([ROW], H200)] == ([] if found else [VARIANT.id])
 
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")
@@ -93,7 +93,7 @@ def test_a_winners_fallback_is_compiled_with_it() -> None:
     row = next(record for record in Library.of(shipped_path()).records() if record.fallback is not None)
     fallback = row.as_fallback()
     assert fallback is not None
-    assert [order.variant_id for order in own._missing([row, row], H200)] == [variant_for(row).id, variant_for(fallback).id]
+    assert [order.variant_id for order in winners._missing([row, row], H200)] == [variant_for(row).id, variant_for(fallback).id]
 
 
 def test_what_is_shipped_comes_first(cache: Path) -> None:
@@ -116,18 +116,18 @@ def test_a_winner_that_a_search_kept_meanwhile_is_not_compiled_again(cache: Path
     shipped = SHIPPED
     binaries = tuple(replace(binary, triton=triton_version()) for binary in shipped.binaries)
     built = Built(manifest=replace(shipped, binaries=binaries), codes=tuple(map(shipped.code, shipped.binaries)))
-    monkeypatch.setattr(own, "build", lambda order, **_: built)
-    code = own.compile_winner(ROW, H200)
+    monkeypatch.setattr(winners, "build", lambda order, **_: built)
+    code = winners.compile_winner(ROW, H200)
     assert isinstance(code, MachineCode) and kernels.manifest(VARIANT, "90") is None
-    own.keep(code)
+    winners.keep(code)
     found = kernels.manifest(VARIANT, "90")
     assert found is not None and found.folder is not None and found.folder.is_relative_to(cache)
     assert [found.code(binary) for binary in found.binaries] == list(built.codes)
-    monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
-    assert own.compile_winners([ROW], H200, jobs=1) == {}
-    monkeypatch.setattr(own, "build", lambda order, **_: 1 / 0)
-    assert own.compile_winner(ROW, H200) == MachineCode()
-    own.keep(MachineCode())
+    monkeypatch.setattr(winners, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
+    assert winners.compile_winners([ROW], H200, jobs=1) == {}
+    monkeypatch.setattr(winners, "build", lambda order, **_: 1 / 0)
+    assert winners.compile_winner(ROW, H200) == MachineCode()
+    winners.keep(MachineCode())
 
 
 def test_a_search_keeps_what_its_trials_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,17 +153,17 @@ def test_a_search_keeps_what_its_trials_compiled(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")
 def test_a_winner_that_cannot_be_kept_meanwhile_is_left_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "build", lambda order, **_: 1 / 0)
-    failed = own.compile_winner(ROW, H200)
+    monkeypatch.setattr(winners, "build", lambda order, **_: 1 / 0)
+    failed = winners.compile_winner(ROW, H200)
     assert isinstance(failed, Failed) and failed.reason.startswith("ZeroDivisionError")
 
     def full(*_: object) -> None:
         raise EnvironmentProblem("no space left: free some")
 
     monkeypatch.setattr(kernel_cache, "keep", full)
-    own.keep(MachineCode(text="", manifest=SHIPPED))
-    monkeypatch.setattr(own, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
-    assert list(own.compile_winners([ROW], H200, jobs=1).values()) == ["again"]
+    winners.keep(MachineCode(text="", manifest=SHIPPED))
+    monkeypatch.setattr(winners, "build_all", lambda orders, *, jobs: iter([(order, "again") for order in orders]))
+    assert list(winners.compile_winners([ROW], H200, jobs=1).values()) == ["again"]
 
 
 def test_a_search_whose_code_cannot_be_kept_says_so_and_goes_on(
@@ -172,9 +172,9 @@ def test_a_search_whose_code_cannot_be_kept_says_so_and_goes_on(
     def full(*_: object, **__: object) -> dict[str, str]:
         raise EnvironmentProblem("no space left: free some")
 
-    monkeypatch.setattr(own, "compile_winners", full)
+    monkeypatch.setattr(winners, "compile_winners", full)
     search.keep_machine_code([ROW], H200, jobs=1)
     assert "no space left" in capsys.readouterr().err
-    monkeypatch.setattr(own, "compile_winners", lambda *_, **__: {"flash_decode_1": "CompilationError: no"})
+    monkeypatch.setattr(winners, "compile_winners", lambda *_, **__: {"flash_decode_1": "CompilationError: no"})
     search.keep_machine_code([ROW], H200, jobs=1)
     assert "no machine code cached of flash_decode_1: CompilationError: no" in capsys.readouterr().err

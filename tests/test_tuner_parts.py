@@ -38,7 +38,7 @@ from flashtune.tuner.propose.study import Study, outcome_as_json, outcome_from_j
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds
 from flashtune.tuner.timing import conditions
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
-from flashtune.tuner.timing.final_candidates import ranked
+from flashtune.tuner.timing.racing import ranked
 from flashtune.tuner.verify import correctness
 from flashtune.tuner.verify.inputs import make_inputs
 

@@ -23,7 +23,8 @@ from flashtune.tuner.children.compile import code_hash, compiled_kernels, launch
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.propose.study import Study
-from flashtune.tuner.publish.winners import Keeping, Winners
+from flashtune.tuner.publish import winners
+from flashtune.tuner.publish.winners import Winners
 from flashtune.tuner.replies import Called, Failed, Launched, MachineCode, Ready
 from flashtune.tuner.search import evaluation, problem
 from flashtune.tuner.search import plan as planning
@@ -574,26 +575,26 @@ def test_winners_are_compiled_for_later_while_others_are_searched(monkeypatch: p
 
         monkeypatch.setattr(made, "submit", submitted)
         monkeypatch.setattr(made, "free_compilers", lambda self: 3)
-        results = run(plan(2, keep=Keeping(compile=compiling, put=lambda code, put=put: put.append(code.text))))
-        winners = [result.best.variant_id for result in results if result.best is not None]
+        monkeypatch.setattr(winners, "compile_winner", compiling)
+        monkeypatch.setattr(winners, "keep", lambda code, put=put: put.append(code.text))
+        results = run(plan(2, keep=True))
+        best = [result.best.variant_id for result in results if result.best is not None]
         fastest = sorted(results[1].outcomes, key=lambda o: o.trial.median_us if o.trial else 0.0)[:3]
         assert len({variant_id for _, variant_id in asked}) == len(asked)
         assert [place for place, _ in asked] == sorted(place for place, _ in asked)
-        assert (first.n_kv, winners[0]) in asked
+        assert (first.n_kv, best[0]) in asked
         assert {o.variant_id for o in fastest} <= {variant_id for _, variant_id in asked}
-        assert put == ([] if fails else list(dict.fromkeys(winners)))
+        assert put == ([] if fails else list(dict.fromkeys(best)))
 
 
-def test_a_winners_fallback_is_compiled_and_kept_with_it() -> None:
+def test_a_winners_fallback_is_compiled_and_kept_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(record for record in Library.of(shipped_path()).records() if record.fallback is not None)
     put: list[str] = []
-    keeping = Keeping(
-        compile=lambda one, target: MachineCode(text=f"{one.outcome.variant_id} {one.fallback}"), put=lambda code: put.append(code.text)
-    )
-    winners = Winners(keeping, plan(1).target, 1.0)
-    workers: Any = HereAndNow(jobs=1)
-    winners.won(row, workers)
-    winners.put()
+    monkeypatch.setattr(winners, "compile_winner", lambda one, target: MachineCode(text=f"{one.outcome.variant_id} {one.fallback}"))
+    monkeypatch.setattr(winners, "keep", lambda code: put.append(code.text))
+    found, workers = Winners(plan(1).target, 1.0, kept=True), HereAndNow(jobs=1)
+    found.won(row, workers)  # type: ignore[arg-type]
+    found.put()
     assert row.fallback is not None and put == [f"{row.outcome.variant_id} None", f"{row.fallback.variant_id} None"]
 
 

@@ -16,8 +16,7 @@ from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.timing.final_candidates import fallback_ahead, first_by_calls, placed, to_call, to_race
-from flashtune.tuner.timing.racing import RACES, TIE, Contest, trimmed_mean
+from flashtune.tuner.timing.racing import RACES, TIE, Contest, fallback_ahead, first_by_calls, placed, to_call, to_race, trimmed_mean
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

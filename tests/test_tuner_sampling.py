@@ -16,9 +16,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
-from flashtune.tuner.propose.candidates import Candidates
 from flashtune.tuner.propose.sampling import OWN, sampler_of
-from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.space import Candidate, Candidates, SearchSpace
 from flashtune.tuner.propose.surrogate import LENGTHS, Surrogate
 
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=1024, n_kv=1024, d=128, d_v=128, dtype="bf16", features=Features(causal=True))

@@ -38,7 +38,7 @@ from flashtune.tuner.machine import local_gpu, provenance
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Failed
 from flashtune.tuner.timing.conditions import GpuWatch, gpu_id
-from flashtune.tuner.timing.final_candidates import first_by_calls, ranked
+from flashtune.tuner.timing.racing import first_by_calls, ranked
 from flashtune.tuner.verify.inputs import Inputs, make_inputs, without_repeats
 
 CHECKING = 0.9

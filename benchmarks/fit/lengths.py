@@ -21,8 +21,7 @@ from flashtune.core.results import SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
-from flashtune.tuner.propose.candidates import Array, Candidates
-from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.space import Array, Candidate, Candidates, SearchSpace
 
 SCALE_ERROR, COMMON = 0.5, {"length": 2.5, "error": 0.1, "family": 0.1, "noise": 0.01}
 """Where the fit begins, and what it is drawn to: by a factor of two a length, of three an error."""

@@ -25,7 +25,7 @@ from flashtune.dispatch import Explanation
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.children.child import withdraw
+from flashtune.tuner.children.start import withdraw
 from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.machine import local_gpu
 from flashtune.tuner.timing.baseline import pytorch_call

@@ -20,7 +20,8 @@ from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.children import child, tasks
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.start import withdraw
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 from flashtune.tuner.verify.correctness import Expected, everywhere, oracle, places
@@ -112,7 +113,7 @@ class Data:
 
 def start() -> None:
     """Prepare a child process: silent, killable, and compiling by itself (the parent already runs several)."""
-    child.withdraw()
+    withdraw()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     flash_attention_4.keep_compiled()
     warnings.simplefilter("ignore")

@@ -17,7 +17,7 @@ from flashtune.core.target import Target, find_target
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.timing.final_candidates import by_mispredicted
+from flashtune.tuner.timing.racing import by_mispredicted
 
 Candidates = list[Candidate] | Callable[[], list[Candidate]]
 """Candidates of a problem, or a slow function that finds them, called in the process that checks them."""

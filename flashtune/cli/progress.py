@@ -17,8 +17,7 @@ from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.secrets import mask_secrets
 from flashtune.core.words import counted
 from flashtune.tuner.search.stopping import sentence
-from flashtune.tuner.timing.final_candidates import CALL_GAIN
-from flashtune.tuner.timing.racing import TIE
+from flashtune.tuner.timing.racing import CALL_GAIN, TIE
 
 if TYPE_CHECKING:
     from flashtune.tuner.search.plan import Stage

@@ -160,7 +160,7 @@ def run_search(
     target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
 ) -> list[TuningRecord]:
     """Search these problems and return the records that the database then has for them; `command` is stored as the command line."""
-    from flashtune.tuner.children.forkserver import start_server
+    from flashtune.tuner.children.start import start_server
 
     trace_times()
     # In parallel: the server imports torch, this process the rest, and a thread looks for GPUs.
@@ -173,8 +173,6 @@ def run_search(
     from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
     from flashtune.tuner.propose.sampling import require_sampler
     from flashtune.tuner.propose.space import SearchSpace
-    from flashtune.tuner.publish.own import compile_winner, keep
-    from flashtune.tuner.publish.winners import Keeping
     from flashtune.tuner.search.plan import SearchPlan
 
     source = looking.result()
@@ -201,7 +199,7 @@ def run_search(
         known=tuple(stored(location)),
         devices=devices,
         calls=time_calls if source == "measured" else None,
-        keep=Keeping(compile=compile_winner, put=keep) if source == "measured" else None,
+        keep=source == "measured",
     )
     require_sampler(plan.sampler)
     for problem in problems:
@@ -255,7 +253,7 @@ def trace_times() -> None:
 
 def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:
     """Compile these records into the user's cache, for later calls; a failure is printed, and only makes a first call slower."""
-    from flashtune.tuner.publish.own import compile_winners
+    from flashtune.tuner.publish.winners import compile_winners
 
     try:
         failures = compile_winners(records, target, jobs=jobs)

@@ -76,7 +76,7 @@ def show(
 def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
     """Rendered source of the kernel with this id, which is a record's kernel or its fallback kernel."""
     from flashtune.templates import unservable
-    from flashtune.tuner.publish.sources import source_for, variant_for
+    from flashtune.tuner.publish.winners import source_for, variant_for
 
     for record in records:
         for one in (record, record.as_fallback()):

@@ -28,7 +28,7 @@ def verify(*, location: str | None, filters: "KeyFilter", seed: int, as_json: bo
     from flashtune.db.library import Library
     from flashtune.templates import BITS, unservable
     from flashtune.tuner.machine import local_gpu, require_triton
-    from flashtune.tuner.publish.sources import recheck
+    from flashtune.tuner.publish.winners import recheck
     from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()

@@ -1,6 +1,7 @@
 """Preloaded modules of the fork server, and results that each child would otherwise compute anew.
 
-A dozen compilers that start side by side would take seconds for it, the more the more of them read the same files.
+A dozen compilers that start side by side would take seconds for it, the more the more of them read the same files. The server's output is
+dropped first, for a command ended by a signal leaves it in the midst of its imports, and no pipe of the command waits for its end.
 """
 
 import atexit
@@ -8,6 +9,11 @@ import gc
 import os
 import threading
 from contextlib import suppress
+
+_nowhere = os.open(os.devnull, os.O_WRONLY)
+os.dup2(_nowhere, 1)
+os.dup2(_nowhere, 2)
+os.close(_nowhere)
 
 # Imported objects stay, and the collector's repeated passes over them take a tenth of torch's import time.
 gc.disable()

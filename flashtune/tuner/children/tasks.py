@@ -5,9 +5,9 @@ handles hangs and crashes (flashtune.tuner.children.workers). Heavy imports are 
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,10 +17,10 @@ from flashtune.core.config import Variant
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement
 from flashtune.core.target import Target
+from flashtune.core.threads import begun
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
-from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Timed
-from flashtune.tuner.spent import Spent
+from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Spent, Timed
 
 if TYPE_CHECKING:
     from flashtune.core.launching import LoadedKernel
@@ -67,8 +67,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
 
     With `known` facts of exactly this text, cached machine code is loaded in place of a compilation.
     """
-    from flashtune.tuner.children.cached_code import machine_code_of
-    from flashtune.tuner.children.compile import build_launchers, code_hash, compiled_kernels, facts_of
+    from flashtune.tuner.children.compile import build_launchers, code_hash, compiled_kernels, facts_of, machine_code_of
 
     try:
         manifest = None if known is None else machine_code_of(source.variant_id, source.text, target)
@@ -201,16 +200,16 @@ def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = 
     """
     from flashtune.tuner.timing.conditions import gpu_id
 
-    threads, failed = [_begun(_start_triton)], None
+    beside: list[Future[Any]] = [begun(_start_triton)]
+    failed = None
     try:
-        bench = _ready(problem, target, seed, (lambda inputs: threads.append(_begun(_torch_call, inputs))) if pytorch else None)
+        bench = _ready(problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch else None)
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:
         failed = _failed(error)
     with _spent.on("wait for triton and pytorch"):
-        for thread in threads:
-            thread.join()
+        wait(beside)
     return failed or _broken() or Ready(gpu=gpu_id(), spent=_spent.take())
 
 
@@ -223,18 +222,6 @@ def _broken() -> Failed | None:
     except Exception as error:
         return _failed(error)
     return None
-
-
-def _begun(call: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Thread that makes this call and drops its exceptions."""
-
-    def run() -> None:
-        with suppress(Exception):
-            call(*arguments)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
 
 
 def _rehearse(bench: _Bench) -> None:

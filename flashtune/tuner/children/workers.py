@@ -15,17 +15,17 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
-from flashtune.tuner.children import child, tasks
-from flashtune.tuner.children.forkserver import serving
+from flashtune.tuner.children import start, tasks
+from flashtune.tuner.children.start import serving
 from flashtune.tuner.replies import Answer, Failed, Ready
 
 Crew = Literal["compile", "interpret", "device"]
 """Kinds of child processes: several compilers, one interpreter, and one per GPU, which uses that alone, so that timings are undisturbed."""
 
 _START: dict[Crew, Callable[[dict[str, str]], None]] = {
-    "compile": child.withdraw,
-    "interpret": child.start_interpreter,
-    "device": child.withdraw,
+    "compile": start.withdraw,
+    "interpret": start.start_interpreter,
+    "device": start.withdraw,
 }
 
 WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
@@ -132,11 +132,11 @@ class Workers:
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
             context = multiprocessing.get_context("forkserver")
-            start: Callable[..., None] = _START[crew]
+            begin: Callable[..., None] = _START[crew]
             arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
             if crew == "device" and self._devices:
-                start, arguments = child.start_device, (*arguments, self._devices[device])
-            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=start, initargs=arguments)
+                begin, arguments = start.start_device, (*arguments, self._devices[device])
+            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=begin, initargs=arguments)
         return self._pools[crew, device]
 
     def prepare(self, problem: Problem, target: Target, seed: int, *, pytorch: bool = True) -> Ready | Failed:

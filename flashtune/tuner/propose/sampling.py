@@ -17,8 +17,7 @@ from optuna.trial import TrialState, create_trial
 
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem
-from flashtune.tuner.propose.candidates import Array, Candidates
-from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.space import Array, Candidate, Candidates, SearchSpace
 
 if TYPE_CHECKING:
     from flashtune.tuner.propose.surrogate import Surrogate

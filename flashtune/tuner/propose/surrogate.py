@@ -10,7 +10,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Kernel, Matern
 from threadpoolctl import ThreadpoolController
 
-from flashtune.tuner.propose.candidates import Array, Candidates
+from flashtune.tuner.propose.space import Array, Candidates
 
 ERROR = 0.11
 """Standard deviation of the cost model's error from candidate to candidate, in log time."""

@@ -26,7 +26,7 @@ from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries
 from flashtune.tuner.publish.packing import Packed, Shipped, Unpacked, pack_kernels
-from flashtune.tuner.publish.sources import variant_for
+from flashtune.tuner.publish.winners import variant_for
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _FOLDER = b'"""Generated kernels; the topmost README.md lists them."""\n'

@@ -17,8 +17,8 @@ from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target
-from flashtune.tuner.children import child, tasks
-from flashtune.tuner.children.forkserver import held_back
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.start import held_back, withdraw
 
 SIZES = {"aligned": 1056, "any_size": 1059}
 """Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
@@ -79,8 +79,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     from flashtune.core.compiled import from_compiled
     from flashtune.core.launching import compiler_options
     from flashtune.templates.loading import load_kernel
-    from flashtune.tuner.children.cached_code import machine_code_of, taking
-    from flashtune.tuner.children.compile import compiling_for
+    from flashtune.tuner.children.compile import compiling_for, machine_code_of, taking
 
     found: dict[tuple[str, str], tuple[Binary, bytes]] = {}
     cached = None if fresh else machine_code_of(order.variant_id, order.text, order.target)
@@ -163,7 +162,7 @@ def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Bu
     EnvironmentProblem where a compiler's process died."""
     if not orders:
         return
-    with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=child.withdraw) as pool:
+    with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=withdraw) as pool:
         with held_back():
             waiting = {pool.submit(_attempt, order): order for order in orders}
         try:

@@ -1,30 +1,131 @@
-"""Winners for later calls: compiled while a search goes on, and stored at its end."""
+"""Winners of searches: their text, their machine code in the user's cache, and checks of stored ones.
+
+A search compiles each by `compile_winner` while others are searched; at its end it compiles the missing ones, and reports failures.
+"""
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target
+from flashtune.core import kernel_cache
+from flashtune.core.binaries import machine_arch, source_digest
+from flashtune.core.config import Variant
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.target import Target, targets
+from flashtune.templates import family, unservable
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.tasks import Source, one_line
 from flashtune.tuner.children.workers import Pending, Workers
-from flashtune.tuner.replies import Failed, MachineCode
+from flashtune.tuner.publish.machine_code import Order, build, build_all, can_have_binaries, triton_version, with_files
+from flashtune.tuner.replies import Checked, Failed, MachineCode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """Preparation of winners for later calls: `compile` is a task for the compilers, whose reply `put` stores. After a failure it is done
-    later."""
+def variant_for(record: TuningRecord) -> Variant:
+    """Variant of a record's config by the installed template; raises InputError for a config outside the declared space.
 
-    compile: Callable[[TuningRecord, Target], MachineCode | Failed]
-    put: Callable[[MachineCode], None]
+    Its hash, id and file name are those of the present template: where the text or an axis has changed since the record was written, they
+    are not the record's.
+    """
+    chosen = family(record.outcome.template)
+    return variant_of(chosen, record.problem.spec(), chosen.completed(record.outcome.config))
+
+
+def source_for(record: TuningRecord) -> Source:
+    """Rendered source of a record."""
+    variant = variant_for(record)
+    return Source.of(family(variant.template), variant)
+
+
+def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) -> Iterator[tuple[TuningRecord, Checked | Failed | None]]:
+    """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
+
+    Yields None for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose config
+    the declared space refuses fails at `constraint`, and one whose inputs the GPU can't take fails with that reason.
+    """
+    with Workers(jobs=1) as workers:
+        for record in records:
+            try:
+                source = source_for(record)
+            except ValueError as error:
+                yield record, Failed(fate=Fate.CONSTRAINT, reason=str(error))
+                continue
+            limits = workers.limits
+            if here is not None:
+                measured_on = targets().get(record.key.gpu)
+                if measured_on is None or measured_on.arch != here.arch:
+                    yield record, None
+                    continue
+                ready = workers.prepare(record.problem, here, seed, pytorch=False)
+                if isinstance(ready, Failed):
+                    yield record, ready
+                    continue
+                pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)
+            elif family(record.outcome.template).interpretable:
+                problem = replace(record.problem, batch=1, dtype="fp16") if record.problem.dtype == "bf16" else record.problem
+                text = source_for(replace(record, problem=problem))
+                pending = workers.submit("interpret", tasks.interpret_candidate, text, problem, seed, limit_s=limits.interpret_s)
+            else:
+                yield record, None
+                continue
+            yield record, pending.reply()
+
+
+def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: int) -> dict[str, str]:
+    """Store the machine code of these records' kernels where the cache lacks it; returns the reasons of failures by the kernel's file stem.
+
+    Raises EnvironmentProblem where the cache can't be written.
+    """
+    failures = {}
+    for order, built in build_all(_missing(records, target), jobs=jobs):
+        if isinstance(built, str):
+            failures[order.stem] = built
+        else:
+            kernel_cache.keep(order.text, *with_files(built, order.stem))
+    return failures
+
+
+def compile_winner(record: TuningRecord, target: Target) -> MachineCode | Failed:
+    """Compile a record's missing kernel for `keep`, in a child process of a search, as it was raced. After a failure `compile_winners`
+    tries again and reports the reason."""
+    try:
+        for order in _missing([record], target):
+            manifest, files = with_files(build(order, fresh=False), order.stem)
+            return MachineCode(text=order.text, manifest=manifest, files=files)
+    except Exception as error:
+        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+    return MachineCode()
+
+
+def keep(code: MachineCode) -> None:
+    """Put machine code into the user's cache; `compile_winners` reports where that isn't possible."""
+    if code.manifest is not None:
+        with suppress(EnvironmentProblem):
+            kernel_cache.keep(code.text, code.manifest, code.files)
+
+
+def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
+    """Compile orders for the kernels of these records, and their fallback kernels, where the cache lacks them, each once."""
+    orders: dict[str, Order] = {}
+    records = list(records) if can_have_binaries(target) else []
+    for record in [*records, *(fallback for record in records if (fallback := record.as_fallback()) is not None)]:
+        if unservable(record) is not None:
+            continue
+        variant, source = variant_for(record), source_for(record)
+        cached = kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version())
+        if cached is None or cached.source_sha256 != source_digest(source.text):
+            orders[variant.id] = Order(text=source.text, stem=source.stem, variant_id=variant.id, spec=variant.spec, target=target)
+    return list(orders.values())
 
 
 class Winners:
-    """Kernels that one search compiles for later calls on `target`, each variant once, within `limit_s` seconds each; none without
-    `keep`."""
+    """Kernels that one search compiles for later calls on `target`, each variant once, within `limit_s` seconds; none unless
+    `kept`."""
 
-    def __init__(self, keep: Keeping | None, target: Target, limit_s: float) -> None:
-        self._keep, self._target, self._limit_s = keep, target, limit_s
+    def __init__(self, target: Target, limit_s: float, *, kept: bool) -> None:
+        self._target, self._limit_s, self._kept = target, limit_s, kept
         self._codes: dict[str, Pending[MachineCode]] = {}
         self._won: set[str] = set()
         self._lock = threading.RLock()
@@ -32,9 +133,9 @@ class Winners:
     def compile_ahead(self, records: Sequence[TuningRecord], workers: Workers) -> None:
         """Start compiling likely winners."""
         with self._lock:
-            for record in records:
-                if self._keep is not None and record.outcome.variant_id not in self._codes:
-                    pending = workers.submit("compile", self._keep.compile, record, self._target, limit_s=self._limit_s)
+            for record in records if self._kept else ():
+                if record.outcome.variant_id not in self._codes:
+                    pending = workers.submit("compile", compile_winner, record, self._target, limit_s=self._limit_s)
                     self._codes[record.outcome.variant_id] = pending
 
     def won(self, record: TuningRecord, workers: Workers) -> None:
@@ -47,9 +148,8 @@ class Winners:
 
     def put(self) -> None:
         """Store the machine code of winners; other compilations are dropped."""
+        for variant_id in self._codes.keys() - self._won:
+            self._codes[variant_id].forget()
         for variant_id, pending in self._codes.items():
-            if variant_id not in self._won:
-                pending.forget()
-        for variant_id, pending in self._codes.items():
-            if variant_id in self._won and self._keep is not None and isinstance(code := pending.reply(), MachineCode):
-                self._keep.put(code)
+            if variant_id in self._won and isinstance(code := pending.reply(), MachineCode):
+                keep(code)

@@ -14,8 +14,7 @@ from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Standing, Timed
-from flashtune.tuner.spent import Spent
+from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Spent, Standing, Timed
 from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest
 

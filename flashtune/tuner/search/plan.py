@@ -16,7 +16,6 @@ from flashtune.core.results import Outcome, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates.family import Family
 from flashtune.tuner.children.workers import Limits
-from flashtune.tuner.publish.winners import Keeping
 from flashtune.tuner.search.evaluation import CallsTask
 
 
@@ -49,8 +48,8 @@ class SearchPlan:
     """GPUs that measure, as CUDA_VISIBLE_DEVICES names them; without any, PyTorch's default one."""
     calls: CallsTask | None = None
     """Task that times whole calls of the best."""
-    keep: Keeping | None = None
-    """Compilation of each problem's winner for later calls while others are searched."""
+    keep: bool = False
+    """True to compile each problem's winner into the user's cache while others are searched, for later calls."""
 
 
 Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]

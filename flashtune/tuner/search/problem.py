@@ -19,13 +19,12 @@ from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.propose.space import Candidate, SearchSpace, record_of, stored, transfer_candidates
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish.winners import Winners
-from flashtune.tuner.replies import Raced
+from flashtune.tuner.replies import Raced, Spent, logger
 from flashtune.tuner.search.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
 from flashtune.tuner.search.plan import Schedule, SearchListener, SearchPlan, Stage
 from flashtune.tuner.search.stopping import Reason, StoppingRule
 from flashtune.tuner.search.trials import Compiling, Proposals, Trials
-from flashtune.tuner.spent import Spent, logger
-from flashtune.tuner.timing.final_candidates import fallback_ahead, first_by_calls, ranked, to_call, to_race
+from flashtune.tuner.timing.racing import fallback_ahead, first_by_calls, ranked, to_call, to_race
 
 LIKELY = 6
 """Number of the fastest trials that are compiled for later calls before the last race is decided."""
@@ -55,7 +54,7 @@ class Shared:
             for record in plan.known
             if plan.source == "measured" and record.outcome.facts is not None and record.provenance.triton == provenance.triton
         }
-        self.schedule, self.winners = Schedule(plan), Winners(plan.keep, plan.target, plan.limits.compile_s)
+        self.schedule, self.winners = Schedule(plan), Winners(plan.target, plan.limits.compile_s, kept=plan.keep)
         self.lock, self.stopping = threading.RLock(), threading.Event()
         self._compiled: dict[KernelSpec, dict[str, Compiling]] = {}
         self._verdicts: dict[KernelSpec, Verdicts] = {}
@@ -223,7 +222,7 @@ class ProblemSearch:
         """
         free = self.workers.free_compilers() or int(self.rule.nearly)
         timed = sorted(self.timed, key=lambda outcome: _time(outcome).median_us)
-        if free and timed and self.plan.keep is not None:
+        if free and timed and self.plan.keep:
             running = [outcome for outcome in timed if outcome.template == timed[0].template and not settles(outcome.config)]
             records = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
             self.shared.winners.compile_ahead([record for record in records if record is not None], self.workers)

@@ -19,10 +19,9 @@ from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.propose.study import Study
-from flashtune.tuner.replies import Compiled, Failed, Timed
+from flashtune.tuner.replies import Compiled, Failed, Spent, Timed
 from flashtune.tuner.search.evaluation import Evaluation
 from flashtune.tuner.search.plan import SearchPlan, Stage
-from flashtune.tuner.spent import Spent
 
 OVERTAKEN = 12
 """Most later candidates that are tried before one that is still being compiled."""

@@ -34,63 +34,76 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. A soft cap has no equivalent, nor have sinks and fp8 inputs.
     """
-    p, parameters = inputs.problem, inputs.parameters
+    p = inputs.problem
     if p.features.softcap or p.features.sinks or p.dtype == "fp8":
         return None
-    own = inputs.mask
-    # Generated slopes are the same in every batch.
-    slopes = None if parameters.slopes is None else parameters.slopes[:1]
-    if own is not None and p.features.dbias:
-        own = own.detach().requires_grad_()
-    if slopes is not None and p.features.dslopes:
-        slopes = slopes.detach().requires_grad_()
-    causal = parameters.band == Band(right=0) and own is None and slopes is None
-    lower_right = own is None and slopes is None and backend in (None, "flash") and _flash_takes_lower_right(inputs)
-
-    def joined() -> torch.Tensor | None:
-        """Bias or mask of the features that PyTorch lacks."""
-        mask = own
-        if slopes is not None:
-            mask = reference.joined(reference.alibi(slopes, p.n_q, p.n_kv, parameters.band.diagonal).to(inputs.q.dtype), mask)
-        if not parameters.band.bounded or causal:
-            return mask
-        return reference.hidden_outside(reference.visible(parameters.band, p.n_q, p.n_kv, inputs.q.device), mask)
-
-    called: Callable[..., torch.Tensor] = sdpa
-    if lower_right:
+    call = _Call(inputs, backend)
+    if call.lower_right:
         # Imports torch's compiler, for seconds, which other problems shouldn't wait for.
         from torch.nn.attention.bias import causal_lower_right
 
         mask: torch.Tensor | None = causal_lower_right(p.n_q, p.n_kv)
         # Called directly, since it recognises PyTorch's function by its place in torch.nn.functional, which may be patched.
-        called = type(mask)._dispatch  # type: ignore[union-attr]
+        call.function = type(mask)._dispatch  # type: ignore[union-attr]
     else:
         try:
             with torch.enable_grad():
-                mask = joined()
+                mask = call.joined()
         except torch.OutOfMemoryError:
             return None
-
-    backends = sound_backends(mask) if p.direction == "bwd" else None
-    if backend is not None:
-        backends = [BACKENDS[backend]]
-
-    def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        with nullcontext() if backends is None else sdpa_kernel(backends):
-            kwargs = {"dropout_p": parameters.dropout_p, "is_causal": causal, "scale": parameters.scale, "enable_gqa": p.gqa_ratio > 1}
-            return called(q, k, v, attn_mask=mask, **kwargs)
-
     if p.direction == "fwd":
-        return lambda: chosen(inputs.q, inputs.k, inputs.v, mask)
+        return lambda: call.forward(inputs.q, inputs.k, inputs.v, mask)
+    call.backends = [BACKENDS[backend]] if backend is not None else sound_backends(mask)
+    return _gradients(call, mask, step)
+
+
+class _Call:
+    """Forward of `scaled_dot_product_attention` on some inputs, with leaves for the gradients of a bias and slopes."""
+
+    function: Callable[..., torch.Tensor] = staticmethod(sdpa)
+
+    def __init__(self, inputs: Inputs, backend: str | None) -> None:
+        p, self.inputs, parameters = inputs.problem, inputs, inputs.parameters
+        self.own = inputs.mask
+        # Generated slopes are the same in every batch.
+        self.slopes = None if parameters.slopes is None else parameters.slopes[:1]
+        if self.own is not None and p.features.dbias:
+            self.own = self.own.detach().requires_grad_()
+        if self.slopes is not None and p.features.dslopes:
+            self.slopes = self.slopes.detach().requires_grad_()
+        plain = self.own is None and self.slopes is None
+        self.causal = plain and parameters.band == Band(right=0)
+        self.lower_right = plain and backend in (None, "flash") and _flash_takes_lower_right(inputs)
+        self.backends = None if backend is None else [BACKENDS[backend]]
+
+    def joined(self) -> torch.Tensor | None:
+        """Bias or mask of the features that PyTorch lacks."""
+        p, band, mask = self.inputs.problem, self.inputs.parameters.band, self.own
+        if self.slopes is not None:
+            mask = reference.joined(reference.alibi(self.slopes, p.n_q, p.n_kv, band.diagonal).to(self.inputs.q.dtype), mask)
+        if not band.bounded or self.causal:
+            return mask
+        return reference.hidden_outside(reference.visible(band, p.n_q, p.n_kv, self.inputs.q.device), mask)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Output (B, Hq, N_q, D_v)."""
+        p, parameters = self.inputs.problem, self.inputs.parameters
+        with nullcontext() if self.backends is None else sdpa_kernel(self.backends):
+            kwargs = {"dropout_p": parameters.dropout_p, "is_causal": self.causal, "scale": parameters.scale, "enable_gqa": p.gqa_ratio > 1}
+            return self.function(q, k, v, attn_mask=mask, **kwargs)
+
+
+def _gradients(call: _Call, mask: torch.Tensor | None, step: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
+    inputs = call.inputs
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    leaves = [q, k, v, *(x for x in (own, slopes) if x is not None and x.requires_grad)]
+    leaves = [q, k, v, *(x for x in (call.own, call.slopes) if x is not None and x.requires_grad)]
     kept: list[torch.Tensor] = []
 
     def gradients() -> tuple[torch.Tensor, ...]:
         if not kept or step:
             with torch.enable_grad():
                 # Built anew with each forward where a gradient flows through it.
-                kept[:] = [chosen(q, k, v, joined() if kept and p.features.asked else mask)]
+                kept[:] = [call.forward(q, k, v, call.joined() if kept and inputs.problem.features.asked else mask)]
         return torch.autograd.grad(kept[0], leaves, inputs.operands["dout"], retain_graph=not step)
 
     return gradients

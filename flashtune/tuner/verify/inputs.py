@@ -146,6 +146,15 @@ def own_mask(problem: Problem, device: torch.device | str, generator: torch.Gene
     return bias
 
 
+def _shared_bool_mask(problem: Problem, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
+    """Boolean mask (1, 1, N_q, N_kv), true for four of five pairs and for none of the last row; uninitialised without a generator."""
+    mask = torch.empty((1, 1, problem.n_q, problem.n_kv), dtype=torch.bool, device=device)
+    if generator is not None:
+        mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
+        mask[..., -1, :] = False
+    return mask
+
+
 def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False, own_masks: bool = False) -> Inputs:
     """Standard normal operands (and mask, where the problem has one) on `device`; written operands are only allocated, and those written by
     an earlier forward come from the forward's oracle.
@@ -185,10 +194,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
     elif f.mask == "bias":
         mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
     elif f.mask == "bool":
-        mask = torch.empty((1, 1, p.n_q, p.n_kv), dtype=torch.bool, device=device)
-        if not meta:
-            mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
-            mask[..., -1, :] = False
+        mask = _shared_bool_mask(p, device, generator)
     parameters = CallParameters(
         scale=p.d**-0.5,
         band=p.band,
