@@ -77,7 +77,7 @@ def test_a_trial_is_spared_the_compiler_where_its_facts_are_known(source: tasks.
     for wanted, known in ((changed, facts), (source, None)):
         failed = tasks.compile_candidate(wanted, row.problem, H200, known)
         assert isinstance(failed, Failed) and "a compiler was wanted" in failed.reason, "code of another text, or of unknown facts, is none"
-    assert tasks.compile_candidate(source, row.problem, H200, facts) == Compiled(facts=facts, code="")
+    assert tasks.compile_candidate(source, row.problem, H200, facts) == Compiled(facts=facts)
     # What was taken stays in Triton's cache, where a search finds it that knows no facts of it.
     later = tasks.compile_candidate(source, row.problem, H200)
     assert isinstance(later, Compiled) and later.facts.tensor_core_ops > 0

@@ -19,13 +19,12 @@ from flashtune.core.results import Conditions, Fate, Outcome, Provenance, Search
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
-from flashtune.tuner.children.compile import code_hash, compiled_kernels, launch_hash
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish import winners
 from flashtune.tuner.publish.winners import Winners
-from flashtune.tuner.replies import Called, Failed, Launched, MachineCode, Ready
+from flashtune.tuner.replies import Called, Failed, MachineCode, Ready
 from flashtune.tuner.search import evaluation, problem
 from flashtune.tuner.search import plan as planning
 from flashtune.tuner.search.plan import Schedule, SearchPlan
@@ -245,55 +244,6 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
     assert sorted(outcome.rank for outcome in by_calls.outcomes if outcome.rank) == [1, 2, 3][: len(called)]
     [without] = run(plan(1, calls=none))
     assert without.best is not None and without.best.call_us is None and without.baseline is not None and without.baseline.call_us is None
-
-
-def test_equal_machine_code_is_timed_once_and_shares_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve candidates of three machine codes, one of which is launched in two ways."""
-    events, _ = staged(monkeypatch)
-    twelve = planted_family("right", 12)
-    spec, target = PLANTED_PROBLEM.spec(), planted_plan(problems(1)).target
-    found = (Candidate(family=twelve, config=config) for config in twelve.configs(spec, target))
-    number = {f"{twelve.name}_{candidate.variant(spec).id}": candidate.config.number("CHOICE") for candidate in found}
-
-    def compiled(source: Any, problem: Problem, target: Any) -> Any:
-        return replace(simulated.compiled(source, problem, target), code=f"code {number[source.stem] % 3}")
-
-    def launches(source: Any, problem: Problem, target: Any) -> Any:
-        return Launched(launches="wide" if number[source.stem] in (3, 6) else "plain")
-
-    monkeypatch.setattr(tasks, "compile_candidate", compiled)
-    monkeypatch.setattr(tasks, "describe_launches", launches)
-    [result] = run(replace(plan(1, sampler="exhaustive"), families={twelve.name: twelve}))
-    assert len(result.outcomes) == 12 and all(outcome.fate is Fate.CORRECT for outcome in result.outcomes)
-    assert sum(event.startswith("timed") and not event.endswith("done") for event in events) == 4
-    trials: dict[tuple[int, bool], set[float]] = {}
-    for outcome in result.outcomes:
-        choice = outcome.config.number("CHOICE")
-        assert outcome.trial is not None
-        trials.setdefault((choice % 3, choice in (3, 6)), set()).add(outcome.trial.median_us)
-    assert len(trials) == 4 and all(len(times) == 1 for times in trials.values())
-    assert sum(outcome.finalist for outcome in result.outcomes) <= 4, "nobody races against itself"
-
-
-def test_machine_code_is_told_by_what_runs_and_not_by_the_text_around_it() -> None:
-    target = planted_plan(problems(1)).target
-
-    def hashes(kind: str, choice: int, problem: Problem = PLANTED_PROBLEM) -> tuple[str, str]:
-        family, spec = planted_family(kind, 2), problem.spec()
-        config = family.default(spec, target).replace(CHOICE=choice)
-        source = tasks.Source.of(family, Candidate(family=family, config=config).variant(spec))
-        compiled = compiled_kernels(source.text, source.stem, problem, target)
-        return code_hash(compiled), launch_hash(source.text, source.stem, problem, target)
-
-    first, other_text, other_code, other_size = (
-        hashes("right", 0),
-        hashes("right", 1),
-        hashes("wrong", 0),
-        hashes("right", 0, problems(2)[1]),
-    )
-    assert other_text == first
-    assert other_code[0] != first[0] and other_code[1] == first[1]
-    assert other_size[0] == first[0] and other_size[1] != first[1], "another grid"
 
 
 def test_a_second_gpu_takes_its_half(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """Compiler's facts of a candidate; equal `code` is equal machine code, and empty is unknown."""
+    """Compiler's facts of a candidate."""
 
     facts: CompileFacts
-    code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +37,6 @@ class MachineCode:
     text: str = ""
     manifest: Manifest | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """Hash of a candidate's launches; equal `launches` are launched alike."""
-
-    launches: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +124,7 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | MachineCode | Launched | Ready | Checked | Timed | Rounds | Called | Compared
+Answer = Compiled | MachineCode | Ready | Checked | Timed | Rounds | Called | Compared
 
 
 logger = logging.getLogger("flashtune.search")

@@ -87,45 +87,6 @@ def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts
     return next((facts for facts in found if facts.tensor_core_ops), hungriest)
 
 
-def code_hash(kernels: Sequence[tuple[str, Any]]) -> str:
-    """Hash that is equal for kernels of equal machine code, launched with as many warps and as much shared memory; empty where only machine
-    code is available.
-
-    It covers the assembler's input without names, comments and debug sections, which depend on the text's lines.
-    """
-    parts = []
-    for name, compiled in kernels:
-        text = compiled.asm.get("ptx") or compiled.asm.get("amdgcn")
-        if text is None:
-            return ""
-        code = re.sub(rf"^\s*\.(loc|file)\b.*$|//.*$|\b{name}\b", "", text.split(".section")[0], flags=re.MULTILINE)
-        parts.append((" ".join(code.split()), compiled.metadata.num_warps, compiled.metadata.shared))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def launch_hash(source: str, stem: str, problem: Problem, target: Target) -> str:
-    """Hash that is equal for sources whose kernels are launched alike for `problem`, at its own sizes: grids, numbers, shapes and
-    strides."""
-    module = load_kernel(source, stem)
-    inputs = make_inputs(problem, device="meta", seed=0)
-    kwargs = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
-    launches = module.launches(*inputs.arguments, **kwargs)
-    parts = [
-        (kernel.__name__, _shown(grid), [_shown(arg) for arg in args], sorted(options.items())) for kernel, grid, args, options in launches
-    ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _shown(value: Any) -> object:
-    """Parts of a launch argument that matter to the launch: of a tensor all but its address."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.stride()
-    if isinstance(value, list | tuple):
-        return tuple(map(_shown, value))
-    fields = getattr(value, "__dict__", None)
-    return value if fields is None else (type(value).__name__, [(name, _shown(fields[name])) for name in sorted(fields)])
-
-
 def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, manifest: Manifest | None = None) -> list[tuple[str, Any]]:
     """Name and Triton's compiled kernel of every launch of `problem`, in their order; raises the compiler's errors.
 

@@ -20,7 +20,7 @@ from flashtune.core.target import Target
 from flashtune.core.threads import begun
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
-from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Launched, Ready, Rounds, Spent, Timed
+from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Ready, Rounds, Spent, Timed
 
 if TYPE_CHECKING:
     from flashtune.core.launching import LoadedKernel
@@ -67,31 +67,19 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
 
     With `known` facts of exactly this text, cached machine code is loaded in place of a compilation.
     """
-    from flashtune.tuner.children.compile import build_launchers, code_hash, compiled_kernels, facts_of, machine_code_of
+    from flashtune.tuner.children.compile import build_launchers, compiled_kernels, facts_of, machine_code_of
 
     try:
         manifest = None if known is None else machine_code_of(source.variant_id, source.text, target)
         kernels = compiled_kernels(source.text, source.stem, problem, target, manifest)
-        # Cached machine code has no assembly text to hash, so the recorded facts are returned.
-        code = code_hash(kernels)
-        facts = facts_of(kernels, target) if code or known is None else known
+        facts = facts_of(kernels, target) if known is None else known
         build_launchers(kernels, target)
     except Exception as error:
         return Failed(fate=Fate.COMPILE, reason=one_line(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
         reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} allows {target.shared_bytes_per_block} per block"
         return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
-    return Compiled(facts=facts, code=code)
-
-
-def describe_launches(source: Source, problem: Problem, target: Target) -> Launched | Failed:
-    """Hash of how the candidate's kernels are launched for `problem`, at its own sizes."""
-    from flashtune.tuner.children.compile import launch_hash
-
-    try:
-        return Launched(launches=launch_hash(source.text, source.stem, problem, target))
-    except Exception as error:
-        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+    return Compiled(facts=facts)
 
 
 def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:

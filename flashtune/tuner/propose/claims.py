@@ -54,7 +54,7 @@ class Claims:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._beating.join()
+        self._beating.join(LEAVING_S)
         with suppress(FlashtuneError):
             for problem in list(self._held):
                 self.release(problem)

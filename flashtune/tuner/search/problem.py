@@ -291,7 +291,7 @@ class ProblemSearch:
     def _race(self) -> SearchResult:
         """Time the best few and PyTorch once more, all interleaved, and rank them."""
         outcomes = dict(self.study.outcomes)
-        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed and c not in self.trials.duplicates]
+        correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
         wide = max(self.problem.d, self.problem.d_v)
         final_candidates = to_race(correct, [_time(outcomes[c]).median_us for c in correct], wide)

@@ -200,9 +200,8 @@ class Proposals:
 
 
 class Trials:
-    """Trials of one problem. `compiled` are the known and the running compilations by variant; `at` receives the stages; `duplicates` are
-    candidates with the same machine code and launches as a timed one, whose time they get. `facts` are those of variants that the installed
-    Triton compiled before, whose machine code may be cached."""
+    """Trials of one problem. `compiled` are the known and the running compilations by variant; `at` receives the stages. `facts` are those
+    of variants that the installed Triton compiled before, whose machine code may be cached."""
 
     def __init__(
         self,
@@ -220,9 +219,6 @@ class Trials:
         self._workers, self._compiled, self._evaluation = workers, compiled, evaluation
         self._spent, self._at, self._facts = spent, at, facts
         self._measured = plan.source == "measured"
-        self._by_code: dict[str, list[tuple[Candidate, Timed]]] = {}
-        self._launched: dict[Candidate, str | None] = {}
-        self.duplicates: set[Candidate] = set()
 
     def compile(self, candidate: Candidate) -> Compiling:
         """Start compiling a candidate, unless that was begun; its result where that is known."""
@@ -250,14 +246,10 @@ class Trials:
         reply: Timed | Failed
         if isinstance(compiled, Failed):
             reply = compiled
-        elif (duplicate := self._duplicate(candidate, compiled)) is not None:
-            reply = duplicate
         else:
             self._at("measuring" if self._measured else "checking")
             with self._spent.on("trials"):
                 reply = self._evaluation.evaluate(candidate, compiled.facts, incumbent)
-            if compiled.code and isinstance(reply, Timed):
-                self._by_code.setdefault(compiled.code, []).append((candidate, reply))
         time = None if isinstance(reply, Failed) else reply.time
         return Outcome(
             template=variant.template,
@@ -272,22 +264,3 @@ class Trials:
             facts=compiled.facts,
             max_error=reply.error,
         )
-
-    def _duplicate(self, candidate: Candidate, compiled: Compiled) -> Timed | None:
-        """Time of a timed candidate with equal machine code and launches, or None; measured searches only."""
-        if not self._measured or not compiled.code:
-            return None
-        for other, reply in self._by_code.get(compiled.code, []):
-            if (launches := self._launches(candidate)) is not None and launches == self._launches(other):
-                self.duplicates.add(candidate)
-                return reply
-        return None
-
-    def _launches(self, candidate: Candidate) -> str | None:
-        """Hash of a candidate's launches; None where it can't be computed."""
-        if candidate not in self._launched:
-            source = tasks.Source.of(candidate.family, candidate.variant(self._spec))
-            fixed = (source, self._problem, self._plan.target)
-            reply = self._workers.submit("compile", tasks.describe_launches, *fixed, limit_s=self._plan.limits.compile_s).reply()
-            self._launched[candidate] = None if isinstance(reply, Failed) else reply.launches
-        return self._launched[candidate]
