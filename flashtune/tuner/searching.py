@@ -132,14 +132,15 @@ class Search(Shared):
         # Saved or not, the next problem's search starts from this winner.
         if (record := record_of(result)) is not None:
             self.records.insert(0, record)
-        with self.lock:
-            try:
-                if result.outcomes:
-                    self.save(result)
-            except FlashtuneError as error:
-                self._unsaved[index] = result
+        try:
+            if result.outcomes:
+                self.save(result)
+        except FlashtuneError as error:
+            self._unsaved[index] = result
+            with self.lock:
                 self.listener.save_failed(result.problem, error)
-                return
+            return
+        with self.lock:
             self.schedule.found[index] = result
             if workers is None:
                 self.listener.problem_known(result, index, len(self.plan.problems))
