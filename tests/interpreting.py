@@ -28,7 +28,6 @@ def interpreted(script: str, *words: str) -> Any:
 
 def printed(script: str, *words: str, **environment: str) -> str:
     """Output of `script` of this folder (`-m NAME`: a module), run with these words; fails where it ends with an error."""
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     mine, its = context.Pipe(duplex=False)
@@ -46,6 +45,10 @@ def printed(script: str, *words: str, **environment: str) -> str:
 
 def _run(environment: Mapping[str, str], script: str, words: tuple[str, ...], answer: Connection) -> None:
     """In the child."""
+    # A search's workers, in this process before, may have started the fork server with Triton imported, compiler and all.
+    from flashtune.tuner.children.start import forget_triton
+
+    forget_triton()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(TESTS.parent)
