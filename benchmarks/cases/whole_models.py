@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def tuned(name: str, *, layers: int, budget: str, workloads: list[str], limit_s: float) -> dict[str, Any]:
-    """What the command found of a model, with its seconds; or why it failed."""
+    """Report of the command on a model, with its seconds; or the reason of its failure."""
     folder = output_folder() / "whole_models" / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({key: value for key, value in MODELS[name].items() if value is not None}))
