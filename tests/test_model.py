@@ -50,7 +50,8 @@ def saved(folder: Path, config: dict[str, Any]) -> Path:
 
 def counted(folder: Path, workload: str, config: dict[str, Any] = LLAMA, layers: int | None = 2) -> Counter[Problem]:
     subject = find_subject(saved(folder, config), layers=layers)
-    return recording.calls_of(subject, parse(workload), device="meta", dtype=torch.bfloat16)
+    model = subject.build(device="meta", dtype=torch.bfloat16)
+    return recording.calls_of(subject, model, parse(workload), device="meta", dtype=torch.bfloat16)
 
 
 def test_a_forward_calls_each_layers_attention_once(tmp_path: Path) -> None:

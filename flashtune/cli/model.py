@@ -71,6 +71,7 @@ def model(
     """
     import torch
 
+    from flashtune import dispatch
     from flashtune.core.torch_dtypes import TORCH_DTYPES
     from flashtune.model import tuning, workloads
     from flashtune.model.sources import find_subject
@@ -90,7 +91,7 @@ def model(
     report.records = _tuned(report.problems(), target, source, options, quiet=as_json)
     report.database = _write(destination, report.records, licence)
     if device is not None:
-        with tuning.in_force(destination):
+        with dispatch.use(destination):
             tuning.judge(subject, judged, device=device, dtype=kind, say=lambda text: messages().print(text))
     if as_json:
         print_json(report.as_json())

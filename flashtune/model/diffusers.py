@@ -6,10 +6,8 @@ from typing import Any
 import torch
 
 from flashtune.core.errors import InputError
-from flashtune.model.sources import Place, library
+from flashtune.model.sources import SEED, Place, library, random_inputs
 from flashtune.model.workloads import Workload
-
-SEED = 1234
 
 TEXT_TOKENS = {"unet": 77, "transformer": 512}
 """Tokens of a prompt as the text encoders of Stable Diffusion (CLIP) and Flux (T5) give them."""
@@ -69,11 +67,7 @@ class DiffusersModel:
         """Keyword arguments of the model's forward: latents, a prompt's embedding and a time step."""
         if workload.kind not in ("forward", "train"):
             raise InputError(f"{self.name} has no {workload.kind} workload: name forward:BATCH or train:BATCH")
-        b, generator = workload.batch, None if device == "meta" else torch.Generator(device).manual_seed(SEED)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
-
+        b, (_, random) = workload.batch, random_inputs(device, dtype)
         if self._flux:
             n, text = workload.n or LATENT_TOKENS, TEXT_TOKENS["transformer"]
             found: dict[str, Any] = {

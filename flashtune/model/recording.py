@@ -57,13 +57,12 @@ def recorded() -> Iterator[Counter[Problem]]:
         dispatch.reload()
 
 
-def calls_of(subject: Subject, workload: Workload, *, device: str, dtype: torch.dtype) -> Counter[Problem]:
-    """Problems of one run of a workload with their numbers of calls.
+def calls_of(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Counter[Problem]:
+    """Problems of one run of a workload with their numbers of calls, by a model that the subject built on `device` in `dtype`.
 
     On the device `meta` nothing is computed, so that any size is recorded in seconds; a model whose path depends on values needs another.
     A decoding workload is prefilled first, which isn't counted.
     """
-    model = subject.build(device=device, dtype=dtype)
     subject.attend(model, "tuned")
     inputs = subject.inputs(workload, device=device, dtype=dtype)
     run = runner(model, inputs, workload)

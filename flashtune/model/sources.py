@@ -1,6 +1,7 @@
 """Sources of a model: a folder or a config.json of transformers or diffusers, from which the model is built."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,9 @@ import torch
 
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.model.workloads import Workload
+
+SEED = 1234
+"""Seed of random weights and inputs."""
 
 MOST_BYTES = 1 << 22
 """Largest config.json that is read."""
@@ -91,3 +95,9 @@ def library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise EnvironmentProblem(f"this model needs {name}, which is not installed: pip install 'flashtune[{extra}]'") from error
+
+
+def random_inputs(device: str, dtype: torch.dtype) -> tuple[torch.Generator | None, Callable[..., torch.Tensor]]:
+    """A generator of the one seed (None on `meta`, which has none), and a function that draws a normal tensor of a shape from it."""
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(SEED)
+    return generator, lambda *shape: torch.randn(*shape, device=device, dtype=dtype, generator=generator)

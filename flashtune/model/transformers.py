@@ -5,12 +5,8 @@ from typing import Any
 import torch
 
 from flashtune.core.errors import InputError
-from flashtune.model.sources import Place, library
+from flashtune.model.sources import SEED, Place, library, random_inputs
 from flashtune.model.workloads import Workload, padding_mask
-
-SEED = 1234
-
-NAMES = {"sdpa": "sdpa", "eager": "eager"}
 
 
 class TransformersModel:
@@ -83,11 +79,7 @@ class TransformersModel:
 
     def inputs(self, workload: Workload, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
         """Keyword arguments of the model's forward."""
-        generator = None if device == "meta" else torch.Generator(device).manual_seed(SEED)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
-
+        generator, random = random_inputs(device, dtype)
         if workload.kind == "decode" and not self._decodes:
             raise InputError(f"{self.name} doesn't generate tokens, so {workload} can't be run: name forward, padded or train")
         if self._input == "pixel_values":
@@ -122,7 +114,7 @@ class TransformersModel:
         """Switch the attention of a model that `build` made."""
         from flashtune.integrations import transformers as tuned
 
-        name = NAMES.get(implementation) or tuned.register()
+        name = tuned.register() if implementation == "tuned" else implementation
         try:
             model.set_attn_implementation(name)  # type: ignore[operator]
         except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashtune import dispatch
+from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
@@ -108,13 +108,15 @@ def _judgement(one: Judged) -> dict[str, Any]:
 def record_calls(subject: Subject, workloads: Sequence[Workload], *, dtype: torch.dtype, device: str | None) -> list[Judged]:
     """Calls of each workload, recorded on meta tensors, or on `device` where the model's path depends on values."""
     found = []
+    model = subject.build(device="meta", dtype=dtype)
     for workload in workloads:
         try:
-            counts = recording.calls_of(subject, workload, device="meta", dtype=dtype)
-        except (RuntimeError, NotImplementedError):
-            if device is None:
+            counts = recording.calls_of(subject, model, workload, device="meta", dtype=dtype)
+        except RuntimeError as error:
+            # A workload that the model lacks is refused on any device.
+            if device is None or isinstance(error, InputError):
                 raise
-            counts = recording.calls_of(subject, workload, device=device, dtype=dtype)
+            counts = recording.calls_of(subject, subject.build(device=device, dtype=dtype), workload, device=device, dtype=dtype)
         found.append(Judged(workload, shares.merged(counts)))
     return found
 
@@ -126,38 +128,22 @@ def judge(subject: Subject, workloads: Sequence[Judged], *, device: str, dtype: 
     """
     model = subject.build(device=device, dtype=dtype)
     for one in workloads:
-        for name, work in (("check", _checked), ("time", _timed)):
+        for name in ("check", "time"):
             say(f"{one.workload}: {name}")
             try:
-                work(one, subject, model, device, dtype)
+                if name == "check":
+                    one.check = measuring.check(subject, model, one.workload, device=device, dtype=dtype)
+                else:
+                    one.times = measuring.measure(subject, model, one.workload, device=device, dtype=dtype)
             except torch.OutOfMemoryError:
                 one.why = f"the GPU's memory is too small for its {name}"
             torch.cuda.empty_cache()
-
-
-def _checked(one: Judged, subject: Subject, model: torch.nn.Module, device: str, dtype: torch.dtype) -> None:
-    one.check = measuring.check(subject, model, one.workload, device=device, dtype=dtype)
-
-
-def _timed(one: Judged, subject: Subject, model: torch.nn.Module, device: str, dtype: torch.dtype) -> None:
-    one.times = measuring.measure(subject, model, one.workload, device=device, dtype=dtype)
 
 
 def best_records(problems: Sequence[Problem], target: Target, records: Sequence[TuningRecord]) -> dict[Problem, TuningRecord]:
     """The record of each problem's key, where there is one."""
     by_key = {record.key: record for record in records}
     return {problem: by_key[problem.key(target.slug)] for problem in problems if problem.key(target.slug) in by_key}
-
-
-def memory_needed(subject: Subject, dtype: torch.dtype) -> int:
-    """Bytes of the model's parameters in `dtype` and, for the reference, in float32."""
-    size = sum(parameter.numel() for parameter in subject.build(device="meta", dtype=dtype).parameters())
-    return size * (dtype.itemsize + 4)
-
-
-def in_force(path: Path) -> Any:
-    """Context in which a database serves before all others."""
-    return dispatch.use(path)
 
 
 def shown_shares(counts: Mapping[Problem, int]) -> str:
