@@ -61,6 +61,8 @@ BAD_INPUT = {
     "unknown dtype": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "int8"), "int8"),
     "heads that don't divide": (("search", "--gpu-name", "a100", "--d", "64", "--heads", "6", "--kv-heads", "4"), "6 query heads"),
     "dropout of one": (("search", "--gpu-name", "a100", "--d", "64", "--dropout", "1"), "'--dropout': 1.0 is not in the range 0<=x<1"),
+    "dropout of NaN": (("search", "--gpu-name", "a100", "--d", "64", "--dropout", "nan"), "'--dropout': nan is not in the range 0<=x<1"),
+    "soft cap of NaN": (("search", "--gpu-name", "a100", "--d", "64", "--softcap", "nan"), "'--softcap': nan is not in the range 0<=x<inf"),
     "negative window": (("search", "--gpu-name", "a100", "--d", "64", "--window", "-1"), "'--window': -1 is not in the range"),
     "a budget that is no time": (("search", "--gpu-name", "a100", "--d", "64", "--budget", "soon"), "soon"),
     "an unknown template": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--template", "flash"), "flash_fwd"),

@@ -72,6 +72,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 db_option = click.option("--db", "location", metavar="PATH|URL", help="Only this database, in place of your own and the shipped one.")
 
 
+class Range(click.FloatRange):
+    """A number of a range; click lets NaN through, which is neither below nor above a bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        found = super().convert(value, param, ctx)
+        if found != found:
+            self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
+        return found
+
+
 class Numbers(click.ParamType[tuple[int, ...]]):
     """Parameter type of numbers with commas between them, each in a range: `512` or `512,1024,2048`."""
 
@@ -243,7 +254,7 @@ _FEATURES: tuple[Decorator, ...] = (
     click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
     click.option(
         "--dropout",
-        type=click.FloatRange(0, 1, max_open=True),
+        type=Range(0, 1, max_open=True),
         default=0.0,
         metavar="P",
         help="Dropout rate; any rate above 0 tunes for all rates.",
@@ -260,7 +271,7 @@ _FEATURES: tuple[Decorator, ...] = (
     ),
     click.option(
         "--softcap",
-        type=click.FloatRange(0, float("inf"), max_open=True),
+        type=Range(0, float("inf"), max_open=True),
         default=0.0,
         metavar="C",
         help="Soft cap of the scores; any cap tunes for all caps.",
