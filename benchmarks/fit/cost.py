@@ -27,7 +27,6 @@ from flashtune.templates.cost_constants import CONSTANTS, Constants
 FITTED = (
     "tile_overhead",
     "block_overhead",
-    "overlap_twice",
     "fill",
     "chained_fill",
     "edge_ops_per_score",

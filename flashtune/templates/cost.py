@@ -220,7 +220,7 @@ class _Block(NamedTuple):
 
         shared = active * (hopper.consumers if hopper else max(1, facts.threads // 128)) > 1
         if hopper and hopper.overlap:
-            overlap = c.overlap_lookahead if not shared else c.overlap_twice if hopper.overlap == 2 else c.overlap_lookahead_shared
+            overlap = c.overlap_lookahead_shared if shared else c.overlap_lookahead
         else:
             overlap = c.overlap_shared if shared else c.overlap_alone
         busy = max(matrix + softmax - overlap * min(matrix, softmax), memory) + c.spill_clocks_per_byte * facts.spills * facts.threads

@@ -43,8 +43,6 @@ class Constants(NamedTuple):
     """That share where the kernel issues products beside the softmax, with one warpgroup."""
     overlap_lookahead_shared: float = 0.98
     """That share with several warpgroups."""
-    overlap_twice: float = 0.8
-    """That share with the scores of the next block in flight, too, and several warpgroups."""
     fill: float = 0.5
     """Share of a block's products that a tile loses to begin and end such an overlap, for each step of it."""
     chained_fill: float = 0.7

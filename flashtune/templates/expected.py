@@ -9,7 +9,7 @@ from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family, blocks_of_head
-from flashtune.templates.hopper.layout import tile_queries
+from flashtune.templates.hopper.layout import HopperLayout, tile_queries
 from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.residual import learned
 from flashtune.templates.learned.steps import STEPS
@@ -103,7 +103,7 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         frozen and (f.dropout or f.softcap),
         not frozen and rescales_grown(config),
         config.get("v_columns", "padded") == "pieces",
-        config.get("smem_columns", "padded") == "chunks",
+        HopperLayout.of(problem.spec(), config).chunked,
         config["intra_wg_overlap"] == 0 and narrow,
         rows == 64 and problem.d * ITEMSIZE[problem.dtype] % 32 != 0,
         rows == 256 and not narrow,

@@ -22,25 +22,18 @@ from flashtune.core.launches import Host
 from flashtune.core.problem import Problem, next_power_of_two
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
+from flashtune.templates.earlier import completed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 class Axis(NamedTuple):
-    """One dimension of the search space; `why` is its trade-off in a line.
-
-    `absent` is the value of configs older than this axis; None for one that was there from the start.
-    `formerly` is its name in configs of earlier versions; None where that is equal.
-    Unless it `refits`, `Family.refitted` gives it no value but `absent`: others need a measurement.
-    """
+    """One dimension of the search space; `why` is its trade-off in a line."""
 
     name: str
     values: tuple[Value, ...]
     why: str
-    absent: Value | None = None
-    formerly: str | None = None
-    refits: bool = True
 
 
 class Constraint(NamedTuple):
@@ -77,8 +70,6 @@ class Family:
     `pick` takes a safe one for use without tuning. `interpretable` is True if Triton's interpreter runs it. `folder` is that of its
     template.
     `layout` makes the facts derived from a spec and a config; the template knows them as `layout`.
-    `gone` are axes of earlier versions, with the value that equals today's kernels without them.
-    `successor` is the config that searches try in place of one of earlier versions, whose records are served unchanged.
     `resized` adapts a config to a problem's sizes on a target: searches try no other, and a config that serves another problem is moved
     to it. It keeps the constraints that the config keeps.
     `path_axes` are the axes that change the rendered code: configs that agree in them share a code path.
@@ -99,8 +90,6 @@ class Family:
     direction: Direction = "fwd"
     suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
     layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
-    gone: Mapping[str, Value] = field(default_factory=dict)
-    successor: Callable[[Config], Config] = lambda config: config
     resized: Callable[[Config, Problem, Target], Config] = lambda config, problem, target: config
     path_axes: tuple[str, ...] = field(default=())
     host: Callable[[KernelSpec, Config], Host] | None = None
@@ -140,18 +129,8 @@ class Family:
         return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
 
     def completed(self, config: Config) -> Config:
-        """An earlier version's config under today's names, with newer axes at their values `absent`.
-
-        It loses axes that are `gone` at the values there; with other values it stays outside the declared space.
-        """
-        left_over = {name for name, value in self.gone.items() if name in config and config[name] == value}
-        if left_over:
-            config = Config.of({name: value for name, value in config.items if name not in left_over})
-        today = {axis.formerly: axis.name for axis in self.axes if axis.formerly is not None and axis.name not in config}
-        if not today.keys().isdisjoint(config):
-            config = Config.of({today.get(name, name): value for name, value in config.items})
-        lacking = {axis.name: axis.absent for axis in self.axes if axis.absent is not None and axis.name not in config}
-        return config.replace(**lacking) if lacking else config
+        """A config of any version under today's axes (flashtune.templates.earlier)."""
+        return completed(self.name, config)
 
     def validate(self, config: Config) -> None:
         """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""
@@ -172,8 +151,8 @@ class Family:
     def refitted(self, config: Config, spec: KernelSpec, target: Target, checked: "ConstraintCache | None" = None) -> Config | None:
         """The valid config nearest to one of the declared space: itself, or one with as few axes changed as possible, by as few steps.
 
-        Among equals the axes that are declared first, which matter most, stay; those that don't refit take no new value. None where no
-        valid config has at most MOST_REFITTED axes changed. `checked` caches constraints for several configs.
+        Among equals the axes that are declared first, which matter most, stay. None where no valid config has at most MOST_REFITTED
+        axes changed. `checked` caches constraints for several configs.
         """
         return self.refit(config, spec, target, checked or ConstraintCache(spec, target)).config
 
@@ -186,7 +165,7 @@ class Family:
         looked = 0
         at = [axis.values.index(config[axis.name]) for axis in self.axes]
         others = [
-            [(abs(i - now), value) for i, value in enumerate(axis.values) if i != now and (axis.refits or value == axis.absent)]
+            [(abs(i - now), value) for i, value in enumerate(axis.values) if i != now]
             for axis, now in zip(self.axes, at, strict=True)
         ]
 
@@ -222,11 +201,11 @@ class Family:
         return places if constraint.axes is None else tuple(place for place in places if self.axes[place].name in constraint.axes)
 
     def configs(self, spec: KernelSpec, target: Target) -> Iterator[Config]:
-        """Every config of the space that breaks no constraint and has no successor, in a fixed order."""
+        """Every config of the space that breaks no constraint, in a fixed order."""
         whole = [constraint for constraint in self.constraints if constraint.axes is None]
         for indices in np.argwhere(self._allowed(spec, target)):
             config = Config.of({axis.name: axis.values[index] for axis, index in zip(self.axes, indices, strict=True)})
-            if self.successor(config) == config and all(constraint.holds(config, spec, target) for constraint in whole):
+            if all(constraint.holds(config, spec, target) for constraint in whole):
                 yield config
 
     def _allowed(self, spec: KernelSpec, target: Target) -> "NDArray[np.bool_]":

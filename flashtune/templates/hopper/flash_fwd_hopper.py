@@ -6,13 +6,13 @@ FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `
 
 from functools import lru_cache
 
-from flashtune.core.config import Config, KernelSpec, Value, rescales_grown, settles
+from flashtune.core.config import Config, KernelSpec, rescales_grown
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Constraint, Family, padded
-from flashtune.templates.hopper.layout import COLUMN_UNIT, HopperLayout, packed_heads, tiles_of
+from flashtune.templates.hopper.layout import HopperLayout, packed_heads, tiles_of
 from flashtune.templates.launches.hopper_forward import HopperForwardHost
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -29,64 +29,47 @@ LONG_CACHE = 4
 AXES = (
     Axis(name="BLOCK_M", values=(64, 128, 192, 256), why="query rows of a tile: more reuse of K and V against fewer tiles and registers"),
     Axis(name="BLOCK_N", values=(64, 128, 256), why="keys of a block: fewer steps against registers, shared memory and masked waste"),
-    Axis(name="num_stages", formerly="stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
-    Axis(
-        name="intra_wg_overlap",
-        formerly="lookahead",
-        values=(0, 1, 2),
-        why="products in flight beside a softmax: none, values before it, also the scores after it",
-    ),
+    Axis(name="num_stages", values=(2, 3, 4), why="K/V blocks in flight: latency hiding against shared memory"),
+    Axis(name="intra_wg_overlap", values=(0, 1), why="values of the block before beside the softmax of a block, against registers"),
     Axis(name="pingpong", values=(False, True), why="warpgroups take turns on the tensor cores, against waiting"),
     Axis(name="tiles", values=("one", "loop", "chained"), why="tiles of a program: one, many, or many without draining in between"),
     Axis(name="section", values=(1, 8, 32), why="heads that run side by side: balance against K/V that stay in L2"),
     Axis(name="order", values=("fixed", "drawn"), why="schedule of a band's tiles: fixed at launch, or dynamic as programs become free"),
     Axis(
         name="ctas_per_sm",
-        formerly="residents",
         values=(1, 2, 3, 4),
         why="programs on an SM: one starts while another ends, against registers and shared memory",
     ),
     Axis(
         name="maximum",
         values=("running", "first"),
-        absent="running",
         why="running row maxima, or frozen after a tile's first blocks until exceeded: no wait for maxima, against a vote",
     ),
     Axis(
         name="rescale",
         values=("always", "grown", "outgrown"),
-        absent="always",
-        why="rescale for a new maximum: always, where it grew past 2^2, or where a score exceeds all before: work against votes",
+        why="rescale for a new maximum: always, where it grew past 2^2, or (running) where a score exceeds all before: work against votes",
     ),
     Axis(
         name="v_columns",
         values=("padded", "pieces"),
-        absent="padded",
         why="the output's accumulator: padded to a power of two, or split by powers of two: less padding against narrow products",
     ),
     Axis(
-        name="smem_columns",
-        values=("padded", "chunks"),
-        absent="padded",
-        why="columns of tiles in shared memory: a power of two, or swizzle-width tiles up to the head size: room against more copies",
-    ),
-    COLUMN_UNIT,
-    Axis(
         name="packed_heads",
         values=PACKED_HEADS,
-        absent=1,
         why="heads of a key head in one tile (pack_gqa): fewer empty rows with few queries, against tiles of many heads",
     ),
 )
 
 
-def _may_freeze_maxima(intra_wg_overlap: Value, spec: KernelSpec) -> bool:
+def _may_freeze_maxima(spec: KernelSpec) -> bool:
     """True if row maxima may be frozen after a tile's first blocks, the diagonal's or the last keys'.
 
     Those blocks predict the size of scores, except with biases, which often hide keys by huge negative numbers, and ALiBi without a
     band, which is smallest at the last keys.
     """
-    return intra_wg_overlap != 2 and spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
+    return spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
 
 
 def _can_pack_gqa(spec: KernelSpec) -> bool:
@@ -97,14 +80,7 @@ def _can_pack_gqa(spec: KernelSpec) -> bool:
 def _registers_fit(layout: HopperLayout) -> bool:
     # 0 where the constraint on programs is broken.
     allowed = layout.consumer_registers or 0
-    return layout.live_registers + (16, 24, 32)[layout.overlap] <= allowed
-
-
-def _leaves_padding_out(layout: HopperLayout) -> bool:
-    # Without a split accumulator products of values read whole tiles; a second block ahead is never combined with this.
-    usable = layout.size == 2 and layout.v_columns <= layout.stored_dv and layout.overlap != 2
-    spared = layout.block_d + layout.block_dv - layout.stored_d - layout.stored_dv
-    return usable and min(layout.block_d, layout.block_dv) >= layout.chunk and spared > 0
+    return layout.live_registers + (16, 24)[layout.overlap] <= allowed
 
 
 CONSTRAINTS = (
@@ -121,31 +97,19 @@ CONSTRAINTS = (
             and (needed + 1024) * c.number("ctas_per_sm") <= t.shared_bytes_per_sm
         ),
         why="queries, the K/V stages and the output tile live in shared memory",
-        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "ctas_per_sm", "smem_columns"),
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "ctas_per_sm", "v_columns"),
     ),
     Constraint(
         name="registers",
         holds=lambda c, s, t: _registers_fit(HopperLayout.of(s, c)),
-        why="scores, probs and output of a warpgroup live in registers, with 16 to 32 for the rest",
-        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm", "v_columns", "column_unit"),
+        why="scores, probs and output of a warpgroup live in registers, with 16 to 24 for the rest",
+        axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm", "v_columns"),
     ),
     Constraint(
         name="columns in pieces",
         holds=lambda c, s, t: c.get("v_columns", "padded") == "padded" or len(HopperLayout.of(s, c).v_pieces) > 1,
         why="head sizes of values that are powers of two when rounded up to the unit have no padding to leave out, nor has fp8 up to 128",
-        axes=("v_columns", "column_unit"),
-    ),
-    Constraint(
-        name="unit of columns",
-        holds=lambda c, s, t: HopperLayout.of(s, c).unit_fits,
-        why="another unit is for head sizes whose padding it shortens",
-        axes=("v_columns", "column_unit"),
-    ),
-    Constraint(
-        name="chunks of columns",
-        holds=lambda c, s, t: not (layout := HopperLayout.of(s, c)).chunked or _leaves_padding_out(layout),
-        why="only two-byte head sizes of 136 to 192 have whole tiles of padding, which products leave out, too; one block ahead at most",
-        axes=("smem_columns", "v_columns", "intra_wg_overlap", "column_unit"),
+        axes=("v_columns",),
     ),
     Constraint(
         name="persistent tiles",
@@ -166,12 +130,6 @@ CONSTRAINTS = (
         axes=("BLOCK_M", "tiles"),
     ),
     Constraint(
-        name="fp8 looks ahead once",
-        holds=lambda c, s, t: s.dtype != "fp8" or c["intra_wg_overlap"] != 2,
-        why="its products of probs and values have accumulators of their own, which leave no registers for a second tile of scores",
-        axes=("intra_wg_overlap",),
-    ),
-    Constraint(
         name="heads side by side",
         holds=lambda c, s, t: c.number("section") <= 8 or s.banded,
         why="all tiles are equally long without a band, and more heads than eight would only leave L2",
@@ -185,15 +143,21 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="maxima that settle",
-        holds=lambda c, s, t: c["maximum"] == "running" or _may_freeze_maxima(c["intra_wg_overlap"], s),
+        holds=lambda c, s, t: c["maximum"] == "running" or _may_freeze_maxima(s),
         why="probs grow far above 1 where a row's largest score comes late, which e4m3 can't represent",
-        axes=("intra_wg_overlap", "maximum"),
+        axes=("maximum",),
     ),
     Constraint(
         name="rescaled where maxima grew",
-        holds=lambda c, s, t: not rescales_grown(c) or (c["intra_wg_overlap"] != 2 and s.dtype != "fp8"),
+        holds=lambda c, s, t: not rescales_grown(c) or s.dtype != "fp8",
         why="fp8 rescales as it adds products up, and probs that grow above 1 leave e4m3 fewer digits",
-        axes=("intra_wg_overlap", "rescale"),
+        axes=("rescale",),
+    ),
+    Constraint(
+        name="rescale of maxima that settle",
+        holds=lambda c, s, t: c["maximum"] == "running" or c["rescale"] == "grown",
+        why="blocks before the maxima settle also count tiles with peaked rows, and one such kernel is enough",
+        axes=("maximum", "rescale"),
     ),
     Constraint(
         name="packed heads",
@@ -207,7 +171,7 @@ CONSTRAINTS = (
             c["tiles"] != "loop" or HopperLayout.of(s, c.replace(tiles="chained")).shared_bytes > t.shared_bytes_per_block
         ),
         why="chained tiles drain less, wherever their second query tile fits",
-        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "smem_columns"),
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "tiles", "v_columns"),
     ),
 )
 
@@ -227,11 +191,6 @@ def _heads_to_pack(block_m: int, problem: Problem, sms: int) -> int:
     fewest = min(tiles, key=lambda heads: (tiles[heads], heads))
     share = PACKED_TILES if problem.n_kv >= LONG_CACHE * problem.n_q else PACKED_TILES_OF_PROMPTS
     return fewest if tiles[1] > sms and tiles[fewest] <= share * tiles[1] else 1
-
-
-def successor(config: Config) -> Config:
-    """The config with thresholded rescale for frozen maxima, whose kernels also count tiles with peaked rows."""
-    return config.replace(rescale="grown") if settles(config) and not rescales_grown(config) else config
 
 
 def supports(spec: KernelSpec, target: Target) -> str | None:
@@ -263,12 +222,10 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "order": "drawn" if tiles != "one" and spec.banded else "fixed",
         "ctas_per_sm": 1,
         "v_columns": "padded",
-        "smem_columns": "padded",
-        "column_unit": 32,
         "packed_heads": 1,
         **more,
     }
-    values.setdefault("maximum", "first" if _may_freeze_maxima(values["intra_wg_overlap"], spec) else "running")
+    values.setdefault("maximum", "first" if _may_freeze_maxima(spec) else "running")
     values.setdefault("rescale", "grown" if values["maximum"] == "first" else "always")
     return Config.of(values)
 
@@ -316,11 +273,10 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     found += [_config(192, 64, 2, "one", spec, intra_wg_overlap=overlap, v_columns="pieces") for overlap in (1, 0)]
     if wide > 128 and spec.dtype != "fp8":
         # Last, so that the order of padded tiles stays.
-        columns: dict[str, Value] = {"smem_columns": "chunks", "v_columns": "padded" if spec.d_v <= 128 else "pieces"}
-        found += [_config(128, 64, 3, tiles, spec, pingpong=True, **columns) for tiles in ("loop", "one")]
-        found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", **columns)]
-        found += [_config(128, 128, 2, "loop", spec, pingpong=True, **columns)] if spec.d_v <= 128 else []
-    found += [config.replace(column_unit=16, v_columns=columns) for config in usual[:2] for columns in ("padded", "pieces")]
+        columns = "padded" if spec.d_v <= 128 else "pieces"
+        found += [_config(128, 64, 3, tiles, spec, pingpong=True, v_columns=columns) for tiles in ("loop", "one")]
+        found += [_config(128, 64, 3, "loop", spec, pingpong=True, maximum="running", rescale="grown", v_columns=columns)]
+        found += [_config(128, 128, 2, "loop", spec, pingpong=True, v_columns=columns)] if spec.d_v <= 128 else []
     return list(dict.fromkeys(found))
 
 
@@ -346,7 +302,6 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=HopperLayout.of,
-    successor=successor,
     resized=resized,
     path_axes=(
         "BLOCK_M",
@@ -357,8 +312,6 @@ FAMILY = Family(
         "maximum",
         "rescale",
         "v_columns",
-        "smem_columns",
-        "column_unit",
     ),
     host=HopperForwardHost,
 )

@@ -10,7 +10,7 @@ from typing import Self
 from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem
-from flashtune.templates.family import Axis, padded
+from flashtune.templates.family import padded
 
 ROWS = 64
 """Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""
@@ -18,15 +18,9 @@ ROWS = 64
 CHUNK_BYTES = 128
 """Bytes of a row of a swizzle-width tile: the widest swizzle of the copy engine and of matrix instructions."""
 
-COLUMN_UNIT = Axis(
-    name="column_unit",
-    values=(32, 16),
-    absent=32,
-    refits=False,
-    why="MMA N granularity of head sizes: D = 40 rounds up to 64 columns or to 48, D = 80 to 96 or not at all, against narrower products",
-)
-"""MMA N granularity of `flash_fwd_hopper` and `flash_bwd_hopper`. Refitted configs never get 16, whose worth depends on head size and
-features: only records measured with it have it."""
+NARROW_UNIT = frozenset({40, 48, 72, 80, 104, 112})
+"""Head sizes of two-byte types whose products work through multiples of 16 columns, which end nearer to the head size than those of 32
+(decision 0008). Of larger ones nothing was measured."""
 
 CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2): 232, (2, 2): 104, (1, 3): 136, (1, 4): 104}
 """Registers of a consumer thread, by (warpgroups, programs on an SM): the register file less the producer's share."""
@@ -69,14 +63,18 @@ class HopperTiles:
         """First column and width of each part of D_v, which has an accumulator each."""
         return self._pieces(self.spec.d_v, self.block_dv)
 
+    def unit(self, head_dim: int) -> int:
+        """MMA N granularity of a head size, in columns."""
+        return 16 if self.size == 2 and head_dim in NARROW_UNIT else 64 // self.size
+
     @property
-    def column_unit(self) -> int:
-        """MMA N granularity, in elements of two bytes."""
-        return int(self.config.get("column_unit", 32))
+    def narrow_unit(self) -> bool:
+        """True if products work through multiples of 16 columns of q and k or of v."""
+        return 16 in (self.unit(self.spec.d), self.unit(self.spec.d_v))
 
     def _pieces(self, head_dim: int, block: int) -> list[tuple[int, int]]:
         """First columns and widths: powers of two, one per bit of the head size rounded up to the unit; a single one is the whole tile."""
-        unit = self.column_unit * 2 // self.size
+        unit = self.unit(head_dim)
         reach = -(-head_dim // unit) * unit
         found: list[tuple[int, int]] = []
         for width in (256, 128, 64, 32, 16):
@@ -107,12 +105,6 @@ class HopperTiles:
     def stored_dv(self) -> int:
         """Columns of a tile of v, of the output and of its gradient in shared memory."""
         return self.in_chunks(self.spec.d_v) if self.chunked else self.block_dv
-
-    @property
-    def unit_fits(self) -> bool:
-        """True if the unit is the usual one, or changes the columns of products."""
-        usual = replace(self, config=self.config.replace(column_unit=32))
-        return self.column_unit == 32 or (self.size == 2 and (self.pieces, self.v_pieces) != (usual.pieces, usual.v_pieces))
 
     @property
     def score_params(self) -> list[str]:
@@ -173,7 +165,7 @@ class HopperLayout(HopperTiles):
 
     @property
     def overlap(self) -> int:
-        """Products in flight beside a softmax: none, the values before it, also the scores after it."""
+        """Products in flight beside a softmax: none, or the values before it."""
         return self.config.number("intra_wg_overlap")
 
     @property
@@ -230,8 +222,10 @@ class HopperLayout(HopperTiles):
 
     @property
     def chunked(self) -> bool:
-        """True with swizzle-width tiles, by the config's axis."""
-        return self.config.get("smem_columns", "padded") == "chunks"
+        """True where swizzle-width tiles spare memory, of which products of values read no more: at two-byte head sizes of 136 to 192."""
+        stored, stored_v = self.in_chunks(self.spec.d), self.in_chunks(self.spec.d_v)
+        spared = self.block_d + self.block_dv - stored - stored_v
+        return self.size == 2 and min(self.block_d, self.block_dv) >= self.chunk and self.v_columns <= stored_v and spared > 0
 
     @property
     def out_columns(self) -> int:
@@ -288,10 +282,9 @@ class HopperLayout(HopperTiles):
     def softmax_state(self) -> list[str]:
         """The state of a warpgroup from block to block beside the output's accumulator.
 
-        A block with products in flight leaves its scores or probs, and with e4m3 the factor that rescales the older sums.
+        A block with products in flight leaves its probs, and with e4m3 the factor that rescales the older sums.
         """
-        under_way = ["scores"] * (self.overlap == 2) + ["p_tile"] * (self.overlap > 0) + ["rescale"] * (self.overlap == 1 and self.fp8)
-        return [*under_way, "row_max", "row_sum"]
+        return ["p_tile"] * (self.overlap > 0) + ["rescale"] * (self.overlap > 0 and self.fp8) + ["row_max", "row_sum"]
 
     @property
     def consumer_registers(self) -> int | None:
@@ -316,7 +309,7 @@ class HopperLayout(HopperTiles):
         loaded = {"none": 0, "bool": 4, "bias": 24}[self.spec.mask]
         if self.overlap == 0:
             return max(scores + loaded, probs + product) + out
-        return scores * self.overlap + probs + product + out + loaded
+        return scores + probs + product + out + loaded
 
     @property
     def shared_bytes(self) -> int:

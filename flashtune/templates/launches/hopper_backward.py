@@ -159,14 +159,14 @@ class BackwardHopperHost(HopperBackwardHost):
         sums = self._sums(call, whole)
         if layout.divides:
             call.divide(layout)
-        # The index of the next tile, and counts of the warpgroups that finished a key head's tiles.
-        work = [scratch.empty((call.rows // 64 * i.batch * i.heads + 1,), "i32")] if layout.drawn else []
+        # The index of the next tile, which each program of the preparation clears with the number behind its own.
+        work = [scratch.empty((call.rows // 64 * i.batch * i.heads + 1,), "i32")] if layout.dynamic else []
         found = [call.preprocess(sums, *work, tail=(i.dq is not None and not whole,))]
         bits = call.bits_of_keys(found) if self.spec.mask == "bool" else None
         found.append(Launch("flash_bwd_hopper", (self._programs(call),), self._arguments(call, sums, work, bits, whole), SMALL))
         if layout.divides and i.dk is not None:
             found.append(self.add_divisions(call))
-        if not layout.finishes and i.dq is not None and not whole:
+        if i.dq is not None and not whole:
             scale = i.scale / self.keep(i) if self.spec.dropout else i.scale
             arguments = (sums, i.dq, *i.dq.strides, i.heads, i.n_q, call.m_tiles, scale, *call.aligned)
             found.append(Launch("finish_dq", (call.m_tiles * i.batch * i.heads,), arguments, SMALL))
@@ -179,24 +179,19 @@ class BackwardHopperHost(HopperBackwardHost):
             return False
         seen = i.window_right < 0 or i.diagonal + i.window_right >= 0
         seen = seen and (i.window_left < 0 or i.n_q - 1 + i.diagonal - i.window_left < i.n_kv)
-        return (layout.by_heads or call.n_tiles == 1) and seen and all(call.aligned)
+        return call.n_tiles == 1 and seen and all(call.aligned)
 
     def _programs(self, call: _Call) -> int:
         i, layout = call.inputs, self.layout
         tiles = call.n_tiles * i.batch * i.kv_heads
-        if layout.by_heads:
-            return min(i.batch * i.kv_heads, i.sms) * call.divisions
         return (min(tiles, i.sms) if layout.persistent else tiles) * call.divisions
 
     def _sums(self, call: _Call, whole: bool) -> Operand:
         """Memory for sums of dQ, in rows of 256, unwritten in calls without them."""
         i, layout = call.inputs, self.layout
         least = layout.part_m * layout.part_d // 256
-        summed = i.batch * i.heads
-        if layout.by_heads and whole:
-            summed = min(i.batch * i.kv_heads, i.sms) * (i.heads // i.kv_heads)
-        unneeded = i.dq is None or (layout.owns and not layout.by_heads and whole)
-        return call.scratch.empty((least if unneeded else summed * call.rows * layout.summed_d // 256, 256), "fp32")
+        unneeded = i.dq is None or whole
+        return call.scratch.empty((least if unneeded else i.batch * i.heads * call.rows * layout.summed_d // 256, 256), "fp32")
 
     def _arguments(self, call: _Call, sums: Operand, work: list[Operand], bits: Operand | None, whole: bool) -> tuple[Any, ...]:
         i, layout = call.inputs, self.layout
@@ -206,18 +201,12 @@ class BackwardHopperHost(HopperBackwardHost):
         if not layout.divides:
             # Substitutes for gradients without a request stay unwritten.
             found += [swizzled(i.dk or i.k, 64, d), swizzled(i.dv or i.v, 64, d_v)]
-        found += [*call.bias(), *call.parts]
-        if layout.by_tma:
-            found.append(Descriptor(sums, sums.shape, (256, 1), (layout.part_m * layout.part_d // 256, 256), "plain"))
-        else:
-            found.append(sums)
-        found += [*work, *self.numbers(call, bits, call.m_tiles, call.n_tiles)]
-        if layout.finishes or layout.owns:
+        found += [*call.bias(), *call.parts, sums, *work, *self.numbers(call, bits, call.m_tiles, call.n_tiles)]
+        if layout.owns:
             dq = i.dq or i.q
             found += [dq, *dq.strides[:3]]
         found += [i.dq is not None, i.dk is not None]
-        found += [whole] if layout.owns else []
-        return (*found, *(call.aligned if layout.finishes else ()))
+        return (*found, whole) if layout.owns else tuple(found)
 
 
 class BackwardHopperSplitHost(HopperBackwardHost):

@@ -4,7 +4,7 @@ import math
 
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
-from flashtune.templates.hopper.layout import packed_heads
+from flashtune.templates.hopper.layout import HopperLayout, packed_heads
 from flashtune.templates.learned.residual import Likeness, Tried
 
 
@@ -36,8 +36,9 @@ def _of_problem(problem: Problem) -> list[float]:
     ]
 
 
-def _of_config(_: Problem, tried: Tried, __: Target) -> list[float]:
+def _of_config(problem: Problem, tried: Tried, _: Target) -> list[float]:
     config = tried[1]
+    layout = HopperLayout.of(problem.spec(), config)
     rows = config.number("BLOCK_M")
     return [
         math.log2(rows),
@@ -53,11 +54,11 @@ def _of_config(_: Problem, tried: Tried, __: Target) -> list[float]:
         config["tiles"] == "one",
         config["tiles"] == "chained",
         config["v_columns"] == "pieces",
-        config["smem_columns"] == "chunks",
+        layout.chunked,
         config.number("ctas_per_sm"),
         math.log2(config.number("section")),
         math.log2(packed_heads(config)),
-        config["column_unit"] == 16,
+        layout.narrow_unit,
     ]
 
 
@@ -101,11 +102,11 @@ FORWARDS = Likeness(
         "tiles=one": 2.0,
         "tiles=chained": 3.0,
         "v_columns=pieces": 4.0,
-        "smem_columns=chunks": 3.0,
+        "swizzle-width tiles": 3.0,
         "ctas_per_sm": 2.0,
         "log section": 8.0,
         "log packed heads": 2.0,
-        "column_unit=16": 4.0,
+        "16 columns to a unit": 4.0,
     },
     lengths=frozenset({"log N_q", "log N_kv", "log query rows", "log keys in the window"}),
     of_problem=_of_problem,

@@ -93,8 +93,7 @@ def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[
     for _, record in nearest(problem.key(space.target.slug), useful):
         candidate = _refitted(space, record)
         if candidate is not None:
-            config = candidate.family.successor(candidate.config)
-            candidate = replace(candidate, config=candidate.family.resized(config, problem, space.target))
+            candidate = replace(candidate, config=candidate.family.resized(candidate.config, problem, space.target))
             found.setdefault((candidate.family.name, candidate.config.as_json()), candidate)
         if len(found) == NEIGHBOURS:
             break

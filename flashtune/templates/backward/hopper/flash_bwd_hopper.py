@@ -10,7 +10,6 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divided, refusal
 from flashtune.templates.family import Axis, Constraint, Family
-from flashtune.templates.hopper.layout import COLUMN_UNIT
 from flashtune.templates.launches.hopper_backward import BackwardHopperHost
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -20,40 +19,29 @@ AXES = (
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(
         name="dq_sums",
-        values=("registers", "tma", "own"),
-        why="how dQ is added up: by atomics, by the copy engine, or exclusively in programs with all keys of a head",
-    ),
-    Axis(
-        name="exp_early",
-        values=(False, True),
-        why="whether all exponentials run under dP, or the compiler leaves most for after it, against a branch",
-        absent=False,
+        values=("registers", "own"),
+        why="how dQ is added up: by atomics, or not at all in programs with all keys of a head",
     ),
     Axis(
         name="exp_poly",
         values=(False, True),
         why="whether a quarter of exponentials is made of multiply-adds, which spares the special unit, against instructions",
-        absent=False,
     ),
     Axis(
         name="wait_early",
         values=(False, True),
         why="whether the wait for a block and its LSE precede the addition of the last dQ, which occupies registers for longer",
-        absent=False,
     ),
     Axis(
         name="persistent",
-        values=(False, True, "drawn", "taken"),
-        why="whether programs take many tiles: in fixed shares, or dynamically with (drawn) or without (taken) two warps that finish dQ",
-        absent=False,
+        values=(False, True, "dynamic"),
+        why="whether programs take many tiles, in fixed shares or dynamically, and prefetch the next one's keys",
     ),
     Axis(
         name="held",
         values=("none", "k", "v", "both"),
         why="operands with 64 columns in registers: fewer reads of shared memory against products that the issuing warps wait for",
-        absent="none",
     ),
-    COLUMN_UNIT,
     DIVIDED_QUERIES,
     Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against queries that stay in L2"),
 )
@@ -64,19 +52,13 @@ CONSTRAINTS = (
         name="shared memory",
         holds=lambda c, s, t: BackwardLayout.of(s, c).shared_bytes <= t.shared_bytes_per_block,
         why="keys, values, the stages of queries and dO, and dS live in shared memory",
-        axes=("BLOCK_M", "BLOCK_N", "num_stages", "dq_sums", "persistent"),
+        axes=("BLOCK_M", "BLOCK_N", "num_stages", "persistent"),
     ),
     Constraint(
         name="registers",
         holds=lambda c, s, t: BackwardLayout.of(s, c).live_registers <= BackwardLayout.of(s, c).consumer_registers - 16,
         why="both scores and the sums of dK and dV live in a warpgroup's registers",
-        axes=("BLOCK_M", "BLOCK_N", "held", "column_unit"),
-    ),
-    Constraint(
-        name="unit of columns",
-        holds=lambda c, s, t: BackwardLayout.of(s, c).unit_fits,
-        why="another unit is for head sizes whose padding it shortens",
-        axes=("column_unit",),
+        axes=("BLOCK_M", "BLOCK_N", "held"),
     ),
     Constraint(
         name="blocks ahead",
@@ -91,22 +73,10 @@ CONSTRAINTS = (
         axes=("persistent",),
     ),
     Constraint(
-        name="finished dQ",
-        holds=lambda c, s, t: not BackwardLayout.of(s, c).drawn or c["dq_sums"] != "tma",
-        why="additions of the copy engine have no completion signal, and its warp doesn't know dynamic tiles",
-        axes=("dq_sums", "persistent"),
-    ),
-    Constraint(
         name="divided queries",
-        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or (c["dq_sums"] != "tma" and not c.get("persistent", False)),
-        why="split-Q programs fill the GPU once, so none takes a second tile, and only sums go to memory",
-        axes=("dq_sums", "persistent", "divided_queries"),
-    ),
-    Constraint(
-        name="own sums",
-        holds=lambda c, s, t: not (BackwardLayout.of(s, c).owns and BackwardLayout.of(s, c).finishes),
-        why="a program with exclusive dQ finishes it itself",
-        axes=("dq_sums", "persistent"),
+        holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or not c["persistent"],
+        why="split-Q programs fill the GPU once, so none takes a second tile",
+        axes=("persistent", "divided_queries"),
     ),
     Constraint(
         name="parts of dQ",
@@ -123,16 +93,14 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
-    """Tiles that fit, with dQ's sums by threads and by the copy engine."""
+    """Tiles that fit, with operands in registers and without, and schedulers."""
     # Changes to the first config.
     tiles: list[dict[str, Value]] = [
         {},
         {"held": "k"},
         {"held": "k", "wait_early": True},
         {"held": "v"},
-        {"exp_early": True},
-        {"dq_sums": "tma"},
-        {"persistent": "taken"} if spec.causal else {"persistent": True},
+        {"persistent": "dynamic"} if spec.causal else {"persistent": True},
     ]
     layout = BackwardLayout.of(spec, Config.of())
     if layout.block_d == 64:
@@ -140,10 +108,9 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
             {},
             {"held": "both"},
             {"held": "both", "exp_poly": True},
-            {"held": "both", "persistent": "drawn"},
-            {"held": "both", "persistent": "drawn", "num_stages": 3, "exp_poly": True},
+            {"held": "both", "persistent": "dynamic"},
+            {"held": "both", "persistent": "dynamic", "num_stages": 3, "exp_poly": True},
             {"held": "both", "persistent": True},
-            {"held": "both", "dq_sums": "tma", "num_stages": 3},
         ]
     elif min(len(pieces) for pieces in (layout.pieces, layout.v_pieces)) > 1:
         # Sums of fewer columns leave registers for K and V.
@@ -152,15 +119,13 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
             {"held": "both"},
             {"held": "both", "wait_early": True},
             {"held": "k", "wait_early": True},
-            {"held": "both", "exp_early": True},
-            {"held": "both", "persistent": "taken"} if spec.causal else {"held": "both", "persistent": True},
+            {"held": "both", "persistent": "dynamic"} if spec.causal else {"held": "both", "persistent": True},
             {"held": "both", "exp_poly": True},
         ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
-    first |= {"held": "none", "exp_early": False, "exp_poly": False, "wait_early": False, "persistent": False}
-    first |= {"column_unit": 32, "divided_queries": False}
+    first |= {"held": "none", "exp_poly": False, "wait_early": False, "persistent": False, "divided_queries": False}
     usual, others = ([Config.of(first | tile, section=section) for tile in tiles] for section in ((4, 16) if spec.causal else (2, 1)))
-    return usual + [config.replace(column_unit=16) for config in usual[1:4]] + others
+    return usual + others
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -170,35 +135,15 @@ def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
 
 
 def resized(config: Config, problem: Problem, target: Target) -> Config:
-    """The config with split-Q where tiles are few, by programs that take no second tile, else with exclusive dQ (all tiles of a head for
-    one program) where that pays."""
-    config, spec = divided(config, problem, target, dq_sums="registers", persistent=False), problem.spec()
-    if not every_query_sees_a_key(problem):
-        return shared(config)
-    one_tile, divides = problem.n_kv <= config.number("BLOCK_N"), config.get("divided_queries", False)
-    by_heads = config.replace(dq_sums="own", persistent=True)
-    if divides or spec.mask == "bias" or BackwardLayout.of(spec, by_heads).shared_bytes > target.shared_bytes_per_block:
-        return config.replace(dq_sums="own", persistent=False) if one_tile else shared(config)
-    pays = BackwardLayout.of(spec, by_heads).block_d <= 64 and problem.n_kv <= MOST_OWN_KEYS and heads_fill(problem, target)
-    return by_heads if one_tile or pays else shared(config)
-
-
-def shared(config: Config) -> Config:
-    """The config with shared sums of dQ in place of exclusive ones."""
-    return config.replace(dq_sums="registers") if config["dq_sums"] == "own" else config
-
-
-MOST_OWN_KEYS = 512
-"""Most keys of exclusive dQ over several tiles (race.txt in benchmarks/results/2026-11-26-h200-own-sums)."""
-
-LEAST_FILLED = 0.9
-"""Least share of busy programs for exclusive dQ."""
-
-
-def heads_fill(problem: Problem, target: Target) -> bool:
-    """True if key heads keep a program on each multiprocessor busy."""
-    heads = problem.batch * problem.kv_heads
-    return heads >= LEAST_FILLED * target.sms * -(-heads // target.sms)
+    """The config with split-Q where tiles are few, by programs that take no second tile, else with exclusive dQ where one tile has all
+    keys of a head."""
+    config = divided(config, problem, target, dq_sums="registers", persistent=False)
+    owns = every_query_sees_a_key(problem) and problem.n_kv <= config.number("BLOCK_N")
+    if not owns:
+        return config.replace(dq_sums="registers") if config["dq_sums"] == "own" else config
+    persistent = config.replace(dq_sums="own", persistent=True)
+    broken = problem.features.mask == "bias" or BackwardLayout.of(problem.spec(), persistent).shared_bytes > target.shared_bytes_per_block
+    return config.replace(dq_sums="own", persistent=False) if broken or config["divided_queries"] else persistent
 
 
 def every_query_sees_a_key(problem: Problem) -> bool:
@@ -222,15 +167,12 @@ FAMILY = Family(
         "BLOCK_M",
         "num_stages",
         "dq_sums",
-        "exp_early",
         "exp_poly",
         "wait_early",
         "persistent",
         "held",
-        "column_unit",
         "divided_queries",
     ),
-    gone={"ahead": False, "release": "memory"},
     repeatable=False,
     host=BackwardHopperHost,
 )

@@ -22,7 +22,6 @@ AXES = (
     Axis(name="held_columns", values=(0, 64, 128), why="columns of K and V that stay in registers, against reads of shared memory"),
     Axis(name="DQ_held_columns", values=(0, 64, 128), why="the same of Q and dO in the kernel of dQ"),
     DIVIDED_QUERIES,
-    Axis(name="section", values=(1, 2, 4, 8, 16), why="heads that run side by side: a triangle's balance against what stays in L2"),
 )
 
 CONSTRAINTS = (
@@ -90,9 +89,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
     dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
     return [
-        Config.of(dict(zip(names + dq_names, of_keys + of_queries, strict=True)), section=section, divided_queries=False)
-        for section in ((4, 16) if spec.causal else (2, 1))
-        for of_keys, of_queries in pairs
+        Config.of(dict(zip(names + dq_names, of_keys + of_queries, strict=True)), divided_queries=False) for of_keys, of_queries in pairs
     ]
 
 

@@ -30,7 +30,6 @@ DIVIDED_QUERIES = Axis(
     name="divided_queries",
     values=(False, True),
     why="whether programs share the queries of a tile of keys (split-Q) where tiles are few: a full GPU against partial sums",
-    absent=False,
 )
 """The axis of split-Q in both families, set by `divided` and never searched."""
 
@@ -123,7 +122,7 @@ class HopperBackward(HopperTiles):
         if s.mask == "bool":
             found += ["mask_bits_ptr", "mask_by_batch", "mask_by_head"]
         found += [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
-        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * (self.finishes or self.owns)
+        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.owns
 
     @property
     def persistent(self) -> bool:
@@ -131,24 +130,14 @@ class HopperBackward(HopperTiles):
         return bool(self.config.get("persistent", False))
 
     @property
-    def drawn(self) -> bool:
+    def dynamic(self) -> bool:
         """True under dynamic scheduling of tiles."""
-        return self.config.get("persistent", False) in ("drawn", "taken")
-
-    @property
-    def finishes(self) -> bool:
-        """True if a program also finishes dQ of completed heads."""
-        return self.config.get("persistent", False) == "drawn"
+        return self.config.get("persistent", False) == "dynamic"
 
     @property
     def owns(self) -> bool:
-        """True for exclusive dQ: a program with all keys of a head has sums of its own, or needs none."""
+        """True for exclusive dQ: a program with all keys of a head needs no sums in memory."""
         return self.config.get("dq_sums", "") == "own"
-
-    @property
-    def by_heads(self) -> bool:
-        """True if a program takes all tiles of a key head, one after another."""
-        return self.owns and self.config.get("persistent", False) is True
 
     @property
     def divides(self) -> bool:
@@ -211,8 +200,7 @@ class BackwardLayout(HopperBackward):
     @property
     def last_part_d(self) -> int:
         """Columns of the last warpgroup's part, which may leave out padding."""
-        narrow = self.by_columns and not self.by_tma
-        return padded(self.columns_d - self.part_d * (self.consumers - 1)) if narrow else self.part_d
+        return padded(self.columns_d - self.part_d * (self.consumers - 1)) if self.by_columns else self.part_d
 
     @property
     def summed_d(self) -> int:
@@ -223,16 +211,6 @@ class BackwardLayout(HopperBackward):
     def v_products(self) -> int:
         """The number of products of the gradients of probabilities."""
         return 2 if len(self.v_pieces) == 1 and 0 < self.v_held < self.block_dv else len(self.v_pieces)
-
-    @property
-    def by_tma(self) -> bool:
-        """True if the copy engine adds parts of dQ to the sums, from their own shared memory."""
-        return self.config["dq_sums"] == "tma"
-
-    @property
-    def exp_early(self) -> bool:
-        """True if all exponentials of a block end before the wait for dP."""
-        return bool(self.config.get("exp_early", False))
 
     @property
     def exp_poly(self) -> bool:
@@ -269,15 +247,14 @@ class BackwardLayout(HopperBackward):
 
     @property
     def shared_bytes(self) -> int:
-        """Keys, values (persistent: twice), stages of queries, dO, numbers and a bias, dS twice, parts of dQ, random words, barriers."""
+        """Keys, values (persistent: twice), stages of queries, dO, numbers and a bias, dS twice, random words, barriers."""
         size, block_m, block_n = self.size, self.config.number("BLOCK_M"), self.config.number("BLOCK_N")
         row = size * (self.block_d + self.block_dv)
         stages = self.config.number("num_stages") * block_m * (row + 8)
-        parts = 4 * self.consumers * self.part_m * self.part_d if self.by_tma else 0
         keys = block_n * row * (2 if self.persistent else 1)
         bias = self.config.number("num_stages") * 2 * block_m * block_n if self.spec.mask == "bias" else 0
         words = 64 * block_m * self.consumers if self.spec.dropout else 0
-        return keys + stages + 2 * size * block_n * block_m + parts + bias + words + 1024
+        return keys + stages + 2 * size * block_n * block_m + bias + words + 1024
 
 
 class SplitLayout(HopperBackward):
@@ -289,6 +266,15 @@ class SplitLayout(HopperBackward):
     def bias_by_pointer(self) -> bool:
         """True with a bias: the kernel of dQ has no shared memory for its tiles at head size 256."""
         return self.spec.mask == "bias"
+
+    @property
+    def section(self) -> int:
+        """Heads that run side by side: a triangle's balance against what stays in L2."""
+        return 4 if self.spec.causal else 2
+
+    def unit(self, head_dim: int) -> int:
+        """MMA N granularity of a head size: 16 columns were measured for the other family alone."""
+        return 32
 
     @property
     def wide(self) -> bool:
