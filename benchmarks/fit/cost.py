@@ -62,7 +62,7 @@ def trials_of(result: SearchResult, every: int = 1) -> list[Trial]:
     best = min(time.median_us for _, time in timed if time is not None)
     found = []
     for index, (outcome, time) in enumerate(timed):
-        if time is None or outcome.facts is None or (index % every and outcome.template in ("flash_fwd", "flash_fwd_tma")):
+        if time is None or outcome.facts is None or (index % every and outcome.template == "flash_fwd"):
             continue
         weight = math.exp(-math.log(time.median_us / best) / NEAR_THE_BEST)
         config = known[outcome.template].completed(outcome.config)

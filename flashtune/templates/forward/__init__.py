@@ -1,1 +1,1 @@
-"""The forward pass with a query tile to a program: the families `flash_fwd` and `flash_fwd_tma`."""
+"""The forward pass with a query tile to a program: the family `flash_fwd`."""

@@ -1,4 +1,4 @@
-"""Launches of the forward families that Triton lays out: flash_fwd, flash_fwd_tma and flash_decode."""
+"""Launches of the forward families that Triton lays out: flash_fwd and flash_decode."""
 
 from typing import Any
 
@@ -21,9 +21,10 @@ class PointerHost:
 
     counts_misses = False
 
-    def __init__(self, spec: KernelSpec, config: Config, *, described: str = "") -> None:
-        """`described` are the letters of the operands that go through descriptors."""
-        self.spec, self.config, self._described = spec, config, described
+    def __init__(self, spec: KernelSpec, config: Config) -> None:
+        self.spec, self.config = spec, config
+        self._described = config.get("loads", "pointer") == "tma"
+        """Whether K and V go through descriptors."""
         self.block_d, self.block_dv = padded(spec.d), padded(spec.d_v)
         self.positive_scale = raw_maxima(spec)
 
@@ -54,17 +55,15 @@ class PointerHost:
 
     def _arguments(self, inputs: LaunchInputs, parts: tuple[Operand, ...]) -> tuple[Any, ...]:
         named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out}
-        rows = {"q": self.config.number("BLOCK_M"), "k": self.config.number("BLOCK_N"), "v": self.config.number("BLOCK_N")}
-        columns = {"q": self.block_d, "k": self.block_d, "v": self.block_dv}
-        found: list[Any] = [
-            _descriptor(named[name], rows[name], columns[name]) if name in self._described else named[name] for name in ("q", "k", "v")
-        ]
-        found += [inputs.out, inputs.lse, *parts]
+        found: list[Any] = [inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, *parts]
+        if self._described:
+            rows = self.config.number("BLOCK_N")
+            found[1:3] = [_descriptor(named.pop("k"), rows, self.block_d), _descriptor(named.pop("v"), rows, self.block_dv)]
         if self.spec.mask != "none":
             assert inputs.mask is not None, "a kernel with a mask needs one"
             found.append(inputs.mask)
             named["mask"] = inputs.mask
-        found += [stride for name, x in named.items() if name not in self._described for stride in x.strides]
+        found += [stride for x in named.values() for stride in x.strides]
         found += per_head(self.spec, inputs)
         found += [inputs.heads, inputs.heads // inputs.kv_heads, inputs.n_q, inputs.n_kv, *score_numbers(self.spec, inputs)]
         if not self._described:
@@ -76,7 +75,7 @@ class DecodeHost(PointerHost):
     """Host side of flash_decode: several programs split the keys of a tile, and their partial results are combined."""
 
     def __init__(self, spec: KernelSpec, config: Config) -> None:
-        super().__init__(spec, config, described="kv" if config["loads"] == "tma" else "")
+        super().__init__(spec, config)
         self._last_combines = config["combine"] in ("last", "rows")
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
