@@ -25,7 +25,6 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
         (128, CAUSAL, {**CHAINED, "section": 8, "order": "drawn"}),
         (128, CAUSAL, {"BLOCK_N": 128, "intra_wg_overlap": 0, "pingpong": True}),
         (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn"}),
-        (64, CAUSAL, {**CHAINED, "num_stages": 3, "intra_wg_overlap": 2, "pingpong": True}),
         (64, Features(), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn"}),
         (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
@@ -191,7 +190,7 @@ def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_fiv
 
 
 @pytest.mark.parametrize(
-    ("d", "d_v", "computed"), [(80, 80, 96), (96, 96, 96), (128, 128, 128), (160, 160, 160), (192, 192, 192), (192, 128, 192)]
+    ("d", "d_v", "computed"), [(80, 80, 80), (96, 96, 96), (128, 128, 128), (160, 160, 160), (192, 192, 192), (192, 128, 192)]
 )
 def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> None:
     [loop] = key_loops(machine_code(compiled(problem(d, d_v=d_v), BLOCK_M=64, BLOCK_N=64)))
@@ -199,9 +198,9 @@ def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> 
     assert loop["HGMMA"] == computed // 16 + 64 // 16
 
 
-@pytest.mark.parametrize(("d", "unit", "widths"), [(80, 32, [64, 32]), (192, 32, [128, 64]), (40, 16, [32, 16]), (80, 16, [64, 16])])
-def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, unit: int, widths: list[int]) -> None:
-    kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces", column_unit=unit)
+@pytest.mark.parametrize(("d", "widths"), [(96, [64, 32]), (192, [128, 64]), (40, [32, 16]), (80, [64, 16])])
+def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, widths: list[int]) -> None:
+    kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces")
     assert read_facts(kernel, H200).spills <= 8
     code = machine_code(kernel)
     [loop] = key_loops(code)

@@ -16,8 +16,6 @@ from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features
 from flashtune.core.reference import visible
-from flashtune.db.library import shipped_path
-from flashtune.db.store import Store
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.loading import load_kernel
@@ -90,18 +88,17 @@ def wanted_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     [
         (64, 96, {"intra_wg_overlap": 0, "maximum": "first"}),
         (64, 80, {"tiles": "chained", "maximum": "first"}),
-        (64, 72, {"intra_wg_overlap": 2}),
+        (64, 72, {}),
         (64, 160, {"BLOCK_M": 64}),
-        (192, 192, {"tiles": "loop", "maximum": "first", "rescale": "grown"}),
         (224, 224, {"tiles": "loop"}),
-        (192, 192, {"tiles": "loop", "num_stages": 3, "smem_columns": "chunks", "maximum": "first", "rescale": "grown"}),
-        (160, 160, {"num_stages": 3, "smem_columns": "chunks"}),
-        (160, 160, {"BLOCK_M": 192, "intra_wg_overlap": 0, "smem_columns": "chunks", "maximum": "first"}),
-        (160, 224, {"BLOCK_M": 64, "smem_columns": "chunks"}),
-        (176, 160, {"num_stages": 3, "smem_columns": "chunks"}),
-        (40, 40, {"BLOCK_M": 192, "intra_wg_overlap": 0, "column_unit": 16, "maximum": "first"}),
-        (80, 80, {"tiles": "chained", "maximum": "first", "column_unit": 16}),
-        (144, 112, {"num_stages": 3, "smem_columns": "chunks", "column_unit": 16}),
+        (192, 192, {"tiles": "loop", "num_stages": 3, "maximum": "first"}),
+        (160, 160, {"num_stages": 3}),
+        (160, 160, {"BLOCK_M": 192, "intra_wg_overlap": 0, "maximum": "first"}),
+        (160, 224, {"BLOCK_M": 64}),
+        (176, 160, {"num_stages": 3}),
+        (40, 40, {"BLOCK_M": 192, "intra_wg_overlap": 0, "maximum": "first"}),
+        (80, 80, {"tiles": "chained", "maximum": "first"}),
+        (144, 112, {"num_stages": 3}),
     ],
     ids=str,
 )
@@ -188,7 +185,7 @@ PACKED: list[tuple[int, int, dict[str, Any]]] = [
     (64, 3, {"packed_heads": 2, "intra_wg_overlap": 0, "maximum": "first"}),
     (64, 5, {"packed_heads": 8, "tiles": "chained"}),
     (64, 8, {"packed_heads": 4, "BLOCK_M": 192, "rescale": "grown"}),
-    (192, 4, {"packed_heads": 4, "tiles": "loop", "num_stages": 3, "smem_columns": "chunks", "v_columns": "pieces"}),
+    (192, 4, {"packed_heads": 4, "tiles": "loop", "num_stages": 3, "v_columns": "pieces"}),
 ]
 """Head sizes, heads to a key head, and changes of the config."""
 
@@ -240,50 +237,36 @@ def test_a_piece_in_a_wrong_place_is_seen(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("d_v", "unit", "pieces"),
+    ("d_v", "pieces"),
     [
-        *((72, 32, [64, 32]), (96, 32, [64, 32]), (160, 32, [128, 32]), (192, 32, [128, 64]), (224, 32, [128, 64, 32]), (40, 32, [])),
-        *((128, 32, []), (112, 32, []), (40, 16, [32, 16]), (80, 16, [64, 16]), (112, 16, [64, 32, 16]), (136, 16, [128, 16])),
-        *((56, 16, []), (96, 16, []), (128, 16, [])),
+        *((96, [64, 32]), (160, [128, 32]), (192, [128, 64]), (224, [128, 64, 32]), (136, [128, 32]), (176, [128, 64]), (56, []), (128, [])),
+        *((40, [32, 16]), (48, [32, 16]), (72, [64, 16]), (80, [64, 16]), (104, [64, 32, 16]), (112, [64, 32, 16])),
     ],
 )
-def test_pieces_are_powers_of_two_side_by_side_and_only_where_they_spare_columns(d_v: int, unit: int, pieces: list[int]) -> None:
+def test_pieces_are_powers_of_two_side_by_side_and_only_where_they_spare_columns(d_v: int, pieces: list[int]) -> None:
     spec = problem(64, d_v=d_v).spec()
-    configs = [c for c in FAMILY.configs(spec, H200) if (c["v_columns"], c["column_unit"]) == ("pieces", unit)]
+    configs = [c for c in FAMILY.configs(spec, H200) if c["v_columns"] == "pieces"]
     assert bool(configs) == bool(pieces)
     for found in configs[:1]:
         assert HopperLayout.of(spec, found).v_pieces == [(sum(pieces[:place]), width) for place, width in enumerate(pieces)]
     # What is served without a search has padded columns.
-    assert (FAMILY.default(spec, H200)["v_columns"], FAMILY.default(spec, H200)["column_unit"]) == ("padded", 32)
+    assert FAMILY.default(spec, H200)["v_columns"] == "padded"
 
 
-@pytest.mark.parametrize("d", [40, 104, 168, 240])
-def test_no_stand_in_is_moved_to_a_unit_that_it_was_not_measured_with(d: int) -> None:
-    with Store.open(shipped_path(), writable=False) as store:
-        found = {FAMILY.completed(r.outcome.config) for r in store.records() if r.outcome.template == FAMILY.name}
-    raced = [one for one in found if one["column_unit"] == 32]
-    spec = problem(d, Features(causal=True, dropout=True)).spec()
-    moved = [FAMILY.refitted(found, spec, H200) for found in raced]
-    assert {one["column_unit"] for one in moved if one is not None} == {32}
-    # What was measured with it keeps it, where it leaves out columns, too.
-    own = FAMILY.completed(config(problem(40).spec())).replace(column_unit=16)
-    kept = [FAMILY.refitted(own, problem(size).spec(), H200) for size in (48, 64)]
-    assert [one["column_unit"] for one in kept if one is not None] == [16, 32]
+def test_depth_is_rounded_up_to_a_smaller_unit_where_that_was_measured_to_spare_time() -> None:
+    def layout(d: int) -> HopperLayout:
+        spec = problem(d).spec()
+        return HopperLayout.of(spec, FAMILY.default(spec, H200))
+
+    assert layout(40).pieces == [(0, 32), (32, 16)]
+    narrow = {d for d in range(8, 257, 8) if layout(d).narrow_unit}
+    assert narrow == {40, 48, 72, 80, 104, 112}
 
 
-def test_depth_alone_is_rounded_up_to_a_smaller_unit_where_that_spares_columns() -> None:
-    spec = problem(40).spec()
-    config = next(c for c in FAMILY.starts(spec, H200) if (c["v_columns"], c["column_unit"]) == ("padded", 16))
-    assert HopperLayout.of(spec, config).pieces == [(0, 32), (32, 16)]
-    assert not any(c["column_unit"] == 16 for d in (32, 56, 64, 96, 128) for c in FAMILY.configs(problem(d).spec(), H200))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"tiles": "chained"}, {"tiles": "loop", "num_stages": 3, "maximum": "first", "rescale": "grown"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"tiles": "chained"}, {"tiles": "loop", "num_stages": 3, "maximum": "first"}], ids=str)
 def test_keys_in_chunks_beside_narrower_values_make_the_whole_output(changes: dict[str, Any]) -> None:
     inputs = inputs_of(192, 128)
-    run(inputs, source(inputs.problem.spec(), **changes, smem_columns="chunks"), seed=1)
+    run(inputs, source(inputs.problem.spec(), **changes), seed=1)
     out, lse = wanted_of(inputs)
     assert torch.allclose(inputs.out.double(), out, atol=2e-3)
     assert torch.allclose(inputs.lse.double(), lse, atol=1e-3)
@@ -298,21 +281,17 @@ def test_keys_in_chunks_beside_narrower_values_make_the_whole_output(changes: di
 )
 def test_tiles_lie_in_chunks_where_that_spares_memory(d: int, d_v: int, dtype: DType, allowed: bool) -> None:
     spec = problem(d, d_v=d_v, dtype=dtype).spec()
-    chunked = [found for found in FAMILY.configs(spec, H200) if found["smem_columns"] == "chunks"]
+    chunked = [layout for found in FAMILY.configs(spec, H200) if (layout := HopperLayout.of(spec, found)).chunked]
     assert bool(chunked) == allowed
-    for found in chunked:
-        layout = HopperLayout.of(spec, found)
+    for layout in chunked:
         assert layout.stored_d == 192
         assert layout.v_columns <= layout.stored_dv
-        assert layout.shared_bytes < HopperLayout.of(spec, found.replace(smem_columns="padded")).shared_bytes
-    # What is served without a search has padded tiles, which more was measured of.
-    assert FAMILY.default(spec, H200)["smem_columns"] == "padded"
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(160, 256), (136, 200), (64, 160), (192, 128)])
 def test_chunks_of_the_output_have_room_and_every_enumerated_config_is_valid(d: int, d_v: int) -> None:
     spec = problem(d, d_v=d_v).spec()
-    chunked = [found for found in FAMILY.configs(spec, H200) if found["smem_columns"] == "chunks"]
+    chunked = [found for found in FAMILY.configs(spec, H200) if HopperLayout.of(spec, found).chunked]
     assert chunked
     for found in chunked:
         layout = HopperLayout.of(spec, found)
@@ -323,7 +302,7 @@ def test_chunks_of_the_output_have_room_and_every_enumerated_config_is_valid(d: 
 
 def test_wide_values_beside_keys_in_chunks_leave_from_memory_of_their_own() -> None:
     inputs = inputs_of(160, 256)
-    run(inputs, source(inputs.problem.spec(), BLOCK_M=64, smem_columns="chunks"), seed=1)
+    run(inputs, source(inputs.problem.spec(), BLOCK_M=64), seed=1)
     assert torch.allclose(inputs.out.double(), wanted_of(inputs)[0], atol=2e-3)
 
 
@@ -340,7 +319,7 @@ def test_fewer_columns_leave_registers_for_larger_tiles() -> None:
 
 def test_a_config_without_axes_that_came_later_is_completed_to_the_same_kernel() -> None:
     spec = problem(96).spec()
-    chosen, later = FAMILY.completed(config(spec)), {"v_columns", "rescale", "smem_columns", "packed_heads", "column_unit"}
+    chosen, later = FAMILY.completed(config(spec)), {"v_columns", "rescale", "packed_heads"}
     before = Config.of({name: value for name, value in chosen.items if name not in later})
     assert FAMILY.completed(before) == chosen
     variants = [variant_of(FAMILY, spec, config) for config in (chosen, chosen.replace(v_columns="pieces"))]

@@ -40,7 +40,10 @@ def completed(template: str, config: Config) -> Config:
     earlier = EARLIER.get(template)
     if earlier is None:
         return config
-    values = {earlier.renamed.get(name, name): value for name, value in config.items}
+    values = config.as_dict()
+    for name, todays in earlier.renamed.items():
+        if name in values and todays not in values:
+            values[todays] = values.pop(name)
     values = {name: value for name, value in values.items() if value not in earlier.retired.get(name, ())}
     values = {**earlier.added, **values}
     for name, (value, todays, where) in earlier.merged.items():
