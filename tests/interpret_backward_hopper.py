@@ -32,47 +32,47 @@ def problem(features: Features, **changes: int | str) -> Problem:
 
 CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # The first 128 rows of extreme inputs have smaller scores.
-    "full": (problem(Features(), n_q=140), {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "tma"}),
+    "full": (problem(Features(), n_q=140), {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "registers"}),
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "section": 4, "exp_early": True, "wait_early": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 4, "wait_early": True},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=260, d=40, d_v=40, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2, "exp_early": True, "held": "both", "persistent": True},
+        {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "section": 2, "held": "both", "persistent": True},
     ),
-    "drawn": (
+    "dynamic": (
         problem(Features(dropout=True), n_q=140),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both", "exp_poly": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic", "held": "both", "exp_poly": True},
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True, dslopes=True), n_q=150, n_kv=140),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k", "exp_poly": True, "wait_early": True},
     ),
     "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
-    # Products of 96 columns of tiles of 128, and a last warpgroup with fewer columns of dQ.
+    # Products of 80 columns of tiles of 128, and a last warpgroup with fewer columns of dQ.
     "pieces": (
         problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=150, n_kv=200, d=80, d_v=80, heads=4, kv_heads=2),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "wait_early": True},
     ),
-    "pieces by tma": (
+    "pieces of keys": (
         problem(Features(), d=72, d_v=64),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "persistent": True, "held": "k"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": True, "held": "k"},
     ),
     # Products of 48 columns of tiles of 64, of which 32 are held.
     "narrow pieces": (
         problem(Features(causal=True), n_q=150, n_kv=200, d=40, d_v=40, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "column_unit": 16, "persistent": "drawn"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "persistent": "dynamic"},
     ),
     "three pieces": (
         problem(Features(), d=112, d_v=80),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "v", "column_unit": 16, "wait_early": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "v", "wait_early": True},
     ),
     # Heads of fewer columns than a tile has, and of more in values than in keys.
     "small heads": (
         problem(Features(causal=True, dropout=True), d=32, d_v=24, n_q=150, n_kv=200, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "persistent": "drawn"},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "persistent": "dynamic"},
     ),
     "smallest heads": (
         problem(Features(mask="bias", dbias=True), d=8, d_v=16, n_kv=130),
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "wider values": (
         problem(Features(causal=True), d=40, d_v=128, dtype="bf16"),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "wait_early": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "wait_early": True},
     ),
     # Divisions of a group's queries that begin and end within a head, some of which see no key, and sums in two pieces.
     "divided": (
@@ -93,12 +93,12 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "divided bias": (
         problem(Features(mask="bias"), n_q=270, dtype="bf16", d=112, d_v=112),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "column_unit": 16, "divided_queries": True},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "divided_queries": True},
     ),
     # All keys in one tile, so that nothing of dQ is added up: parts by columns, the last of fewer, and tile after tile.
     "stored": (
         problem(Features(causal=True, dropout=True), n_q=150, n_kv=100, d=80, d_v=72, heads=4, kv_heads=2, batch=2),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "own", "held": "both", "persistent": "taken"},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "own", "held": "both", "persistent": "dynamic"},
     ),
     # Parts by rows.
     "stored rows": (
@@ -107,34 +107,12 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "stored divided": (
         problem(Features(mask="bias", dbias=True), n_q=330, n_kv=77, d=40, d_v=40, heads=4, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "column_unit": 16, "divided_queries": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "divided_queries": True},
     ),
     # Queries that see no key, and more keys than a tile has: sums after all.
     "stored unseen": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=290, n_kv=120, d=72, d_v=72, dtype="bf16"),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "own", "section": 4},
-    ),
-    # Programs that have all tiles of their heads: first, middle and last ones, of a triangle, a window and heads that share keys.
-    "own sums": (
-        problem(Features(causal=True, alignment="bottom_right"), n_q=330, n_kv=400, heads=6, kv_heads=3),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "held": "both", "exp_poly": True, "persistent": True},
-    ),
-    "own sums of a window": (
-        problem(Features(window=(70, 30), sinks=True), n_q=500, n_kv=520, batch=2, d=80, d_v=80),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "held": "both", "wait_early": True, "persistent": True},
-    ),
-    "own sums by rows": (
-        problem(Features(mask="bool", softcap=True), n_q=300, n_kv=270, dtype="bf16", heads=3, kv_heads=3, d=40, d_v=40),
-        {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "own", "column_unit": 16, "persistent": True},
-    ),
-    # Keys that no query sees, and queries that see none.
-    "own sums of some": (
-        problem(Features(causal=True, dropout=True), n_q=150, n_kv=400, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "persistent": True},
-    ),
-    "own sums unseen": (
-        problem(Features(window=(30, 0)), n_q=400, n_kv=260, kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "persistent": True},
     ),
     "stored of more": (
         problem(Features(window=(70, 30), sinks=True), n_q=150, n_kv=140),
@@ -142,7 +120,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "left": (
         problem(Features(causal=True, window=(40, 0)), d=96, d_v=96, dtype="bf16", kv_heads=2),
-        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "taken", "held": "v"},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers", "section": 16, "persistent": "dynamic", "held": "v"},
     ),
 }
 
@@ -197,7 +175,7 @@ def main() -> None:
         report[name] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
         if name == "bias":
             report["strided bias"] = [same_of_strides(launch, inputs, mask) for mask in strided(inputs.keywords["mask"])]
-        if name in ("full", "drawn", "pieces", "divided", "stored", "own sums"):
+        if name in ("full", "dynamic", "pieces", "divided", "stored"):
             before = {written.name: inputs.operands[written.name].clone() for written in p.contract.written}
             inputs.poison()
             launch(*{**inputs.operands, "dk": None, "dv": None}.values(), **inputs.keywords)

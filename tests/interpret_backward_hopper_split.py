@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=150, n_kv=70, d=128, d_v=72),
-        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "DQ_held_columns": 128, "section": 4},
+        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "DQ_held_columns": 128},
     ),
     # Chunks of columns in three stages, each of which is filled again.
     "three stages": (
@@ -45,16 +45,15 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
             "DQ_BLOCK_M": 192,
             "DQ_BLOCK_N": 64,
             "DQ_num_stages": 3,
-            "section": 2,
         },
     ),
     "everything": (
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True), n_q=130, n_kv=70, d=136, d_v=136, heads=1),
-        {**WIDE, "num_stages": 2, "held_columns": 0, "DQ_num_stages": 1, "section": 1},
+        {**WIDE, "num_stages": 2, "held_columns": 0, "DQ_num_stages": 1},
     ),
     "everything narrow": (
         problem(Features(causal=True, mask="bool", dropout=True, softcap=True, alibi=True), n_q=70, n_kv=130, heads=1),
-        {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 128, "num_stages": 2, "section": 16},
+        {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 128, "num_stages": 2},
     ),
     "small heads": (
         problem(Features(causal=True, mask="bool"), n_q=130, n_kv=70, d=24, d_v=32),
@@ -66,7 +65,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "divided": (
         problem(Features(causal=True, dropout=True, alibi=True), n_q=200, n_kv=140, d=160, d_v=136, heads=3),
-        {**WIDE, "num_stages": 2, "held_columns": 128, "DQ_num_stages": 1, "section": 2, "divided_queries": True},
+        {**WIDE, "num_stages": 2, "held_columns": 128, "DQ_num_stages": 1, "divided_queries": True},
     ),
     "divided narrow": (
         problem(Features(window=(70, 30), mask="bool"), n_q=330, n_kv=140, batch=2, d=40, d_v=40),

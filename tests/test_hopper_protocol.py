@@ -57,7 +57,13 @@ def run(problem: Problem, text: str, launch: Launch, chosen: dict[str, Any], *, 
     block_m, block_n = chosen["BLOCK_M"], chosen["BLOCK_N"]
     queries = 64 // packed
     rows = range(0, -(-problem.n_q * packed // block_m) * block_m // packed, queries)
-    columns = range(0, problem.d_v, 64) if HopperLayout.of(problem.spec(), Config.of(chosen)).chunked else (0, 128) if chosen["tiles"] == "loop" else (0,)
+    columns = (
+        range(0, problem.d_v, 64)
+        if HopperLayout.of(problem.spec(), Config.of(chosen)).chunked
+        else (0, 128)
+        if chosen["tiles"] == "loop"
+        else (0,)
+    )
     heads = [kv_head * group + first for kv_head in range(problem.kv_heads) for first in range(0, group, packed)]
     places = {(b, h, row, column) for b in range(problem.batch) for h in heads for row in rows for column in columns}
     assert set(machine.written) == places

@@ -34,10 +34,9 @@ def report() -> dict[str, Any]:
     return found
 
 
-CASES = ["full", "causal", "window", "left", "drawn", "everything", "bias", "pieces", "pieces by tma", "narrow pieces", "three pieces"]
+CASES = ["full", "causal", "window", "left", "dynamic", "everything", "bias", "pieces", "pieces of keys", "narrow pieces", "three pieces"]
 CASES += ["small heads", "smallest heads", "wider values", "divided", "divided window", "divided bias"]
 CASES += ["stored", "stored rows", "stored divided", "stored unseen", "stored of more"]
-CASES += ["own sums", "own sums of a window", "own sums by rows", "own sums of some", "own sums unseen"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -49,12 +48,12 @@ def test_each_case_is_looked_at(report: dict[str, Any]) -> None:
     assert {name for name in report if ":" not in name and name != "strided bias"} == set(CASES)
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored", "own sums"])
+@pytest.mark.parametrize("case", ["full", "dynamic", "pieces", "divided", "stored"])
 def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: dq alone"] and report[f"{case}: dk and dv alone"] and report[f"{case}: no gradient of the lse"]
 
 
-@pytest.mark.parametrize("case", ["full", "drawn", "pieces", "divided", "stored", "own sums"])
+@pytest.mark.parametrize("case", ["full", "dynamic", "pieces", "divided", "stored"])
 def test_large_scores_leave_no_nan(report: dict[str, Any], case: str) -> None:
     assert report[f"{case}: extreme"] == ""
 
@@ -71,13 +70,13 @@ def problem(features: Features, **changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("d", "changes", "adds"),
     [
-        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "tma", "wait_early": True}, 0),
+        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "wait_early": True}, 8),
         (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "exp_poly": True, "wait_early": True}, 4),
-        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "exp_early": True, "persistent": "taken"}, 8),
-        (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "drawn", "held": "both"}, 4),
+        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic"}, 8),
+        (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic", "held": "both"}, 4),
         (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both"}, 8),
-        (40, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "column_unit": 16}, 4),
-        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "column_unit": 16}, 8),
+        (40, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both"}, 4),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers"}, 8),
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "wait_early": True, "divided_queries": True}, 8),
         (64, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "divided_queries": True}, 4),
         (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "divided_queries": True}, 8),
@@ -90,7 +89,7 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
     config = FAMILY.default(spec, H200).replace(**changes)
     assert FAMILY.violated(config, spec, H200) is None
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
-    behind = ["add_divisions"] * bool(config.get("divided_queries", False)) + ["finish_dq"] * (config["persistent"] != "drawn")
+    behind = ["add_divisions"] * bool(config.get("divided_queries", False)) + ["finish_dq"]
     assert list(kernels) == ["preprocess", "flash_bwd_hopper", *behind]
     facts, layout = read_facts(kernels["flash_bwd_hopper"], H200), BackwardLayout.of(spec, config)
     assert facts.shared_bytes <= layout.shared_bytes
@@ -109,10 +108,6 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
     assert [loop["REDG"] for loop in loops] in [[*[few] * 2, *[adds] * 2] for few in {adds, adds * layout.last_part_d // layout.part_d}]
     for loop in loops:
         assert loop["MUFU"] == (64 // 2 if config.get("exp_poly", False) is False else 24)
-    if config["exp_early"]:
-        # Exponentials stay ahead of the wait that follows them, as they stand in the text.
-        order = "".join("E" if "MUFU.EX2" in line else "W" for line in code if "MUFU.EX2" in line or "WARPGROUP.DEPBAR" in line)
-        assert order.count(f"W{'E' * 32}W") >= 4
     # ptxas waits after each product where it can't prove that they may overlap.
     assert sum("WARPGROUP.DEPBAR" in line for line in code) <= count(code)["HGMMA"] / 3
 
@@ -120,10 +115,10 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
 @pytest.mark.parametrize(
     ("d", "changes"),
     [
-        (64, {"BLOCK_M": 64, "num_stages": 2, "persistent": "taken", "held": "both"}),
+        (64, {"BLOCK_M": 64, "num_stages": 2, "persistent": "dynamic", "held": "both"}),
         (128, {"BLOCK_M": 64, "num_stages": 2, "wait_early": True}),
         (80, {"BLOCK_M": 64, "num_stages": 2, "held": "both", "divided_queries": True}),
-        (40, {"BLOCK_M": 64, "num_stages": 2, "persistent": "taken", "held": "both", "column_unit": 16}),
+        (40, {"BLOCK_M": 64, "num_stages": 2, "persistent": "dynamic", "held": "both"}),
     ],
     ids=str,
 )
@@ -145,18 +140,18 @@ def test_a_tile_with_all_keys_writes_dq_without_sums(d: int, changes: dict[str, 
         ({"n_q": 77, "n_kv": 77}, Features(causal=True), True),
         ({"n_q": 4096, "n_kv": 77}, Features(), True),
         ({"n_q": 128, "n_kv": 128}, Features(mask="bias"), True),
-        # Several tiles of whole heads, as far as that pays, and no further.
-        ({"n_q": 512, "n_kv": 512}, Features(causal=True), True),
-        ({"n_q": 577, "n_kv": 577}, Features(), False),
+        # More keys than a tile has.
+        ({"n_q": 512, "n_kv": 512}, Features(causal=True), False),
+        ({"n_q": 129, "n_kv": 129}, Features(), False),
         # The first queries, or the last, see no key.
         ({"n_q": 200, "n_kv": 100}, Features(causal=True, alignment="bottom_right"), False),
         ({"n_q": 200, "n_kv": 100}, Features(window=(30, 0)), False),
     ],
     ids=str,
 )
-def test_sums_of_dq_are_a_programs_own_where_keys_are_few(sizes: dict[str, int], features: Features, stored: bool) -> None:
+def test_dq_is_exclusive_where_one_tile_has_all_keys(sizes: dict[str, int], features: Features, stored: bool) -> None:
     wanted = problem(features, batch=64, heads=16, kv_heads=16, d=64, d_v=64, **sizes)
-    for dq_sums, persistent in (("registers", "drawn"), ("tma", False), ("own", "taken")):
+    for dq_sums, persistent in (("registers", "dynamic"), ("registers", False), ("own", "dynamic")):
         config = FAMILY.default(wanted.spec(), H200).replace(
             dq_sums=dq_sums, persistent=persistent if wanted.features.mask == "none" else False
         )
@@ -164,13 +159,6 @@ def test_sums_of_dq_are_a_programs_own_where_keys_are_few(sizes: dict[str, int],
         assert FAMILY.violated(moved, wanted.spec(), H200) is None
         assert (moved["dq_sums"] == "own") == stored and FAMILY.resized(moved, wanted, H200) == moved
         assert not stored or bool(moved["persistent"]) == (wanted.features.mask != "bias")
-
-
-def test_programs_take_whole_heads_only_where_these_keep_them_busy() -> None:
-    config = FAMILY.default(problem(Features()).spec(), H200)
-    for batch, owns in ((16, True), (9, False), (4, False)):
-        wanted = problem(Features(), batch=batch, heads=16, kv_heads=16, d=64, d_v=64, n_q=500, n_kv=500)
-        assert (FAMILY.resized(config, wanted, H200)["dq_sums"] == "own") == owns
 
 
 @pytest.mark.parametrize(
@@ -190,11 +178,11 @@ def test_programs_take_whole_heads_only_where_these_keep_them_busy() -> None:
 )
 def test_queries_are_divided_where_tiles_of_keys_are_few(heads: int, kv_heads: int, n: int, features: Features, divided: int) -> None:
     wanted = problem(features, batch=1, heads=heads, kv_heads=kv_heads, n_q=n, n_kv=n)
-    drawn = FAMILY.default(wanted.spec(), H200).replace(persistent="drawn", dq_sums="registers")
-    moved = FAMILY.resized(drawn, wanted, H200)
+    dynamic = FAMILY.default(wanted.spec(), H200).replace(persistent="dynamic", dq_sums="registers")
+    moved = FAMILY.resized(dynamic, wanted, H200)
     assert FAMILY.violated(moved, wanted.spec(), H200) is None
-    assert moved == (drawn if divided == 1 else drawn.replace(persistent=False, divided_queries=True))
-    assert FAMILY.resized(drawn.replace(persistent=False, divided_queries=True), wanted, H200).get("divided_queries", False) == (
+    assert moved == (dynamic if divided == 1 else dynamic.replace(persistent=False, divided_queries=True))
+    assert FAMILY.resized(dynamic.replace(persistent=False, divided_queries=True), wanted, H200).get("divided_queries", False) == (
         divided > 1
     )
     assert divisions_of(moved, wanted, H200) == divided
@@ -274,13 +262,13 @@ def test_it_says_what_it_cant_serve() -> None:
 def test_every_variant_is_formatted_and_lints_clean(tmp_path: Path) -> None:
     features = [Features(), Features(causal=True, mask="bias"), Features(window=(3, 4), mask="bool", softcap=True)]
     features += [Features(causal=True, window=(3, 0), sinks=True), Features(alibi=True), Features(dropout=True)]
-    for index, (chosen, dq_sums, dtype) in enumerate(product(features, ("registers", "tma"), ("bf16", "fp16"))):
+    for index, (chosen, dynamic, dtype) in enumerate(product(features, (False, True), ("bf16", "fp16"))):
         spec = problem(chosen, dtype=dtype, **({}, {"d": 96, "d_v": 40}, {"d": 64, "d_v": 40})[index % 3]).spec()
-        config = FAMILY.default(spec, H200).replace(dq_sums=dq_sums)
+        config = FAMILY.default(spec, H200)
         if dtype == "fp16":
-            config = config.replace(held="both" if spec.d == 64 else "none", exp_early=True)
+            config = config.replace(held="both" if spec.d == 64 else "none")
             if spec.mask != "bias":
-                config = config.replace(persistent="drawn" if dq_sums == "registers" else True)
+                config = config.replace(persistent="dynamic" if dynamic else True)
         (tmp_path / f"{index}.py").write_text(render(FAMILY, variant_of(FAMILY, spec, config)))
     settings = ["--config", str(Path(__file__).parent.parent / "pyproject.toml"), "--quiet", str(tmp_path)]
     for words in (["format", "--diff"], ["check", "--ignore", "D1"]):

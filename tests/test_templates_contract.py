@@ -24,7 +24,7 @@ H200 = find_target("h200")
 DRAWN = {"tiles": "chained", "order": "drawn"}
 CASES: list[tuple[str, Features, DType, dict[str, Any]]] = [
     ("flash_fwd", Features(causal=True, mask="bias", sinks=True), "fp16", {}),
-    ("flash_fwd_tma", Features(mask="bool", alibi=True), "bf16", {}),
+    ("flash_fwd", Features(mask="bool", alibi=True), "bf16", {}),
     ("flash_bwd", Features(window=(20, 5), mask="bias", alibi=True, dropout=True, sinks=True), "bf16", {}),
     ("flash_decode", Features(window=(20, 5), sinks=True), "bf16", {"combine": "kernel"}),
     ("flash_decode", Features(softcap=True), "fp8", {"combine": "last", "loads": "tma"}),

@@ -14,14 +14,13 @@ from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
 BF16 = {"bf16", "bf16-causal"}
-REFUSED: dict[str, set[str]] = {"flash_decode": BF16, "flash_fwd": BF16, "flash_fwd_tma": BF16 | {"columns", "shared-batch"}}
-"""What accepts() of a family turns down in the interpreter: bf16, and for TMA what has no rows or is expanded."""
+REFUSED: dict[str, set[str]] = {"flash_decode": BF16, "flash_fwd": BF16}
+"""What accepts() of a family turns down in the interpreter."""
 UNSUPPORTED: dict[str, set[str]] = {
     "flash_decode": {case.name for case in CASES if case.problem.features.dropout},
     "flash_fwd": set(),
-    "flash_fwd_tma": {"fp32", "causal-fp32", "softcap-fp32", "alibi-fp32"},
 }
-"""What a family leaves to others: decoding drops nothing, and TMA has nothing to give to products without tensor cores."""
+"""What a family leaves to others: decoding drops nothing."""
 
 
 def interpret(name: str, cases: list[str]) -> list[dict[str, Any]]:
@@ -52,9 +51,10 @@ def test_bf16_is_taken_where_kernels_are_compiled(name: str) -> None:
 
 
 def test_tma_takes_only_what_the_copy_engine_can_read() -> None:
-    chosen = family("flash_fwd_tma")
+    chosen = family("flash_decode")
     spec = Problem(batch=2, heads=2, kv_heads=2, n_q=16, n_kv=16, d=16, d_v=16, dtype="fp16").spec()
-    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
+    config = chosen.default(spec, find_target("h200")).replace(loads="tma")
+    module = load_kernel(render(chosen, variant_of(chosen, spec, config)), chosen.name)
 
     def taken(x: torch.Tensor) -> bool:
         right = torch.zeros(2, 2, 16, 16, dtype=torch.float16)
@@ -74,16 +74,3 @@ def test_tma_takes_only_what_the_copy_engine_can_read() -> None:
     assert not taken(torch.zeros(2, 2, 16, 32, dtype=half)[..., ::2])
     assert not taken(torch.zeros(1, 2, 16, 16, dtype=half).expand(2, 2, 16, 16))
     assert not taken(torch.zeros(2, 2, 1, 16, dtype=half).expand(2, 2, 16, 16))
-
-
-def test_a_negative_scale_keeps_the_strides_that_tma_needs() -> None:
-    chosen = family("flash_fwd_tma")
-    spec = Problem(batch=1, heads=1, kv_heads=1, n_q=16, n_kv=16, d=20, d_v=16, dtype="fp16").spec()
-    module = load_kernel(render(chosen, variant_of(chosen, spec, chosen.default(spec, find_target("h200")))), chosen.name)
-    x, v = torch.randn(1, 1, 16, 24, dtype=torch.float16)[..., :20], torch.randn(1, 1, 16, 16, dtype=torch.float16)
-    assert module.accepts(x, x, v, None)
-    lse = torch.empty(1, 1, 16)
-    words = dict(mask=None, diagonal=0, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, seed=0, offset=0, sms=1, counts=None)
-    for scale, expected in ((-0.5, -x), (0.0, torch.zeros_like(x))):
-        [(_, _, args, _)] = module.launches(x, x, v, torch.empty_like(v), lse, scale=scale, **words)
-        assert torch.equal(args[0].base, expected)

@@ -14,7 +14,7 @@ from flashtune.templates.family import Family, padded
 from flashtune.templates.predicates import live_registers, shared_bytes
 from flashtune.templates.rendering import render, variant_of
 
-OURS = ("flash_decode", "flash_fwd", "flash_fwd_tma")
+OURS = ("flash_decode", "flash_fwd")
 
 
 @st.composite
@@ -106,12 +106,9 @@ def test_a_family_says_why_it_cant_serve_a_gpu() -> None:
     assert "Triton" in (family("flash_fwd").supports(spec, targets()["v100"]) or "")
     for slug in ("a100", "rtx4090", "mi300x"):
         assert family("flash_fwd").supports(spec, targets()[slug]) is None
-        assert "TMA" in (family("flash_fwd_tma").supports(spec, targets()[slug]) or "")
     fp8 = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp8").spec()
     assert "e4m3" in (family("flash_fwd").supports(fp8, targets()["a100"]) or "")
     assert all(family("flash_fwd").supports(fp8, targets()[slug]) is None for slug in ("l4", "h200", "b200", "mi300x"))
-    for slug in ("h100", "h200", "b200", "rtx5090"):
-        assert family("flash_fwd_tma").supports(spec, targets()[slug]) is None
 
 
 def test_families_are_listed_under_their_own_names() -> None:

@@ -19,7 +19,7 @@ from flashtune.templates import families, family, rendering
 from flashtune.templates.rendering import environment, render, sources_hash, variant_of
 
 ROOT = Path(__file__).parents[1]
-OURS = ("flash_bwd", "flash_decode", "flash_fwd", "flash_fwd_tma")
+OURS = ("flash_bwd", "flash_decode", "flash_fwd")
 
 FEATURES = (
     Features(),
@@ -98,10 +98,6 @@ GOLDEN: dict[str, Callable[[], str]] = {
         num_stages=1,
         LOAD_V_EARLY=True,
         ORDER="heads",
-    ),
-    "flash_fwd_tma-fwd-bf16-d128.py": lambda: golden_text("flash_fwd_tma", spec_of(Features(), d=128, d_v=128, dtype="bf16"), ORDER="rows"),
-    "flash_fwd_tma-fwd-fp16-d64-causal-bias-softcap.py": lambda: golden_text(
-        "flash_fwd_tma", spec_of(Features(causal=True, mask="bias", softcap=True), d=64, d_v=64, dtype="fp16"), maxnreg=168, ORDER="grouped"
     ),
     "flash_fwd-fwd-fp8-d64-alibi-softcap.py": lambda: golden_text(
         "flash_fwd", spec_of(Features(alibi=True, softcap=True), d=64, d_v=64, dtype="fp8"), LOAD_V_EARLY=False, ORDER="rows"

@@ -402,8 +402,8 @@ def test_candidates_that_tie_are_ordered_by_a_fixed_rule() -> None:
 
 
 def test_a_space_without_a_family_says_why() -> None:
-    only = {"flash_fwd_tma": families()["flash_fwd_tma"]}
-    with pytest.raises(InputError, match="flash_fwd_tma"):
+    only = {"flash_fwd_hopper": families()["flash_fwd_hopper"]}
+    with pytest.raises(InputError, match="flash_fwd_hopper"):
         SearchSpace(only, BIG, find_target("a100"))
 
 

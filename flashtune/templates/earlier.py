@@ -41,9 +41,9 @@ def completed(template: str, config: Config) -> Config:
     if earlier is None:
         return config
     values = config.as_dict()
-    for name, todays in earlier.renamed.items():
-        if name in values and todays not in values:
-            values[todays] = values.pop(name)
+    for name, new in earlier.renamed.items():
+        if name in values and new not in values:
+            values[new] = values.pop(name)
     values = {name: value for name, value in values.items() if value not in earlier.retired.get(name, ())}
     values = {**earlier.added, **values}
     for name, (value, todays, where) in earlier.merged.items():

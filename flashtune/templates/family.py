@@ -165,8 +165,7 @@ class Family:
         looked = 0
         at = [axis.values.index(config[axis.name]) for axis in self.axes]
         others = [
-            [(abs(i - now), value) for i, value in enumerate(axis.values) if i != now]
-            for axis, now in zip(self.axes, at, strict=True)
+            [(abs(i - now), value) for i, value in enumerate(axis.values) if i != now] for axis, now in zip(self.axes, at, strict=True)
         ]
 
         def moves(places: Sequence[int]) -> Iterator[tuple[int, dict[str, Value]]]:
