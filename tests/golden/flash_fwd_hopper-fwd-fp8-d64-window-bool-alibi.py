@@ -6,9 +6,9 @@ One block goes from scores to values.
 
 Compiled in: fwd-fp8-d64-window-alibi-bool
 Template: flash_fwd_hopper
-Variant: 7a43d55e82eea19b
-Config: BLOCK_M=64 BLOCK_N=64 column_unit=32 ctas_per_sm=2 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed packed_heads=1
-pingpong=False rescale=always section=1 smem_columns=padded tiles=one v_columns=padded
+Variant: 94a186fc5b2c0b75
+Config: BLOCK_M=64 BLOCK_N=64 ctas_per_sm=2 intra_wg_overlap=0 maximum=running num_stages=2 order=fixed packed_heads=1 pingpong=False
+rescale=always section=1 tiles=one v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -703,7 +703,6 @@ KERNEL = {
     "config": {
         "BLOCK_M": 64,
         "BLOCK_N": 64,
-        "column_unit": 32,
         "ctas_per_sm": 2,
         "intra_wg_overlap": 0,
         "maximum": "running",
@@ -713,7 +712,6 @@ KERNEL = {
         "pingpong": False,
         "rescale": "always",
         "section": 1,
-        "smem_columns": "padded",
         "tiles": "one",
         "v_columns": "padded",
     },
