@@ -32,7 +32,7 @@ def replayed(path: Path, target: Target, rows: list[TuningRecord]) -> list[Case]
     cases: list[Case] = []
     for problem, _, search in shapes_of(path):
         key = problem.seen().key(target.slug)
-        known = {tried_as(one): one["us"] for one in search.get("tried", []) if one["config"]}
+        known = {tried: one["us"] for one in search.get("tried", []) if one["config"] and (tried := tried_as(one)) is not None}
         if not known or problem.direction != "fwd":
             continue
         choice = choose(problem.seen(), target, Pool(key, target, rows, families()), families(), framework_serves=False)

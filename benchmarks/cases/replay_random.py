@@ -30,7 +30,7 @@ def shares(path: Path) -> Iterator[tuple[Problem, float, float | None]]:
         now = dispatch.explain_problem(problem.seen(), GPU)
         if now.kind == "exact":
             continue
-        known = {tried_as(one): one["us"] for one in search.get("tried", [search]) if one["config"]}
+        known = {tried: one["us"] for one in search.get("tried", [search]) if one["config"] and (tried := tried_as(one)) is not None}
         then = times["own search"] / times["flashtune"]
         if now.kind == "framework":
             yield problem, then, times["own search"] / times["default"] if "default" in times else None

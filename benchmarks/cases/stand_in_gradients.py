@@ -1,8 +1,7 @@
 """Losses of substitute backwards: configs that were the best on another GPU, or of another head size or length, by records' trials.
 
 A config is looked up among the trials of another record of the same N, heads to a key head and features; where it was never tried there it
-counts as unknown. Of another GPU only races of FEWEST kernels or more count, and only beside kernels with the same `column_unit`, an axis
-that the other GPU's records are older than. Needs no GPU.
+counts as unknown. Of another GPU only races of FEWEST kernels or more count. Needs no GPU.
 """
 
 import statistics
@@ -58,8 +57,7 @@ def of_gpus(results: Iterable[SearchResult]) -> Iterator[float]:
             continue
         kind, config = winner(other)
         trials = times_of(result)
-        alike = {one: us for one, us in trials.items() if one[1].get("column_unit", 32) == config.get("column_unit", 32)}
-        if len(trials) >= FEWEST and (loss := lost(alike, kind, config)) is not None:
+        if len(trials) >= FEWEST and (loss := lost(trials, kind, config)) is not None:
             yield loss
 
 

@@ -19,6 +19,7 @@ import optuna
 
 from benchmarks.cases.archive import folder
 from benchmarks.shared.environment import argument_parser
+from benchmarks.shared.trials import todays
 from flashtune.core.config import Config
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
@@ -51,9 +52,9 @@ def sweeps() -> list[SearchResult]:
 
 
 def _completed(sweep: SearchResult) -> SearchResult:
-    """A sweep with the axes that its spaces have gained since, at what configs did without them."""
-    known = families()
-    return replace(sweep, outcomes=tuple(replace(o, config=known[o.template].completed(o.config)) for o in sweep.outcomes))
+    """A sweep under today's axes, without the configs that no kernel has today."""
+    outcomes = ((outcome, todays(outcome.template, outcome.config)) for outcome in sweep.outcomes)
+    return replace(sweep, outcomes=tuple(replace(outcome, config=tried[1]) for outcome, tried in outcomes if tried is not None))
 
 
 def best_us(outcomes: Sequence[Outcome]) -> float:

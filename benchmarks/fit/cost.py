@@ -14,7 +14,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.cases import sweeps as replay
 from benchmarks.shared.environment import argument_parser
-from benchmarks.shared.trials import ARCHIVED
+from benchmarks.shared.trials import ARCHIVED, todays
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, SearchResult
@@ -57,16 +57,15 @@ class Trial:
 
 def trials_of(result: SearchResult, every: int = 1) -> list[Trial]:
     """Times of a search's trials; of families that win nothing here, each `every`-th."""
-    known = families()
     timed = [(o, o.trial or o.measurement) for o in result.outcomes if o.facts is not None]
     best = min(time.median_us for _, time in timed if time is not None)
     found = []
     for index, (outcome, time) in enumerate(timed):
-        if time is None or outcome.facts is None or (index % every and outcome.template == "flash_fwd"):
+        tried = todays(outcome.template, outcome.config)
+        if time is None or outcome.facts is None or tried is None or (index % every and outcome.template == "flash_fwd"):
             continue
         weight = math.exp(-math.log(time.median_us / best) / NEAR_THE_BEST)
-        config = known[outcome.template].completed(outcome.config)
-        found.append(Trial(result.problem, config, outcome.facts, math.log(time.median_us), weight))
+        found.append(Trial(result.problem, tried[1], outcome.facts, math.log(time.median_us), weight))
     return found
 
 

@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from benchmarks.cases import sweeps as replay
 from benchmarks.fit.cost import NEAR_THE_BEST
 from benchmarks.shared.environment import argument_parser
-from benchmarks.shared.trials import ARCHIVED
+from benchmarks.shared.trials import ARCHIVED, todays
 from flashtune.core.results import SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
@@ -54,8 +54,10 @@ def group_of(result: SearchResult) -> Group | None:
     known, spec, target = families(), result.problem.spec(), find_target(result.gpu)
     times: dict[Candidate, float] = {}
     for outcome in result.outcomes:
-        measured, family = outcome.trial or outcome.measurement, known[outcome.template]
-        config = family.completed(outcome.config)
+        measured, tried = outcome.trial or outcome.measurement, todays(outcome.template, outcome.config)
+        if tried is None:
+            continue
+        family, config = known[tried[0]], tried[1]
         if measured is not None and family.violated(config, spec, target) is None and family.expected(config, spec, target) is not None:
             times[Candidate(family=family, config=config)] = math.log(measured.median_us)
     near = [candidate for candidate, time in times.items() if time < min(times.values()) + NEAR_THE_BEST]

@@ -9,6 +9,7 @@ from functools import partial
 
 from benchmarks.shared.cells import cells
 from benchmarks.shared.searches import first_candidates, shipped
+from benchmarks.shared.trials import todays
 from flashtune.core.config import Value, asks_first, settles
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, Outcome, SearchResult
@@ -25,11 +26,9 @@ Candidates = list[Candidate] | Callable[[], list[Candidate]]
 Work = list[tuple[Problem, Candidates]]
 
 VARIED: dict[str, tuple[Value, ...]] = {
-    "maximum": ("first", "running"),
     "combine": ("kernel", "last", "rows"),
-    "persistent": (False, True, "drawn", "taken"),
+    "persistent": (False, True, "dynamic"),
     "held": ("none", "k", "v", "both"),
-    "exp_early": (False, True),
     "exp_poly": (False, True),
     "wait_early": (False, True),
 }
@@ -53,8 +52,10 @@ def is_current(result: SearchResult) -> bool:
     best = result.best
     if best is None:
         return True
-    kind = family(best.template)
-    return text_hash(kind, variant_of(kind, result.problem.spec(), kind.completed(best.config))) == best.template_hash
+    tried = todays(best.template, best.config)
+    return (
+        tried is not None and text_hash(kind := family(tried[0]), variant_of(kind, result.problem.spec(), tried[1])) == best.template_hash
+    )
 
 
 def importance(problem: Problem) -> tuple[int, int]:
@@ -75,10 +76,9 @@ def stored(result: SearchResult, target: Target, *, most: int) -> list[Candidate
     """The best configs of a record that are valid today, best first."""
     found = []
     for outcome in measured(result)[:most]:
-        kind = family(outcome.template)
-        config = kind.completed(outcome.config)
-        if kind.violated(config, result.problem.spec(), target) is None:
-            found.append(Candidate(family=kind, config=config))
+        tried = todays(outcome.template, outcome.config)
+        if tried is not None and (kind := family(tried[0])).violated(tried[1], result.problem.spec(), target) is None:
+            found.append(Candidate(family=kind, config=tried[1]))
     return found
 
 
@@ -87,8 +87,10 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
     spec, found = result.problem.spec(), dict[Candidate, None]()
     for one in stored(result, target, most=most):
         relatives = [one.config]
+        if "maximum" in one.config and result.problem.dtype != "fp8":
+            relatives += [one.config.replace(maximum="first", rescale="grown"), one.config.replace(maximum="running")]
         for axis, values in VARIED.items():
-            if axis in one.config.as_dict() and not (axis == "maximum" and result.problem.dtype == "fp8"):
+            if axis in one.config:
                 relatives += [one.config.replace(**{axis: value}) for value in values]
         found |= {Candidate(family=one.family, config=c): None for c in relatives if one.family.violated(c, spec, target) is None}
     if result.problem.direction == "bwd":

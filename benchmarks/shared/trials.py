@@ -7,12 +7,13 @@ from typing import Any
 
 from benchmarks.cases.archive import folder
 from flashtune.core.config import Config
+from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import SearchResult
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
-from flashtune.templates import families, family
+from flashtune.templates import families
 from flashtune.templates.learned.residual import Tried
 
 RESULTS = folder()
@@ -39,12 +40,25 @@ def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *,
 
 def times_of(result: SearchResult) -> Trials:
     """Every config that has a time in the scale of the trials, in microseconds; finalists by their race where that is all there is."""
-    known, found = families(), {}
+    found = {}
     for outcome in result.outcomes:
-        measured = outcome.trial or outcome.measurement
-        if measured is not None and outcome.fate.timed:
-            found[outcome.template, known[outcome.template].completed(outcome.config)] = measured.median_us
+        measured, tried = outcome.trial or outcome.measurement, todays(outcome.template, outcome.config)
+        if measured is not None and tried is not None and outcome.fate.timed:
+            found[tried] = measured.median_us
     return found
+
+
+def todays(template: str, config: Config) -> Tried | None:
+    """A config of an earlier version under today's axes; None where no kernel has it today."""
+    kind = families().get(template)
+    if kind is None:
+        return None
+    completed = kind.completed(config)
+    try:
+        kind.validate(completed)
+    except InputError:
+        return None
+    return template, completed
 
 
 RUNS = sorted(RESULTS.glob("*-h200-unprepared/*.json"))
@@ -64,9 +78,9 @@ def shapes_of(path: Path) -> Iterator[tuple[Problem, dict[str, Any], dict[str, A
 
 def tried_in(search: dict[str, Any]) -> Trials:
     """Trials of a shape's search, where the run kept them."""
-    return {tried_as(one): one["us"] for one in search.get("tried", [])}
+    return {tried: one["us"] for one in search.get("tried", []) if (tried := tried_as(one)) is not None}
 
 
-def tried_as(one: dict[str, Any]) -> Tried:
-    """The config of a trial, or of a search's best."""
-    return one["template"], family(one["template"]).completed(Config.of(one["config"]))
+def tried_as(one: dict[str, Any]) -> Tried | None:
+    """The config of a trial, or of a search's best; None where no kernel has it today."""
+    return todays(one["template"], Config.of(one["config"]))
