@@ -32,7 +32,7 @@ def problem(features: Features, **changes: int | str) -> Problem:
 
 CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # The first 128 rows of extreme inputs have smaller scores.
-    "full": (problem(Features(), n_q=140), {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "registers"}),
+    "full": (problem(Features(), n_q=140), {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers"}),
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=270, n_kv=130, d=128, d_v=72),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(window=(70, 30), mask="bool", dropout=True, softcap=True, alibi=True, dslopes=True), n_q=150, n_kv=140),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "k", "exp_poly": True, "wait_early": True},
     ),
-    "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"}),
+    "bias": (problem(Features(causal=True, mask="bias"), heads=4, kv_heads=2), {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers"}),
     # Products of 80 columns of tiles of 128, and a last warpgroup with fewer columns of dQ.
     "pieces": (
         problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=150, n_kv=200, d=80, d_v=80, heads=4, kv_heads=2),
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "smallest heads": (
         problem(Features(mask="bias", dbias=True), d=8, d_v=16, n_kv=130),
-        {"BLOCK_M": 128, "num_stages": 1, "dq_sums": "registers"},
+        {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "registers"},
     ),
     "wider values": (
         problem(Features(causal=True), d=40, d_v=128, dtype="bf16"),
@@ -100,10 +100,9 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         problem(Features(causal=True, dropout=True), n_q=150, n_kv=100, d=80, d_v=72, heads=4, kv_heads=2, batch=2),
         {"BLOCK_M": 64, "num_stages": 1, "dq_sums": "own", "held": "both", "persistent": "dynamic"},
     ),
-    # Parts by rows.
-    "stored rows": (
+    "stored masked": (
         problem(Features(mask="bool", softcap=True, alibi=True, dslopes=True), n_q=200, n_kv=77, batch=2),
-        {"BLOCK_M": 128, "num_stages": 2, "dq_sums": "own", "persistent": True},
+        {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "own", "persistent": True},
     ),
     "stored divided": (
         problem(Features(mask="bias", dbias=True), n_q=330, n_kv=77, d=40, d_v=40, heads=4, kv_heads=2),

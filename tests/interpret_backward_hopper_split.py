@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # More queries than keys: the first rows see nothing.
     "causal": (
         problem(Features(causal=True, alignment="bottom_right"), n_q=150, n_kv=70, d=128, d_v=72),
-        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "DQ_held_columns": 128},
+        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "DQ_BLOCK_N": 64, "DQ_num_stages": 2},
     ),
     # Chunks of columns in three stages, each of which is filled again.
     "three stages": (
@@ -33,13 +33,13 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     # Products of 96 columns of tiles of 128.
     "pieces": (
         problem(Features(causal=True, dropout=True), n_q=70, n_kv=130, d=96, d_v=80, kv_heads=2),
-        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "held_columns": 64, "DQ_BLOCK_N": 64, "DQ_num_stages": 2, "DQ_held_columns": 64},
+        {**NARROW, "BLOCK_M": 64, "num_stages": 2, "held_columns": 64, "DQ_BLOCK_N": 64, "DQ_num_stages": 2},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=190, n_kv=200, d=40, d_v=40),
         {
             **NARROW,
-            "BLOCK_M": 128,
+            "BLOCK_M": 64,
             "num_stages": 1,
             "held_columns": 0,
             "DQ_BLOCK_M": 192,
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     "small heads": (
         problem(Features(causal=True, mask="bool"), n_q=130, n_kv=70, d=24, d_v=32),
-        {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 64, "num_stages": 2, "held_columns": 64, "DQ_held_columns": 64},
+        {**NARROW, "BLOCK_M": 64, "DQ_BLOCK_N": 64, "num_stages": 2, "held_columns": 64},
     ),
     "small values": (
         problem(Features(), n_q=90, n_kv=80, d=200, d_v=24),

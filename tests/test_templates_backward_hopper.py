@@ -36,7 +36,7 @@ def report() -> dict[str, Any]:
 
 CASES = ["full", "causal", "window", "left", "dynamic", "everything", "bias", "pieces", "pieces of keys", "narrow pieces", "three pieces"]
 CASES += ["small heads", "smallest heads", "wider values", "divided", "divided window", "divided bias"]
-CASES += ["stored", "stored rows", "stored divided", "stored unseen", "stored of more"]
+CASES += ["stored", "stored masked", "stored divided", "stored unseen", "stored of more"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,7 +31,7 @@ EARLIER = {
         added={"exp_poly": False, "wait_early": False, "persistent": False, "held": "none", "divided_queries": False},
         merged={"persistent": ("taken", "dynamic", {})},
     ),
-    "flash_bwd_hopper_split": Earlier(retired={"section": (1, 2, 4, 8, 16)}, added={"divided_queries": False}),
+    "flash_bwd_hopper_split": Earlier(retired={"section": (1, 2, 4, 8, 16), "DQ_held_columns": (0,)}, added={"divided_queries": False}),
 }
 
 

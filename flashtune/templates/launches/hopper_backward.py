@@ -189,7 +189,7 @@ class BackwardHopperHost(HopperBackwardHost):
     def _sums(self, call: _Call, whole: bool) -> Operand:
         """Memory for sums of dQ, in rows of 256, unwritten in calls without them."""
         i, layout = call.inputs, self.layout
-        least = layout.part_m * layout.part_d // 256
+        least = self.block_m * layout.part_d // 256
         unneeded = i.dq is None or whole
         return call.scratch.empty((least if unneeded else i.batch * i.heads * call.rows * layout.summed_d // 256, 256), "fp32")
 

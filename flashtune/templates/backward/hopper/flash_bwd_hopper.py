@@ -14,7 +14,7 @@ from flashtune.templates.launches.hopper_backward import BackwardHopperHost
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
-    Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block: fewer steps and barriers against registers"),
+    Axis(name="BLOCK_M", values=(64,), why="query rows of a block: more leave no registers"),
     Axis(name="BLOCK_N", values=(128,), why="keys of a program, 64 for each of its warpgroups"),
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(
@@ -77,12 +77,6 @@ CONSTRAINTS = (
         holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or not c["persistent"],
         why="split-Q programs fill the GPU once, so none takes a second tile",
         axes=("persistent", "divided_queries"),
-    ),
-    Constraint(
-        name="parts of dQ",
-        holds=lambda c, s, t: BackwardLayout.of(s, c).part_d >= 32,
-        why="a tile of keys can be divided by no fewer columns",
-        axes=("BLOCK_M", "BLOCK_N"),
     ),
 )
 
@@ -164,7 +158,6 @@ FAMILY = Family(
     layout=BackwardLayout.of,
     resized=resized,
     path_axes=(
-        "BLOCK_M",
         "num_stages",
         "dq_sums",
         "exp_poly",

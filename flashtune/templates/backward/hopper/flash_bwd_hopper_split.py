@@ -13,14 +13,13 @@ from flashtune.templates.launches.hopper_backward import BackwardHopperSplitHost
 from flashtune.templates.predicates import warpgroup_facts
 
 AXES = (
-    Axis(name="BLOCK_M", values=(64, 128), why="query rows of a block of dK and dV: fewer steps against registers"),
+    Axis(name="BLOCK_M", values=(64,), why="query rows of a block of dK and dV: more leave no registers"),
     Axis(name="BLOCK_N", values=(64, 128), why="keys of a program: 64 for each of its warpgroups, or the same 64 for both of them"),
     Axis(name="num_stages", values=(1, 2, 3), why="blocks of Q and dO in flight: latency hidden against shared memory"),
     Axis(name="DQ_BLOCK_M", values=(128, 192), why="query rows of a program of dQ, 64 for each of its warpgroups: reuse against registers"),
     Axis(name="DQ_BLOCK_N", values=(64, 128), why="keys of a block of dQ: fewer steps against registers"),
     Axis(name="DQ_num_stages", values=(1, 2, 3), why="blocks of K in flight, and of V one fewer: latency hidden against shared memory"),
     Axis(name="held_columns", values=(0, 64, 128), why="columns of K and V that stay in registers, against reads of shared memory"),
-    Axis(name="DQ_held_columns", values=(0, 64, 128), why="the same of Q and dO in the kernel of dQ"),
     DIVIDED_QUERIES,
 )
 
@@ -47,7 +46,7 @@ CONSTRAINTS = (
         name="halves",
         holds=lambda c, s, t: SplitLayout.of(s, c).halved,
         why="a product's columns are a power of two, in registers, too; of a split accumulator they are the first part",
-        axes=("held_columns", "DQ_held_columns"),
+        axes=("held_columns",),
     ),
     Constraint(
         name="shared memory of dQ",
@@ -59,7 +58,7 @@ CONSTRAINTS = (
         name="registers of dQ",
         holds=lambda c, s, t: SplitLayout.of(s, c).query_registers <= SplitLayout.of(s, c).query_consumer_registers - 16,
         why="both scores and the sums of dQ live in a warpgroup's registers",
-        axes=("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_held_columns"),
+        axes=("DQ_BLOCK_M", "DQ_BLOCK_N"),
     ),
 )
 
@@ -71,15 +70,15 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """Winners on an H200 without columns in registers, then with them, and other depths and tiles."""
-    keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2, 0)]
+    keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2)]
     block_d = SplitLayout.of(spec, Config.of()).block_d
     if block_d == 128:
-        keys, queries = [(64, 128, 2, 0), (64, 128, 2, 64)], [(128, 64, 2, 0), (128, 64, 2, 128), (128, 128, 2, 0)]
+        keys, queries = [(64, 128, 2, 0), (64, 128, 2, 64)], [(128, 64, 2), (128, 128, 2)]
     elif block_d == 64:
-        keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2, 0), (128, 128, 2, 64), (192, 64, 3, 64)]
+        keys, queries = [(64, 128, 3, 0), (64, 128, 3, 64)], [(128, 128, 2), (192, 64, 3)]
     elif max(spec.d, spec.d_v) <= 192:
         # Swizzle-width tiles leave room for more blocks in flight.
-        keys, queries = [(64, 64, 3, 128), (64, 64, 3, 0), (64, 64, 2, 0)], [(128, 64, 3, 0), (128, 64, 2, 0)]
+        keys, queries = [(64, 64, 3, 128), (64, 64, 3, 0), (64, 64, 2, 0)], [(128, 64, 3), (128, 64, 2)]
     pairs = [(keys[0], queries[0]), (keys[1], queries[-1]), *((keys[0], one) for one in queries[1:])]
     if len(keys) > 2:
         pairs.append((keys[-1], queries[-1]))
@@ -87,7 +86,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         # A bias with dropout leaves no more shared memory.
         pairs.append(((64, 64, 1, 0), queries[0]))
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "held_columns")
-    dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns")
+    dq_names = ("DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages")
     return [
         Config.of(dict(zip(names + dq_names, of_keys + of_queries, strict=True)), divided_queries=False) for of_keys, of_queries in pairs
     ]
@@ -110,7 +109,7 @@ FAMILY = Family(
     interpretable=False,
     layout=SplitLayout.of,
     resized=divided,
-    path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "DQ_held_columns", "divided_queries"),
+    path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "divided_queries"),
     host=BackwardHopperSplitHost,
 )
 """Attention backward for Hopper in two kernels."""

@@ -183,29 +183,19 @@ class BackwardLayout(HopperBackward):
         return self.config.number("BLOCK_N") // ROWS
 
     @property
-    def by_columns(self) -> bool:
-        """True if warpgroups share a tile of dQ by columns, since matrix instructions don't divide 64 rows."""
-        return self.config.number("BLOCK_M") < ROWS * self.consumers
-
-    @property
-    def part_m(self) -> int:
-        """Rows of a warpgroup's part of a tile of dQ."""
-        return self.config.number("BLOCK_M") // (1 if self.by_columns else self.consumers)
-
-    @property
     def part_d(self) -> int:
-        """Columns of a warpgroup's part of a tile of dQ."""
-        return self.block_d // (self.consumers if self.by_columns else 1)
+        """Columns of a warpgroup's part of a tile of dQ, whose 64 rows matrix instructions don't divide."""
+        return self.block_d // self.consumers
 
     @property
     def last_part_d(self) -> int:
         """Columns of the last warpgroup's part, which may leave out padding."""
-        return padded(self.columns_d - self.part_d * (self.consumers - 1)) if self.by_columns else self.part_d
+        return padded(self.columns_d - self.part_d * (self.consumers - 1))
 
     @property
     def summed_d(self) -> int:
         """Columns of dQ's sums in memory, those of all parts side by side."""
-        return self.part_d * (self.consumers - 1) + self.last_part_d if self.by_columns else self.part_d
+        return self.part_d * (self.consumers - 1) + self.last_part_d
 
     @property
     def v_products(self) -> int:
@@ -317,16 +307,6 @@ class SplitLayout(HopperBackward):
         return min(self.config.number("held_columns"), self.v_pieces[0][1])
 
     @property
-    def q_held(self) -> int:
-        """Columns of queries that the kernel of dQ keeps in registers."""
-        return min(self.config.number("DQ_held_columns"), self.pieces[0][1])
-
-    @property
-    def dout_held(self) -> int:
-        """Columns of dO that the kernel of dQ keeps in registers."""
-        return min(self.config.number("DQ_held_columns"), self.v_pieces[0][1])
-
-    @property
     def halved(self) -> bool:
         """True if the columns kept in registers are none, half or all of a tile, or none or all of a split accumulator's first part."""
 
@@ -334,8 +314,7 @@ class SplitLayout(HopperBackward):
             width = pieces[0][1]
             return held in ((0, width) if len(pieces) > 1 else (0, width // 2, width))
 
-        of_d, of_dv = (self.k_held, self.q_held), (self.v_held, self.dout_held)
-        return all(holds(held, self.pieces) for held in of_d) and all(holds(held, self.v_pieces) for held in of_dv)
+        return holds(self.k_held, self.pieces) and holds(self.v_held, self.v_pieces)
 
     @property
     def key_registers(self) -> int:
@@ -350,7 +329,7 @@ class SplitLayout(HopperBackward):
     def query_registers(self) -> int:
         """Registers of accumulators and operands in a thread of the kernel of dQ: both scores, one as an operand, and dQ."""
         n = self.config.number("DQ_BLOCK_N")
-        return n + n // 4 + self.columns_d // 2 + (self.q_held + self.dout_held) // 4
+        return n + n // 4 + self.columns_d // 2
 
     @property
     def key_shared_bytes(self) -> int:
