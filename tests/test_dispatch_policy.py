@@ -529,7 +529,7 @@ def test_a_config_that_breaks_constraints_in_its_new_place_is_moved_and_that_is_
     row = found.record
     assert row is not None and found.family is not None and found.config is not None
     assert found.family.violated(found.family.completed(row.outcome.config), wide.spec(), H200) is not None
-    assert "smem_columns padded to chunks" in found.note and found.config["smem_columns"] == "chunks"
+    assert "tiles chained to loop" in found.note and found.config["tiles"] == "loop"
 
 
 def test_where_nothing_was_measured_on_the_architecture_torch_serves_unless_that_is_asked_for() -> None:
