@@ -72,7 +72,8 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
 
 
 FAMILIES = {"flash_decode": 0.0, "flash_fwd_hopper": 0.25, "flash_fwd_tma": 0.35, "flash_fwd": 0.77}
-"""The cost model's mean optimism for each relative to flash_decode, a logarithm (benchmarks/run.py fit_expected)."""
+"""The cost model's mean optimism for each relative to flash_decode, a logarithm (benchmarks/run.py fit_expected). Of flash_fwd_tma only
+trials are left."""
 
 STEPS = Likeness(
     families=FAMILIES,
