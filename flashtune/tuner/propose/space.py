@@ -84,8 +84,8 @@ class SearchSpace:
 def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:
     """Winners of the records that are nearest to `problem`, the nearest first, each once.
 
-    A config that breaks a constraint of this problem is moved to the nearest that breaks none, one of an earlier version becomes its
-    successor, and axes that follow from sizes are set for this problem's. Records of families that don't serve it, or whose config no
+    A config that breaks a constraint of this problem is moved to the nearest that breaks none, and axes that follow from sizes
+    are set for this problem's. Records of families that don't serve it, or whose config no
     version of the family declares, are left out; so are predictions for a search that measures.
     """
     found: dict[tuple[str, str], Candidate] = {}
