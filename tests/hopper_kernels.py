@@ -152,6 +152,24 @@ class Truncate(ast.NodeTransformer):
         return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], []) if name else node
 
 
+class Fuse(ast.NodeTransformer):
+    """A product and a sum with one rounding, as the compiler makes one instruction of them."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        product, sign = node.left, {ast.Add: 1, ast.Sub: -1}.get(type(node.op))
+        if sign is None or not (isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)):
+            return node
+        return ast.Call(ast.Name("fused", ast.Load()), [product.left, product.right, node.right, ast.Constant(sign)], [])
+
+
+def fused(a: Any, b: Any, c: Any, sign: int) -> Any:
+    """a * b + sign * c: of float32 by way of float64, which holds the product; of whole numbers as they wrap around."""
+    if np.asarray(a).dtype == np.float32:
+        return (np.float64(1) * a * b + np.float64(sign) * c).astype(np.float32).view(Array)
+    return a * b + c if sign > 0 else a * b - c
+
+
 def functions_of(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
     """The named device functions of a rendered module as ordinary ones; they see each other, the module's constants and `scope`."""
     shared = {name: value for name, value in names_of(module).items() if hasattr(value, "_fields")}
@@ -316,6 +334,7 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
         arange=lambda first, end, layout: np.arange(first, end, dtype=np.int32).view(Array),
         zeros=lambda shape, dtype, layout: np.zeros(shape, dtype).view(Array),
         full=lambda shape, value, dtype, layout: np.full(shape, value, dtype).view(Array),
+        abs=np.abs,
         minimum=np.minimum,
         maximum=np.maximum,
         convert_layout=lambda array, layout: array,
@@ -328,7 +347,7 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
         inline_asm_elementwise=assembly,
         constexpr=constexpr,
     )
-    return SimpleNamespace(gl=gl, scalar=_scalar, scalars=_scalars, **functions_of(module, names, {"gl": gl}, ast.NodeTransformer()))
+    return SimpleNamespace(gl=gl, scalar=_scalar, scalars=_scalars, **functions_of(module, names, {"gl": gl, "fused": fused}, Fuse()))
 
 
 def sizes_of(launch: Launch, **changes: int) -> Any:

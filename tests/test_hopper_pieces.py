@@ -1,6 +1,7 @@
 """The output's columns in pieces, and heads that share a tile: what the rendered kernel computes, on a stand-in for the GPU, and what
 the space says of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,8 @@ class Forward(Machine):
             # What is counted of votes is tests/test_hopper_protocol.py's.
             **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "count_peaked", "report_misled")},
             "read_raised": lambda: Number(-1),
+            # A scale has no bits here.
+            "next_power": lambda scale: 2.0 ** math.ceil(math.log2(scale)),
             **{name: lambda *_: Number(self._random.random() < 0.4) for name in votes},
         }
 

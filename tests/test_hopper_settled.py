@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Problem
-from flashtune.core.tolerances import tolerance
+from flashtune.core.tolerances import LSE_RTOL, tolerance
 from flashtune.core.torch_dtypes import TORCH_DTYPES
-from flashtune.tuner.verify.distributions import PRESENT, redistribute
+from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import make_inputs
 
 DTYPES_HERE: tuple[DType, ...] = ("bf16", "fp16")
 BLOCK_N = 64
+HUGE_MAXIMUM = 2.0**27
 
 
 def flushed_exp2(x: np.ndarray) -> np.ndarray:
@@ -36,8 +37,8 @@ def functions(dtype: DType, rescale: str) -> Any:
     """The softmax's device functions over numpy; votes are the test's, warp by warp."""
     asks_first = rescale == "outgrown"
     module = rendered(problem(64, dtype=dtype).spec(), maximum="running" if asks_first else "first", rescale=rescale)
-    others = () if asks_first else ("settled_softmax", "raise_maxima")
-    parts = on_numpy(module, "quarter_sums", "online_softmax", "lazy_softmax", "rescale_acc_and_sum", *others)
+    maxima, softmax = ("next_power", "factors", "finished_max"), ("quarter_sums", "online_softmax", "lazy_softmax", "rescale_acc_and_sum")
+    parts = on_numpy(module, *maxima, *softmax, *(() if asks_first else ("settled_softmax", "raise_maxima", "unless_huge")))
     scope = parts.quarter_sums.__globals__
     scope["vote_grown"] = scope["vote_outweighed"] = lambda *_: None
     scope["thread_max"] = lambda powers, _sums: powers.reshape(64, BLOCK_N // 8, 4, 2).max((1, 3)).view(Array)
@@ -50,18 +51,18 @@ def functions(dtype: DType, rescale: str) -> Any:
     return parts
 
 
-def lazy_by_vote(parts: Any, block: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array, np.ndarray, Array]:
+def lazy_by_vote(parts: Any, block: Array, row_max: Array, row_sum: Array, scale: Array) -> tuple[Array, Array, Array, np.ndarray, Array]:
     """`lazy_softmax` of these, each warp by what its own rows vote: bool (64, 1)."""
     voted: list[np.ndarray] = []
-    unseen, found = np.isneginf(row_max), []
+    fresh, found = np.abs(row_max) >= HUGE_MAXIMUM, []
 
     def vote(local_max: np.ndarray, sums: np.ndarray, answer: int) -> int:
-        voted.append(np.repeat(outweighed(local_max, sums) | unseen.reshape(4, 16).any(1), 16)[:, None])
+        voted.append(np.repeat(outweighed(local_max, sums) | fresh.reshape(4, 16).any(1), 16)[:, None])
         return answer
 
     for answer in (0, 1):
         parts.lazy_softmax.__globals__["vote_outweighed"] = lambda local_max, sums, *_, answer=answer: vote(local_max, sums, answer)
-        probs, part, growth, _, new_max = parts.lazy_softmax(block, row_max.copy(), row_sum, np.float32(1), 0, bool(unseen.any()))
+        probs, part, growth, _, new_max = parts.lazy_softmax(block, row_max.copy(), row_sum, scale, 0)
         found.append([probs, part, growth[:, None], new_max[:, None]])
     probs, part, growth, new_max = (np.where(voted[0], after, before).view(Array) for before, after in zip(*found, strict=True))
     return probs, part, growth[:, 0], voted[0], new_max[:, 0]
@@ -94,9 +95,13 @@ class Found:
         return sum(self.by_warp)
 
 
-def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False, asks_first: bool = False) -> Found:
-    """A warpgroup's result for scores (64, N) in base 2 and values (N, D), block by block as they come; with running maxima either
-    rescaling each time or, where it is `lazy`, where one grew far; `asks_first` where a score outweighs what came before it."""
+def attention(
+    scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: bool, lazy: bool = False, asks_first: bool = False, factor: float = 1.0
+) -> Found:
+    """A warpgroup's result for scores (64, N), which are in base 2 times `factor`, and values (N, D), block by block as they come; with
+    running maxima either rescaling each time or, where it is `lazy`, where one grew far; `asks_first` where a score outweighs what came
+    before it."""
+    scale = np.full(1, factor, np.float32).view(Array)
     parts, kind = functions(dtype, "outgrown" if asks_first else "grown"), TORCH_DTYPES[dtype]
     row_max = np.full(64, -np.inf, np.float32).view(Array)
     row_sum = np.zeros((64, 4), np.float32).view(Array)
@@ -110,24 +115,24 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
             block = block.view(Array)
             if not settles and (lazy or asks_first):
                 if asks_first:
-                    probs, part, growth, grown, row_max = lazy_by_vote(parts, block, row_max, row_sum)
+                    probs, part, growth, grown, row_max = lazy_by_vote(parts, block, row_max, row_sum, scale)
                     for warp in range(4):
                         raised[warp] += int(grown[16 * warp, 0])
                 else:
-                    probs, part, growth, _, row_max = parts.lazy_softmax(block, row_max, np.float32(1), 0, True)
+                    probs, part, growth, _, row_max = parts.lazy_softmax(block, row_max, scale, 0, True)
                 for warp in np.flatnonzero((growth > 0).reshape(4, -1).any(1)):
                     rows = slice(16 * warp, 16 * warp + 16)
                     acc[rows], row_sum[rows] = parts.rescale_acc_and_sum(acc[rows], row_sum[rows], growth[rows])
                 row_sum = row_sum + part
             elif first == 0 or not settles:
-                probs, rescale, row_max, row_sum = parts.online_softmax(block, row_max, row_sum, np.float32(1), True)
+                probs, rescale, row_max, row_sum = parts.online_softmax(block, row_max, row_sum, scale, True)
                 acc = acc * rescale[:, None]
                 if settles:
                     total = row_sum.sum(1)
                     peaked = bool(((total > 0) & (total < 3)).sum() > 32)
-                    row_max = np.where(np.isneginf(row_max), np.float32(0), row_max).view(Array)
+                    row_max = parts.unless_huge(np.where(np.isneginf(row_max), np.float32(0), row_max).view(Array))
             else:
-                probs, part, row_max = parts.settled_softmax(block, row_max, np.float32(1), 0)
+                probs, part, row_max = parts.settled_softmax(block, row_max, scale, 0)
                 for warp in np.flatnonzero(outgrown(part, row_sum)):
                     rows = slice(16 * warp, 16 * warp + 16)
                     raised[warp] += 1
@@ -141,7 +146,7 @@ def attention(scores: np.ndarray, v: torch.Tensor, dtype: DType, *, settles: boo
             acc = acc + torch.from_numpy(np.asarray(probs, np.float32)).to(kind).float().numpy() @ values
         total = row_sum.sum(1)
         out = np.where(total[:, None] > 0, acc / total[:, None], 0)
-        lse = (row_max + np.log2(total)) * math.log(2)
+        lse = (parts.finished_max(row_max, scale) + np.log2(total)) * math.log(2)
     sound = bool((total < np.inf).all())
     return Found(torch.from_numpy(np.asarray(out, np.float32)).to(kind), torch.from_numpy(np.asarray(lse)), sound, tuple(raised), peaked)
 
@@ -164,14 +169,14 @@ def told(found: Found, blocks: int, dtype: DType) -> bool:
     return bool(given[-1])
 
 
-def errors(found: Found, scores: np.ndarray, v: torch.Tensor, dtype: DType) -> list[float]:
+def errors(found: Found, scores: np.ndarray, v: torch.Tensor, dtype: DType, factor: float = 1.0) -> list[float]:
     """The largest errors over their tolerances: of the output, of its norm, of the LSE."""
     bounds = tolerance(problem(64, dtype=dtype).spec())
-    natural = torch.from_numpy(scores).double() * math.log(2)
+    natural = torch.from_numpy(scores).double() * math.log(2) * float(np.float32(factor))
     out, lse = torch.softmax(natural, 1) @ v.double(), torch.logsumexp(natural, 1)
     off = (found.out.double() - out).abs()
     of_norm = off.norm() / out.norm().clamp_min(1e-30) / bounds.relative_norm
-    of_lse = (found.lse.double() - lse).abs().max() / bounds.lse_atol
+    of_lse = ((found.lse.double() - lse).abs() / (bounds.lse_atol + LSE_RTOL * lse.abs())).max()
     return [float(error) for error in ((off / (bounds.atol + bounds.rtol * out.abs())).max(), of_norm, of_lse)]
 
 
@@ -250,6 +255,32 @@ def test_every_distribution_is_about_as_exact_as_with_running_maxima(name: str, 
     # Sinks and needles are fast as they are; not so keys that rise so fast that nearly every block raises a maximum, and rows of which
     # few keys take nearly all.
     assert told(settled, 1024 // BLOCK_N, dtype) == (name == "drift-60" or settled.peaked)
+
+
+@pytest.mark.parametrize("ways", [["settles"], ["lazy"], ["asks_first"], []], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_HERE)
+def test_huge_scores_are_exact_or_seen_not_to_settle(dtype: DType, ways: list[str]) -> None:
+    inputs = make_inputs(Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=500, d=64, d_v=64, dtype=dtype), device="cpu", seed=1)
+    for name in HUGE + HUGE_OF_BF16 * (dtype == "bf16"):
+        redistribute(inputs, name)
+        k, v = inputs.k[0, 0].flip(0), inputs.v[0, 0].flip(0)
+        scores, factor = (inputs.q[0, 0].float() @ k.float().T).numpy(), inputs.keywords["scale"] / math.log(2)
+        found = attention(scores, v, dtype, **({"settles": False} | dict.fromkeys(ways, True)), factor=factor)
+        assert found.sound == ("settles" not in ways)
+        assert not found.sound or max(errors(found, scores, v, dtype, factor)) <= 1
+
+
+@pytest.mark.parametrize("ways", [["settles"], ["lazy"], []], ids=str)
+@pytest.mark.parametrize("amount", [18, 22, 24, 25, 26])
+@pytest.mark.parametrize("sign", ["+", "-"])
+def test_large_scores_are_exact_up_to_those_that_need_a_power_of_two(sign: str, amount: int, ways: list[str]) -> None:
+    inputs = make_inputs(Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=500, d=64, d_v=64, dtype="fp16"), device="cpu", seed=1)
+    redistribute(inputs, f"huge{sign}{amount}")
+    k, v = inputs.k[0, 0].flip(0), inputs.v[0, 0].flip(0)
+    scores, factor = (inputs.q[0, 0].float() @ k.float().T).numpy(), inputs.keywords["scale"] / math.log(2)
+    found = attention(scores, v, "fp16", **({"settles": False} | dict.fromkeys(ways, True)), factor=factor)
+    assert found.sound or ("settles" in ways and amount >= 24)
+    assert not found.sound or max(errors(found, scores, v, "fp16", factor)) <= 1
 
 
 def test_random_numbers_hardly_ever_raise_a_maximum_and_sinks_do_once() -> None:

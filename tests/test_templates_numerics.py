@@ -37,6 +37,10 @@ def test_every_case_agrees_with_the_reference(name: str) -> None:
     assert [report for report in reports if report["reason"]] == []
 
 
+def test_huge_scores_agree_with_the_reference_however_keys_are_split() -> None:
+    assert interpreted("interpret_huge.py") == []
+
+
 def test_every_feature_that_is_on_or_off_has_a_case() -> None:
     assert {flag for case in CASES for flag in FLAGS if getattr(case.problem.features, flag)} == set(FLAGS)
 

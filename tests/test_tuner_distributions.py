@@ -1,11 +1,15 @@
 """Distributions of scores are what their names promise, on the CPU."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
+from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
-from flashtune.tuner.verify.distributions import MISLED_NATS, NEEDLES, PRESENT, redistribute
+from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, MISLED_NATS, NEEDLES, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 PLAIN = Problem(batch=2, heads=4, kv_heads=2, n_q=96, n_kv=160, d=64, d_v=64, dtype="bf16", features=Features())
@@ -77,6 +81,23 @@ def test_so_many_rows_are_misled_by_their_last_keys() -> None:
         assert abs(float(sum(counts)) / 8 * 100 - percent) <= 0.5 + percent / 5
         _, _, raised = made(f"misled-{percent}%")
         assert (raised[..., PLAIN.n_kv // 16 :] < MISLED_NATS / 2).all()
+
+
+@pytest.mark.parametrize(("dtype", "names"), [("fp16", HUGE), ("bf16", HUGE + HUGE_OF_BF16)])
+@pytest.mark.parametrize("d", [1, 80, 256])
+def test_huge_scores_are_as_large_as_their_name_says_and_exact_in_float32(dtype: DType, names: tuple[str, ...], d: int) -> None:
+    for name in names:
+        inputs = make_inputs(replace(PLAIN, d=d, dtype=dtype), device="cpu", seed=0)
+        redistribute(inputs, name)
+        q, k = inputs.q[0, 0], inputs.k[0, 0]
+        scores = q.double() @ k.double().mT
+        assert torch.equal(scores, (q.float() @ k.float().mT).double()) and scores.float().isfinite().all()
+        scaled = scores * inputs.keywords["scale"] / math.log(2)
+        amount = int(name[-3:].strip("+-"))
+        assert amount <= math.log2(scaled.abs().max()) < amount + 3
+        assert (scaled[2::3] == 0).all() and 12 <= math.log2(scaled[1::3].abs().max()) < 15
+        others, sign = scaled[::3], -1 if "-" in name else 1
+        assert (others * sign > 0).all() if "huge" in name else (others.diff() * sign >= 0).all() and others.unique(dim=1).shape[1] == 5
 
 
 @pytest.mark.parametrize("name", ["", "sink", "sink8", "random+3", "sink+", "flood+8", "misled-"])

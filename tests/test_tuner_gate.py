@@ -1,5 +1,6 @@
 """Faults that small, whole and repeated launches are there to find: each is planted in a right launch, and the gate says what is wrong."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -18,7 +19,7 @@ from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.verify import correctness
-from flashtune.tuner.verify.cases import BEYOND_FLOAT32, WITHIN_FLOAT32, crowd
+from flashtune.tuner.verify.cases import BEYOND_FLOAT32, WITHIN_FLOAT32, crowd, huge
 from flashtune.tuner.verify.correctness import SmallCases, Verifier, check, everywhere, oracle, places, whole
 from flashtune.tuner.verify.distributions import PRESENT
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
@@ -176,6 +177,21 @@ def test_scores_that_outgrow_an_estimate_are_told_by_their_distribution(plain: V
     assert any(name in reasons[0] for name in WITHIN_FLOAT32) and any(name in reasons[1] for name in BEYOND_FLOAT32)
 
 
+def test_exponents_relative_to_a_rounded_maximum_are_told_where_scores_are_huge(plain: Verifier, thorough: Verifier) -> None:
+    def rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
+        """The product with the scale isn't rounded where an instruction also subtracts the maximum, which is."""
+        exponents = words["scale"] / math.log(2) * (q.double() @ k.double().mT)
+        largest = exponents.float().amax(-1, keepdim=True)
+        weights = torch.exp2((exponents - largest).float()).half().float()
+        out.copy_(weights @ v.float() / weights.sum(-1, keepdim=True))
+        lse.copy_((largest + weights.sum(-1, keepdim=True).log2())[..., 0] * math.log(2))
+
+    assert plain.verdict(rounded).reason == ""
+    (few, wanted), (large, wanted_of_large) = crowds_of(thorough, rounded)
+    assert correctness.compare(few.inputs, wanted, few.titles).reason == ""
+    assert "NaN" in correctness.compare(large.inputs, wanted_of_large, large.titles).reason
+
+
 def crowds_of(verifier: Verifier, launch: Launch) -> list[Any]:
     """The cases of a verifier whose heads differ, after a launch."""
     found = [(case, wanted) for case, wanted in verifier._small.checks if case.titles]
@@ -186,6 +202,7 @@ def crowds_of(verifier: Verifier, launch: Launch) -> list[Any]:
 
 def test_a_crowd_has_every_distribution_and_a_right_launch_passes_each_feature() -> None:
     assert set(WITHIN_FLOAT32) | set(BEYOND_FLOAT32) == set(PRESENT)
+    assert not huge(replace(PROBLEM, features=Features(mask="bias"))) and set(huge(PROBLEM)) < set(huge(replace(PROBLEM, dtype="bf16")))
     features = Features(causal=True, mask="bool", dropout=True, softcap=True, alibi=True, sinks=True)
     case = crowd(replace(PROBLEM, heads=4, features=features), ("random", "sink+8"), device="cpu", seed=1)
     inputs = case.inputs

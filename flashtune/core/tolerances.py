@@ -53,6 +53,9 @@ TOLERANCES: dict[str, Tolerance] = {
     "tf32": Tolerance(atol=1e-2, rtol=1e-2, lse_atol=5e-3, relative_norm=3e-3, gradient_norm=3e-3),
 }
 
+LSE_RTOL = 5e-7
+"""Relative tolerance of the LSE: eight roundings of float32 (unit roundoff 2^-24 = 6e-8), of the scale, its products and log 2."""
+
 
 def tolerance(spec: KernelSpec) -> Tolerance:
     """The tolerance that holds for kernels of this spec."""

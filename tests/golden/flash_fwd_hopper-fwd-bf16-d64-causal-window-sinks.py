@@ -50,6 +50,8 @@ MASK_BITS_LAYOUT = gl.constexpr(
 )
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
+# From here on exponents are exact by a power of two alone: see `factors`.
+HUGE = gl.constexpr(134217728.0)
 RESCALE_THRESHOLD = gl.constexpr(2.0)
 
 
@@ -425,15 +427,39 @@ def quarter_sums(probs):
 
 
 @gluon.jit
+def next_power(scale):
+    """The least power of two that isn't below `scale`."""
+    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def factors(row_max, scale):
+    """Factors that bring scores of rows with these maxima to units of log 2: `scale`, or from HUGE on `next_power` of it.
+
+    There a product's rounding is more than exp2 can hold, except by a power of two, and the softmax picks the largest score either way:
+    where an earlier block has it, the factors of this one don't matter.
+    """
+    return gl.where(gl.abs(row_max) >= HUGE, next_power(scale), scale)
+
+
+@gluon.jit
+def finished_max(row_max, scale):
+    """Maxima of rows in units of log 2, huge ones, too."""
+    return gl.where(gl.abs(row_max) >= HUGE, row_max / next_power(scale) * scale, row_max)
+
+
+@gluon.jit
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    new_max = gl.maximum(row_max, peak * factor)  # [ROWS]
     shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = gl.exp2(row_max - shift)  # [ROWS]
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -553,6 +579,13 @@ def vote_overflowed(row_sum, W: gl.constexpr):
 
 
 @gluon.jit
+def unless_huge(row_max):
+    """Maxima that can settle, and no number for those to which exponents aren't exact (`factors`): it leaves a row no sum, and the tile is
+    computed once more with running maxima."""
+    return gl.where((gl.abs(row_max) >= HUGE / 2) & (row_max != float("-inf")), float("nan"), row_max)
+
+
+@gluon.jit
 def settled_softmax(scores, row_max, scale, W: gl.constexpr):
     """One block of the softmax relative to maxima that stay as they are: its probs, their sums, and the maxima."""
     probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
@@ -595,7 +628,9 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
     Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
     idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
     """
-    block_max = gl.max(scores, 1) * scale  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    block_max = peak * factor  # [ROWS]
     new_max = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)  # [ROWS]
     shift = new_max
     if GUARD:
@@ -603,7 +638,7 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     growth = shift - row_max  # [ROWS], infinite where a row sees its first key
     grown = vote_grown(growth, W)
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), growth, grown, new_max
 
 
@@ -710,8 +745,9 @@ def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, para
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = (n >= blocks.end - blocks.unmasked_end) & (n < blocks.end - blocks.unmasked_first)
         acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
+    row_max = gl.where(settled < number, unless_huge(state.row_max), state.row_max)
     # Rows that see no key at all.
-    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
+    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     state = SoftmaxState(state.p_tile, row_max, state.row_sum)
     # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
     q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
@@ -756,6 +792,7 @@ def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, p
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
+    row_max = finished_max(row_max, params.scale)
     row_max, row_sum, rescale = join_sink(row_max, row_sum, params)
     inverse = gl.where(row_sum > 0.0, rescale / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]

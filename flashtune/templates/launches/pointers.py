@@ -90,19 +90,19 @@ class DecodeHost(PointerHost):
         blocks = cdiv(self._most_keys(inputs, group), self.config.number("BLOCK_N"))
         splits = split_count(max(blocks, 1), tiles, self.config.number("programs") * inputs.sms)
         # A tile with one split writes its output itself.
-        part_out, part_lse = inputs.lse, inputs.lse
+        part_out, part_sums = inputs.lse, inputs.lse
         rows = inputs.batch * inputs.heads * inputs.n_q
         if splits > 1:
             part_out = scratch.empty((splits * rows, self.block_dv), "fp32")
-            part_lse = scratch.empty((splits * rows,), "fp32")
-        parts = (part_out, part_lse)
+            part_sums = scratch.empty((2 * splits * rows,), "fp32")
+        parts = (part_out, part_sums)
         if self._last_combines:
             assert inputs.counts is not None, "a kernel whose programs count needs counts"
             parts = (*parts, inputs.counts)  # type: ignore[assignment]
         found = [Launch("attention_forward", (tiles, splits), self._arguments(inputs, parts), self._options())]
         if splits > 1 and not self._last_combines:
             out, lse = inputs.out, inputs.lse
-            arguments = (part_out, part_lse, out, lse, *out.strides, inputs.heads, group, inputs.n_q, splits)
+            arguments = (part_out, part_sums, out, lse, *out.strides, inputs.heads, group, inputs.n_q, splits)
             found.append(Launch("combine_splits", (rows,), arguments, {"num_warps": 4}))
         return found
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
-from flashtune.tuner.verify.distributions import PRESENT, redistribute
+from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward
 
 FEW_SMS = 1
@@ -104,6 +104,14 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
     return Case(inputs=inputs, titles=names, few_sms=CROWD_SMS)
 
 
+def huge(problem: Problem) -> tuple[str, ...]:
+    """Distributions of huge scores that this problem's operands can make, and float32 adds up exactly: none with biases or ALiBi, which
+    float32 loses beside them."""
+    if problem.features.mask == "bias" or problem.features.alibi:
+        return ()
+    return HUGE + HUGE_OF_BF16 * (problem.dtype == "bf16")
+
+
 def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> list[Case]:
     """Cases that every candidate of `problem` is checked on; `thorough` adds those that cost a GPU little and Triton's interpreter much."""
     found = []
@@ -120,7 +128,7 @@ def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: 
         found.append(Case(inputs=extreme))
     if problem.direction == "fwd" and problem.dtype in ("bf16", "fp16"):
         found.append(replace(crowd(problem, WITHIN_FLOAT32, device=device, seed=seed), repeats=True))
-        found.append(crowd(problem, BEYOND_FLOAT32, device=device, seed=seed))
+        found.append(crowd(problem, BEYOND_FLOAT32 + huge(problem), device=device, seed=seed))
     else:
         # In a backward dS, rounded as in every kernel, meets raised keys in sums that cancel.
         found.append(replace(crowd(problem, ("random",) * 12, device=device, seed=seed), repeats=True))
