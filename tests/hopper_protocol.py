@@ -168,6 +168,8 @@ class Machine(Scheduler):
         self.missing: set[int] = set()
         self.raised: dict[int, int] = {}
         self.told: list[int] = []
+        # The programs that came to where the first counts the launch.
+        self.counted: list[int] = []
         self.written: dict[tuple[int, ...], Value] = {}
         kernel, _, arguments, _ = launch
         self._given = [self._argument(name, value) for name, value in zip(kernel.arg_names, arguments, strict=True)]
@@ -273,7 +275,9 @@ class Machine(Scheduler):
         return deps[0] if len(deps) == 1 else deps
 
     def _assembly(self, text: str, _constraints: str, arguments: list[Any], **_keywords: Any) -> Any:
-        if "atom." in text and arguments[2]:
+        if "atom." in text and len(arguments) == 2:
+            self.counted.append(self._role.program)
+        elif "atom." in text and arguments[2]:
             self.told.append(self._role.program)
         if "bar." in text:
             state = self._named.setdefault((self._role.program, int(arguments[0])), [0, 0, 0])

@@ -1,7 +1,6 @@
-"""A plan that scores mislead goes over to its fallback, asks whether they still do, and comes back; explain tells of it."""
+"""A plan whose softmax was mispredicted is served by its fallback kernel from then on; explain says so."""
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,130 +17,108 @@ from flashtune.core.config import Config, settles
 from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import api
 from flashtune.dispatch.call import Arguments, Options, parse
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.plans.forward import Fallback, KernelPlan
-from flashtune.dispatch.plans.misprediction import FEW, FIRST_PERIOD, LONGEST_PERIOD, SHARE, WATCHED, Misprediction
+from flashtune.dispatch.plans.misprediction import SHARE, WINDOW, Misprediction, Mispredictions
 from flashtune.dispatch.policy import choose
-from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
 
 PROGRAMS = 132
-MANY = PROGRAMS // SHARE
 CONFIG = Config.of(maximum="running")
 
 
-class Calls:
-    """Calls of a plan, each of which is misled or not; the GPU answers `behind` calls later."""
+class Counts:
+    """The memory that a kernel counts in, as `count_launch` and `report_misled` write it."""
 
-    def __init__(self, *, behind: int = 0, programs: int = PROGRAMS) -> None:
-        self.word = SimpleNamespace(value=2**32 - 5)
-        self.misled = Misprediction(self.word, programs)
-        self._behind, self._queue = behind, [0] * behind
+    def __init__(self, word: int = 0) -> None:
+        self.words = (ctypes.c_uint64 * (1 + WINDOW))(word, *[word] * WINDOW)
+        self.misprediction = Misprediction(0, ctypes.addressof(self.words))
+        self.misprediction.programs = PROGRAMS
+
+    def launch(self, mispredicted: int = 0, count: int = 1) -> None:
+        """Run so many launches with so many mispredicting programs."""
+        for _ in range(count):
+            self.words[1 + (self.words[0] >> 32) % WINDOW] = self.words[0]
+            self.words[0] += 2**32 + mispredicted
+
+
+class Calls(Counts):
+    """Calls of a plan; the GPU ends their launches `behind` calls later."""
+
+    def __init__(self, *, behind: int = 0) -> None:
+        super().__init__()
+        self._behind = behind
+        self._queue = [0] * behind
 
     def catch_up(self) -> None:
         """The host waits until the GPU has done all there is."""
-        self.word.value = (self.word.value + sum(self._queue)) % 2**32
-        self._queue = [0] * self._behind
+        for mispredicted in self._queue:
+            self.launch(mispredicted)
+        self._queue = []
 
-    def make(self, count: int, misled: int) -> str:
-        """So many calls with so many misled programs where the settled kernel serves; which kernel served each: s or t."""
+    def make(self, *mispredicted: int) -> str:
+        """Calls with so many mispredicting programs each; which kernel served each: s or f."""
         served = ""
-        for _ in range(count):
-            state = self.misled
-            fallback = (state.busy or self.word.value != state.seen) and state.fallback_serves()
-            served += "t" if fallback else "s"
-            self._queue.append(0 if fallback else misled)
-            self.word.value = (self.word.value + self._queue.pop(0)) % 2**32
+        for programs in mispredicted:
+            state = self.misprediction
+            fallback = (state.latched or state.mispredicted.value != state.seen) and state.check()
+            served += "f" if fallback else "s"
+            if not fallback:
+                self._queue.append(programs)
+            while len(self._queue) > self._behind:
+                self.launch(self._queue.pop(0))
         return served
 
 
-def test_what_is_never_misled_is_served_as_ever_and_asks_nothing() -> None:
-    calls = Calls()
-    assert set(calls.make(100, 0)) == {"s"}
-    assert (calls.misled.times, calls.misled.busy, calls.misled.seen) == (0, False, calls.word.value)
+@pytest.mark.parametrize("good", [0, 1, 7, 8, 200, 10_000])
+def test_the_fallback_serves_from_the_third_mispredicted_call_on_however_many_were_good(good: int) -> None:
+    assert Calls().make(*[0] * good, *[PROGRAMS] * 3, *[0] * 100) == "s" * (good + 2) + "f" * 101
 
 
-def test_a_few_misled_programs_change_nothing_and_a_quarter_of_a_launch_does() -> None:
-    calls = Calls()
-    assert set(calls.make(2000, MANY - 1)) == {"s"}
-    assert calls.make(2 * WATCHED, 2 * MANY).endswith("t")
-    # A quarter of FEW launches, or as many as come to that.
-    assert Calls().make(FEW + 2, MANY) == "s" * FEW + "tt"
-    assert Calls().make(FEW // SHARE + 2, PROGRAMS) == "s" * (FEW // SHARE) + "tt"
-    assert Calls(programs=1).make(FEW, 1).endswith("t")
+def test_one_mispredicted_launch_changes_nothing() -> None:
+    assert set(Calls().make(*([PROGRAMS] + [0] * 7) * 50)) == {"s"}
 
 
-def test_what_a_few_programs_of_many_launches_count_while_the_host_is_ahead_changes_nothing() -> None:
+def test_less_than_a_quarter_of_the_programs_changes_nothing_and_a_quarter_does() -> None:
+    assert set(Calls().make(*[PROGRAMS // SHARE - 1] * 2000)) == {"s"}
+    assert Calls().make(*[PROGRAMS // SHARE] * (WINDOW + 1)) == "s" * WINDOW + "f"
+
+
+@pytest.mark.parametrize("behind", [1, 7, 100, 1000])
+def test_a_few_programs_of_each_of_many_launches_change_nothing_when_the_host_sees_them_at_once(behind: int) -> None:
     """Tiles near the top of a causal mask have few blocks, more than half of which a sink may raise: always the same few of a launch."""
-    calls = Calls(behind=100)
-    assert set(calls.make(100, PROGRAMS // 32)) == {"s"}
-    for _ in range(20):
-        calls.catch_up()
-        assert set(calls.make(100, PROGRAMS // 32)) == {"s"}, "the counts of a hundred launches are seen at once"
-    assert calls.misled.times == 0
-
-
-def test_what_was_taken_for_misled_and_was_not_takes_more_proof_the_next_time() -> None:
-    calls, few = Calls(behind=400), PROGRAMS // 8
-    for _ in range(40):
-        calls.make(400, few)
-        calls.catch_up()
-    before = calls.misled.times
-    assert 0 < before < 5
-    for _ in range(40):
-        calls.make(400, few)
-        calls.catch_up()
-    assert calls.misled.times == before
-
-
-def test_calls_are_no_longer_watched_once_none_is_misled() -> None:
-    calls = Calls()
-    calls.make(20, 1)
-    assert calls.misled.busy
-    calls.make(4 * WATCHED, 0)
-    assert not calls.misled.busy
-
-
-def test_while_scores_mislead_one_call_in_ever_more_is_settled() -> None:
-    served = Calls().make(20 * LONGEST_PERIOD, PROGRAMS)
-    questions = [place for place, kernel in enumerate(served) if kernel == "s"]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(questions)]
-    # The first calls are misled; each question then waits for its answer, and a period more.
-    first = FEW // SHARE
-    assert questions[:first] == list(range(first)) and gaps[first - 1] == FIRST_PERIOD + 1
-    assert gaps == sorted(gaps)
-    assert gaps[-1] == 2 * LONGEST_PERIOD + 1
-
-
-@pytest.mark.parametrize("behind", [0, 40, 1000])
-def test_it_comes_back_once_scores_no_longer_mislead_however_far_the_gpu_is_behind(behind: int) -> None:
     calls = Calls(behind=behind)
-    calls.make(6000, PROGRAMS)
-    assert calls.misled.away
-    times = calls.misled.times
-    served = calls.make(5 * LONGEST_PERIOD, 0)
-    assert served[-LONGEST_PERIOD:] == "s" * LONGEST_PERIOD
-    assert not calls.misled.away and calls.misled.times <= times + 1
+    for _ in range(20):
+        assert set(calls.make(*[PROGRAMS // 32] * behind)) == {"s"}
+        calls.catch_up()
 
 
-def test_where_the_gpu_is_far_behind_calls_are_misled_ever_less() -> None:
-    served = Calls(behind=1000).make(60 * LONGEST_PERIOD, PROGRAMS)
-    assert served[-20 * LONGEST_PERIOD :].count("s") < 20
+def test_good_calls_check_nothing() -> None:
+    calls = Calls()
+    calls.make(*[0] * 100)
+    assert (calls.misprediction.mispredicted.value, calls.misprediction.seen, calls.misprediction.latched) == (0, 0, False)
+
+
+def test_counts_may_pass_their_largest_numbers() -> None:
+    for word in (2**32 - PROGRAMS, (2**32 - 1) << 32, 2**64 - PROGRAMS):
+        counts = Counts(word)
+        counts.launch(PROGRAMS)
+        assert not counts.misprediction.check()
+        counts.launch(PROGRAMS)
+        assert counts.misprediction.check()
 
 
 def test_any_number_of_threads_may_share_one() -> None:
     calls = Calls()
     served: list[str] = []
-    threads = [threading.Thread(target=lambda: served.append(calls.make(500, PROGRAMS))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: served.append(calls.make(*[PROGRAMS] * 500))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert "".join(served).count("t") > 1500
-    # Whatever they left behind, it comes back.
-    assert calls.make(5 * LONGEST_PERIOD, 0).endswith("s")
+    assert "".join(served).count("f") > 1900
+    assert calls.make(*[0] * 10) == "f" * 10
 
 
 class Settled(KernelPlan):
@@ -166,15 +143,15 @@ class Other:
         return "fallback", None
 
 
-def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[Settled, Any]:
-    """A plan and the number that its kernel counts in."""
+def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[Settled, Counts]:
+    """A plan and the memory that its kernel counts in."""
     q = torch.zeros(1, 1, 64, 64)
     warn = ([] if warned is None else warned).append
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
     found = Settled(call, module, q, fallback=Fallback(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
-    word = SimpleNamespace(value=0)
-    found.misprediction = Misprediction(word, PROGRAMS)
-    return found, word
+    counts = Counts()
+    found.misprediction = counts.misprediction
+    return found, counts
 
 
 def served(plan: KernelPlan, count: int = 1) -> list[Any]:
@@ -192,9 +169,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_a_plan_makes_its_fallback_when_it_is_first_misled(capturing: list[bool]) -> None:
     other = Other()
-    plan, word = planned(lambda: other)
+    plan, counts = planned(lambda: other)
     assert served(plan, 3) == ["settled"] * 3 and not other.built
-    word.value += MANY * FEW
+    counts.launch(PROGRAMS, 2)
     assert served(plan, 3) == ["fallback"] * 3
     assert other.built == 1
 
@@ -202,17 +179,17 @@ def test_a_plan_makes_its_fallback_when_it_is_first_misled(capturing: list[bool]
 @pytest.mark.parametrize("other", [None, Other(fails=True), Other(program=None)], ids=["none", "unbuildable", "unprepared"])
 def test_without_a_fallback_that_runs_the_plan_serves_on_and_warns_once(other: Other | None, capturing: list[bool]) -> None:
     warned: list[str] = []
-    plan, word = planned(lambda: other, warned)
-    word.value += MANY * FEW
+    plan, counts = planned(lambda: other, warned)
+    counts.launch(PROGRAMS, 2)
     assert served(plan, 3) == ["settled"] * 3
-    word.value += MANY * FEW
+    counts.launch(PROGRAMS, 2)
     assert served(plan, 3) == ["settled"] * 3
     assert len(warned) == 1 and "scores defeat" in warned[0]
 
 
 def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> None:
-    plan, word = planned(Other)
-    word.value += MANY * FEW
+    plan, counts = planned(Other)
+    counts.launch(PROGRAMS, 2)
     capturing[0] = True
     assert served(plan, 200) == ["settled"] * 200
     capturing[0] = False
@@ -220,12 +197,11 @@ def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> Non
     capturing[0] = True
     # A graph keeps what serves while it is captured.
     assert served(plan, 500) == ["fallback"] * 500
-    assert plan.misprediction is not None and plan.misprediction.times == 1
 
 
 def test_in_deterministic_mode_one_kernel_serves(capturing: list[bool]) -> None:
-    plan, word = planned(Other)
-    word.value += MANY * FEW
+    plan, counts = planned(Other)
+    counts.launch(PROGRAMS, 2)
     assert served(plan) == ["fallback"]
     before = torch.are_deterministic_algorithms_enabled()
     # As torch.use_deterministic_algorithms does, which imports its compiler.
@@ -241,8 +217,8 @@ def test_a_call_that_asks_for_the_same_bits_has_no_count() -> None:
     settling = SimpleNamespace(launches=hopper_kernels.rendered(hopper_kernels.problem(64).spec(), maximum="first").launches)
     q, fallback = torch.zeros(1, 1, 64, 64), Fallback(config=CONFIG, plan=lambda: None)
     call = parse(Arguments(q, q, q), Options())
-    assert KernelPlan(replace(call, deterministic=True), settling, q, fallback=fallback)._count(0) is None  # type: ignore[arg-type]
-    assert KernelPlan(call, settling, q)._count(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(replace(call, deterministic=True), settling, q, fallback=fallback)._counts(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(call, settling, q)._counts(0) is None  # type: ignore[arg-type]
 
 
 def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,11 +230,11 @@ def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monke
 
     monkeypatch.setattr(driver, "host_memory", host_memory)
     monkeypatch.setattr(driver, "resident", lambda device, data: (device + 1) << 40)
-    counts = driver.MirroredCounts()
-    found = [counts.of(device, what) for device in (0, 1) for what in range(100)]
-    assert len({count.addresses for count in found}) == 200
-    found[0].word.value = 7
-    assert counts.of(0, 0) is found[0] and [count.word.value for count in found[:3]] == [7, 0, 0]
+    counts = Mispredictions()
+    found = [counts.of(device, key) for device in (0, 1) for key in range(100)]
+    assert len({one.addresses for one in found}) == 200
+    ctypes.memset(found[0].addresses[1], 255, 8 * (1 + WINDOW))
+    assert counts.of(0, 0) is found[0] and [one.mispredicted.value for one in found[:3]] == [2**32 - 1, 0, 0]
 
 
 def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
@@ -295,22 +271,10 @@ def test_explain_names_the_fallback_and_what_the_plan_remembers(capturing: list[
     found = dispatch.explain_problem(problem, "h200")
     assert found.twin is not None and not settles(found.twin)
     assert (found.misled_programs, found.went_over, found.twin_serves) == (0, 0, False)
-    plan, word = planned(Other)
-    assert found.remembering(plan).reason == found.reason
-    word.value += MANY * FEW
+    plan, counts = planned(Other)
+    assert found.remembering(plan.misprediction).reason == found.reason
+    counts.launch(PROGRAMS, 2)
     served(plan)
-    told = found.remembering(plan)
-    assert (told.misled_programs, told.went_over, told.twin_serves) == (MANY * FEW, 1, True)
-    assert "switched to its fallback kernel 1 time; now that serves" in told.reason
-    served(plan, 5 * LONGEST_PERIOD)
-    assert "1 time; now it serves again" in found.remembering(plan).reason
-
-
-def test_what_explain_tells_is_that_of_the_plan_in_force() -> None:
-    memo = Memo()
-    plan, _ = planned(Other)
-    again = Settled(plan.call, plan.module, torch.zeros(1, 1, 64, 64), fallback=plan.fallback)
-    assert api._in_force(memo, again) is None
-    memo.keep("signature", plan)
-    assert api._in_force(memo, again) is plan
-    assert api._in_force(memo, Settled(plan.call, plan.module, torch.zeros(1, 1, 64, 64))) is None
+    told = found.remembering(plan.misprediction)
+    assert (told.misled_programs, told.went_over, told.twin_serves) == (2 * PROGRAMS, 1, True)
+    assert "so that its fallback kernel serves" in told.reason

@@ -56,7 +56,10 @@ class Forward(Machine):
             "vote_overflowed": lambda *_: Number(0),
             "vote_grown": lambda growth, _warpgroup: Number(bool((growth > 0).any())),
             # What is counted of votes is tests/test_hopper_protocol.py's.
-            **{name: lambda *_: None for name in ("declare_raised", "count_raised", "count_blocks", "count_peaked", "report_misled")},
+            **{
+                name: lambda *_: None
+                for name in ("declare_raised", "count_launch", "count_raised", "count_blocks", "count_peaked", "report_misled")
+            },
             "read_raised": lambda: Number(-1),
             # A scale has no bits here.
             "next_power": lambda scale: 2.0 ** math.ceil(math.log2(scale)),

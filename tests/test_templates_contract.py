@@ -47,7 +47,7 @@ def module_of(name: str, features: Features, dtype: DType, changes: dict[str, An
     return load_kernel(render(chosen, variant_of(chosen, problem.spec(), config)), "contract"), problem
 
 
-MISLED = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+MISLED = (torch.zeros(1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64))
 
 
 def described(argument: Any, inputs: Inputs) -> Any:
@@ -182,7 +182,7 @@ def test_misled_programs_are_counted_in_memory_of_the_device_where_nobody_reads_
     running, _ = module_of("flash_fwd_hopper", Features(), "bf16", {"maximum": "running"})
     inputs = make_inputs(problem, device="cpu", seed=0)
     counted, told = provided(settling, inputs.q, inputs.k)["misses"]
-    assert counted is not told and counted.dtype == told.dtype == torch.int32
+    assert counted is not told and counted.dtype == told.dtype == torch.int64
     assert provided(settling, inputs.q, inputs.k)["misses"][0] is counted, "one for all"
     assert "misses" not in provided(running, inputs.q, inputs.k)
 

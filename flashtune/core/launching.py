@@ -238,9 +238,9 @@ def counts_of(device: torch.device, size: int) -> torch.Tensor | None:
 
 
 def unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters of mispredicting programs that are never read: two int32 on the device."""
+    """Counts of launches and mispredicting programs that are never read: int64 on the device, the count and its mirror."""
     if device not in _UNREAD:
-        _UNREAD[device] = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        _UNREAD[device] = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(9, dtype=torch.int64, device=device)
     return _UNREAD[device]
 
 

@@ -222,29 +222,13 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
 
         # A kernel that can't be built here serves no call, so that the next candidate is explained.
         chosen = next(filter(builds, choosing.candidates(memo, call, query, key, value, mask, why_torch)))
-        plan = _in_force(memo, _forward_of(chosen.plan))
-        return chosen.explanation if plan is None else chosen.explanation.remembering(plan)
+        plan = chosen.plan
+        return chosen.explanation.remembering(plan.misprediction) if isinstance(plan, KernelPlan) else chosen.explanation
 
 
 def _plan_of(memo: Memo, call: Call, candidate: choosing.Candidate) -> Plan:
     """Plan of a candidate, with its gradients where kernels compute them."""
     return training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
-
-
-def _forward_of(plan: Plan) -> Plan:
-    """Forward's plan of a training plan; any other plan itself."""
-    return plan.forward if isinstance(plan, training.TrainingPlan) else plan
-
-
-def _in_force(memo: Memo, chosen: Plan) -> KernelPlan | None:
-    """Cached plan that serves calls as the chosen one would: its misprediction state belongs to calls made so far."""
-    if not isinstance(chosen, KernelPlan) or chosen.fallback is None:
-        return None
-    for plan in list(memo.plans.values()):
-        forward = _forward_of(plan)
-        if isinstance(forward, KernelPlan) and forward.call == chosen.call and forward.module is chosen.module:
-            return forward
-    return None
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:

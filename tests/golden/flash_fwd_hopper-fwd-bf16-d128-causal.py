@@ -110,8 +110,8 @@ class Pipeline(NamedTuple):
 
 
 class Redo(NamedTuple):
-    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where misled programs are counted:
-    in the GPU's memory, and for the host in its own."""
+    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where launches and misled
+    programs are counted: in the GPU's memory, and for the host in its own."""
 
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
@@ -287,8 +287,35 @@ def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
 
 
 @gluon.jit
+def count_launch(redo):
+    """Counts the launch, in the high half of a 64-bit word, and tells the host how it stood before, one of the last eight launches, and
+    how it stands now. In the first program alone, where it begins: waiting for the count costs nothing beside the first copies."""
+    count: gl.constexpr = """
+    {
+        .reg .pred first;
+        .reg .b32 number;
+        .reg .b64 word, place;
+        mov.u32 number, %tid.x;
+        setp.eq.u32 first, number, 0;
+        mov.u32 number, %ctaid.x;
+        setp.eq.and.u32 first, number, 0, first;
+        @first atom.relaxed.gpu.global.add.u64 word, [$1], 0x100000000;
+        shr.u64 place, word, 29;
+        and.b64 place, place, 56;
+        add.u64 place, place, $2;
+        @first st.relaxed.sys.global.u64 [place+8], word;
+        add.u64 word, word, 0x100000000;
+        @first st.relaxed.sys.global.u64 [$2], word;
+        mov.b32 $0, 0;
+    }
+    """
+    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64)]
+    gl.inline_asm_elementwise(count, "=r,l,l", where, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def report_misled(redo, missed):
-    """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
+    """Counts this program, in the low half of the word, and tells the host how it stands, where it was misled about its scores.
 
     That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
     maxima that are looked for in every block cost less.
@@ -299,12 +326,13 @@ def report_misled(redo, missed):
     {
         .reg .pred first;
         .reg .b32 number;
+        .reg .b64 word;
         mov.u32 number, %tid.x;
         setp.eq.u32 first, number, 0;
         setp.ne.and.b32 first, $3, 0, first;
-        @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
-        @first add.u32 number, number, 1;
-        @first st.relaxed.sys.global.u32 [$2], number;
+        @first atom.relaxed.gpu.global.add.u64 word, [$1], 1;
+        @first add.u64 word, word, 1;
+        @first st.relaxed.sys.global.u64 [$2], word;
         mov.b32 $0, 0;
     }
     """
@@ -845,6 +873,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     declare_answer(W)
     if W == 0:
         declare_raised()
+        count_launch(smem.redo)
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
     # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.

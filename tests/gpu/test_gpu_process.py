@@ -110,7 +110,7 @@ def test_where_scores_mislead_a_kernel_another_serves_later_unless_the_same_bits
     assert all(torch.equal(dispatch.attention(q, k, v, deterministic=True, **words), same) for _ in range(200))
     found = [dispatch.attention(q, k, v, **words) for _ in range(200)]
     distinct = [out for place, out in enumerate(found) if not any(torch.equal(out, other) for other in found[:place])]
-    assert len(distinct) <= 2, "the kernel and its twin"
+    assert len(distinct) <= 2, "the kernel and its fallback"
     explained = dispatch.explain(q, k, v, **words)
     record_property("served", f"{explained.template or 'torch'}, {len(distinct)} kernels")
     wide = [x.double() for x in (q, k, v)]

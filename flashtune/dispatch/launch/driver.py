@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -207,42 +207,6 @@ def resident(device: int, data: bytes) -> int:
 STREAM_MEMORY = StreamMemory()
 
 
-class MirroredCount:
-    """Counter in a GPU's memory that kernels mirror to the host's; the host's value may lag behind.
-
-    `addresses` are both as the GPU sees them. It stays for as long as the process runs, since a captured graph may still write to it.
-    """
-
-    __slots__ = ("addresses", "word")
-
-    def __init__(self, counted: int, mirror: int) -> None:
-        self.addresses = counted, mirror
-        self.word = ctypes.c_uint32.from_address(mirror)
-
-
-class MirroredCounts:
-    """Counters by key, so that a plan that is chosen again continues with its own."""
-
-    _ROOM = 64
-    _CHUNK = 4096
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[tuple[int, Hashable], MirroredCount] = {}
-        self._free: dict[int, list[tuple[int, int]]] = {}
-
-    def of(self, device: int, what: Hashable) -> MirroredCount:
-        """Counter of `what` on a GPU, 0 where it is new; raises DriverError."""
-        with self._lock:
-            if (device, what) not in self._counts:
-                free = self._free.setdefault(device, [])
-                if not free:
-                    counted, mirror = resident(device, bytes(self._CHUNK)), host_memory(device, self._CHUNK)
-                    free += [(counted + place, mirror + place) for place in range(0, self._CHUNK, self._ROOM)]
-                self._counts[device, what] = MirroredCount(*free.pop())
-            return self._counts[device, what]
-
-
 def host_memory(device: int, size: int) -> int:
     """Address of zeroed host memory that every GPU accesses at the same address, for as long as the process runs."""
     use_context(device)
@@ -252,9 +216,6 @@ def host_memory(device: int, size: int) -> int:
     assert address.value is not None
     ctypes.memset(address.value, 0, size)
     return address.value
-
-
-MIRRORED_COUNTS = MirroredCounts()
 
 
 def _error_text(code: int) -> str:

@@ -42,7 +42,7 @@ def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters
     varying = replace(parameters, seed=Varying.of(SEED, 2**64 - 1), offset=Varying.of(OFFSET, 2**32 - 1))
     words = varying.keywords() | launching.provided(kernel, q, k)
     if "misses" in words:
-        words["misses"] = tuple(Resident(at, "i32") for at in misses or (x.data_ptr() for x in words["misses"]))
+        words["misses"] = tuple(Resident(at, "i64") for at in misses or (x.data_ptr() for x in words["misses"]))
     return launching.plan(kernel.host, kernel.host.spec, operands, words)
 
 

@@ -22,7 +22,7 @@ from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.launch.program import Program
 from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
 from flashtune.dispatch.plans.memory import out_strides, padded, placed
-from flashtune.dispatch.plans.misprediction import Misprediction
+from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, Misprediction
 from flashtune.dispatch.plans.pytorch import TorchPlan
 
 
@@ -68,7 +68,7 @@ class Fallback(NamedTuple):
 
 
 class KernelPlan(ModulePlan):
-    """Plan that launches a forward's kernel, or for a while its fallback kernel, where the softmax is mispredicted (`misprediction`)."""
+    """Plan that launches a forward's kernel, or its fallback kernel once the softmax was mispredicted (`misprediction`)."""
 
     __slots__ = (
         "_copies_mask",
@@ -130,15 +130,15 @@ class KernelPlan(ModulePlan):
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
                 self._rest = (0, *self._heads, 0)
-            count = self._count(q.device.index)
-            misses = None if count is None else count.addresses
+            misprediction = self._counts(q.device.index)
+            misses = None if misprediction is None else misprediction.addresses
             self.program = self._prepared(operands, parameters, compiles=self._whole is None, misses=misses)
             if self.program is None and self._whole is not None:
                 self.module = self._whole()
                 self.program = self._prepared(operands, parameters, compiles=True, misses=misses)
             if self.program is not None:
-                if count is not None:
-                    self.misprediction = Misprediction(count.word, self.program.programs)
+                if misprediction is not None:
+                    misprediction.programs, self.misprediction = self.program.programs, misprediction
                 self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
                 self._take_memory_for(self.program)
 
@@ -152,12 +152,12 @@ class KernelPlan(ModulePlan):
             self._lse_offset = self._scratch
             self._scratch += padded(math.prod(self._layout[2]) * 4)
 
-    def _count(self, device: int) -> driver.MirroredCount | None:
-        """Counter of the kernel's mispredicting programs; None where it would have no effect."""
+    def _counts(self, device: int) -> Misprediction | None:
+        """Counts of the kernel's mispredicting programs; None where they would have no effect."""
         # Deterministic calls are always served by the same kernel.
         if self.fallback is None or self.call.deterministic or not self.module.counts_misses:
             return None
-        return driver.MIRRORED_COUNTS.of(device, (self.fallback.config, self.call))
+        return MISPREDICTIONS.of(device, (self.fallback.config, self.call))
 
     def _instead(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> "KernelPlan | None":
         """Plan of the fallback kernel, where that serves this call; None where this plan does."""
@@ -166,8 +166,8 @@ class KernelPlan(ModulePlan):
             return None
         if torch._C._cuda_isCurrentStreamCapturing():
             # A graph keeps the kernel of its capture, so that captured calls never switch.
-            return self._other if misprediction.away else None
-        if not misprediction.fallback_serves():
+            return self._other if misprediction.latched else None
+        if not misprediction.check():
             return None
         if self._other is None:
             try:
@@ -180,7 +180,7 @@ class KernelPlan(ModulePlan):
             except Exception as error:
                 # The present kernel is slower on these scores, but correct.
                 self._warn(f"flashtune: scores defeat a kernel's softmax, but its fallback {fallback.config.label()} can't serve: {error}")
-                self.misprediction = None
+                self.misprediction, misprediction.latched = None, False
         return self._other
 
     def for_length(self, query: Tensor, key: Tensor, value: Tensor, per_head: PerHead | None, sides: Sides) -> "KernelPlan | None":
@@ -199,7 +199,7 @@ class KernelPlan(ModulePlan):
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
         misprediction = self.misprediction
-        if misprediction is not None and (misprediction.busy or misprediction.word.value != misprediction.seen):
+        if misprediction is not None and (misprediction.latched or misprediction.mispredicted.value != misprediction.seen):
             other = self._instead(query, key, value, mask, per_head)
             if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)

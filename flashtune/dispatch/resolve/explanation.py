@@ -9,9 +9,8 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
-from flashtune.core.words import counted
 from flashtune.dispatch.launch import kernels
-from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.misprediction import Misprediction
 from flashtune.dispatch.policy import Choice, Kind, Refusal
 
 
@@ -29,8 +28,8 @@ class Explanation:
     the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
 
     `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
-    like this one so far, `misled_programs` counts mispredicting programs and `went_over` switches to the fallback kernel; `twin_serves` is
-    True where that serves the next one.
+    like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
+    the fallback kernel serves until the process ends.
     """
 
     kind: Kind
@@ -54,18 +53,13 @@ class Explanation:
     went_over: int = 0
     twin_serves: bool = False
 
-    def remembering(self, plan: KernelPlan) -> "Explanation":
-        """Copy with the misprediction state of the plan that serves such calls."""
-        state = plan.misprediction
+    def remembering(self, state: Misprediction | None) -> "Explanation":
+        """Copy with the counts of such calls and their latch."""
         if state is None:
             return self
-        reason = self.reason
-        if state.times:
-            place = "now that serves" if state.away else "now it serves again"
-            reason += (
-                f"; its softmax was mispredicted, so that calls switched to its fallback kernel {counted(state.times, 'time')}; {place}"
-            )
-        return replace(self, reason=reason, misled_programs=state.word.value, went_over=state.times, twin_serves=state.away)
+        reason = self.reason + "; its softmax was mispredicted, so that its fallback kernel serves" * state.latched
+        programs = state.mispredicted.value
+        return replace(self, reason=reason, misled_programs=programs, went_over=int(state.latched), twin_serves=state.latched)
 
 
 def explained(
