@@ -5,9 +5,9 @@ memory, from registers, in an order that no two launches share: its last bits va
 
 Compiled in: bwd-bf16-d128-causal
 Template: flash_bwd_hopper
-Variant: 1d6cb24476dfa6dd
-Config: BLOCK_M=64 BLOCK_N=128 column_unit=32 divided_queries=True dq_sums=registers exp_early=False exp_poly=False held=none num_stages=2
-persistent=False section=4 wait_early=False
+Variant: ea810253e435cfcb
+Config: BLOCK_M=64 BLOCK_N=128 divided_queries=True dq_sums=registers exp_poly=False held=none num_stages=2 persistent=False section=4
+wait_early=False
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -576,10 +576,8 @@ KERNEL = {
     "config": {
         "BLOCK_M": 64,
         "BLOCK_N": 128,
-        "column_unit": 32,
         "divided_queries": True,
         "dq_sums": "registers",
-        "exp_early": False,
         "exp_poly": False,
         "held": "none",
         "num_stages": 2,

@@ -12,6 +12,18 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def factors(row_max, scale):
+    """Factors that bring scores of rows with these maxima to units of log 2: `scale`, or from 2^27 on the next power of two.
+
+    There a product's rounding is more than exp2 can hold, except by a power of two, and the softmax picks the largest score either way:
+    where an earlier block has it, the factors of this one don't matter.
+    """
+    bits = (tl.cast(scale, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    power = tl.cast(bits, tl.float32, bitcast=True)
+    return tl.where(tl.abs(row_max) >= 134217728.0, power, scale)
+
+
 @triton.jit(
     do_not_specialize=[
         "heads",
@@ -90,9 +102,11 @@ def attention_forward(
         k_ptrs = k_ptr + tl.cast(start_n, tl.int64) * stride_kn + k_offsets  # [BLOCK_N, BLOCK_D]
         k_tile = tl.load(k_ptrs)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
+        block_max = tl.max(scores, 1)  # [BLOCK_M]
+        factor = factors(block_max * score_scale, score_scale)  # [BLOCK_M]
+        new_max = tl.maximum(row_max, block_max * factor)  # [BLOCK_M]
         rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]
-        probs = tl.exp2(scores * score_scale - new_max[:, None])  # [BLOCK_M, BLOCK_N]
+        probs = tl.exp2(scores * factor[:, None] - new_max[:, None])  # [BLOCK_M, BLOCK_N]
         row_max = new_max  # [BLOCK_M]
         row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
         acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
@@ -107,9 +121,11 @@ def attention_forward(
         k_tile = tl.load(k_ptrs, mask=(columns < n_kv)[:, None], other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, k_tile.T)  # [BLOCK_M, BLOCK_N]
         scores = tl.where(columns[None, :] < n_kv, scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)  # [BLOCK_M]
+        block_max = tl.max(scores, 1)  # [BLOCK_M]
+        factor = factors(block_max * score_scale, score_scale)  # [BLOCK_M]
+        new_max = tl.maximum(row_max, block_max * factor)  # [BLOCK_M]
         rescale = tl.exp2(row_max - new_max)  # [BLOCK_M]
-        probs = tl.exp2(scores * score_scale - new_max[:, None])  # [BLOCK_M, BLOCK_N]
+        probs = tl.exp2(scores * factor[:, None] - new_max[:, None])  # [BLOCK_M, BLOCK_N]
         row_max = new_max  # [BLOCK_M]
         row_sum = row_sum * rescale + tl.sum(probs, 1)  # [BLOCK_M]
         acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
@@ -117,6 +133,8 @@ def attention_forward(
         v_tile = tl.load(v_ptrs, mask=(columns < n_kv)[:, None], other=0.0)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc)  # [BLOCK_M, BLOCK_DV]
 
+    # In the units of all other scores again.
+    row_max = tl.where(tl.abs(row_max) >= 134217728.0, row_max / factors(row_max, score_scale) * score_scale, row_max)  # [BLOCK_M]
     # A row that saw no key has the sum 0 and the maximum -inf: its output is 0 and its LSE -inf.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # [BLOCK_M]
     result = acc * (1.0 / row_sum)[:, None]  # [BLOCK_M, BLOCK_DV]

@@ -6,9 +6,9 @@ The scores of one block are under way while the block before it meets its values
 
 Compiled in: fwd-bf16-d256
 Template: flash_fwd_hopper
-Variant: cde18809d05d5af9
-Config: BLOCK_M=128 BLOCK_N=64 column_unit=32 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed packed_heads=1
-pingpong=False rescale=grown section=1 smem_columns=padded tiles=loop v_columns=padded
+Variant: b74587875cac5444
+Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=fixed packed_heads=1 pingpong=False
+rescale=grown section=1 tiles=loop v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -49,6 +49,8 @@ MASK_BITS_LAYOUT = gl.constexpr(
     )
 )
 LN_2 = gl.constexpr(0.6931471805599453)
+# From here on exponents are exact by a power of two alone: see `factors`.
+HUGE = gl.constexpr(134217728.0)
 RESCALE_THRESHOLD = gl.constexpr(2.0)
 
 
@@ -319,15 +321,39 @@ def quarter_sums(probs):
 
 
 @gluon.jit
+def next_power(scale):
+    """The least power of two that isn't below `scale`."""
+    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def factors(row_max, scale):
+    """Factors that bring scores of rows with these maxima to units of log 2: `scale`, or from HUGE on `next_power` of it.
+
+    There a product's rounding is more than exp2 can hold, except by a power of two, and the softmax picks the largest score either way:
+    where an earlier block has it, the factors of this one don't matter.
+    """
+    return gl.where(gl.abs(row_max) >= HUGE, next_power(scale), scale)
+
+
+@gluon.jit
+def finished_max(row_max, scale):
+    """Maxima of rows in units of log 2, huge ones, too."""
+    return gl.where(gl.abs(row_max) >= HUGE, row_max / next_power(scale) * scale, row_max)
+
+
+@gluon.jit
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    new_max = gl.maximum(row_max, peak * factor)  # [ROWS]
     shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = gl.exp2(row_max - shift)  # [ROWS]
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -369,7 +395,9 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
     Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
     idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
     """
-    block_max = gl.max(scores, 1) * scale  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    block_max = peak * factor  # [ROWS]
     new_max = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)  # [ROWS]
     shift = new_max
     if GUARD:
@@ -377,7 +405,7 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     growth = shift - row_max  # [ROWS], infinite where a row sees its first key
     grown = vote_grown(growth, W)
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), growth, grown, new_max
 
 
@@ -462,10 +490,11 @@ def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.
 
 
 @gluon.jit
-def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
+def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, params):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
+    row_max = finished_max(row_max, params.scale)
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     left, right = gl.split(acc.to(DTYPE).reshape([ROWS, 2, BLOCK_DV // 2]).permute((0, 2, 1)))
@@ -500,7 +529,7 @@ def compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, p
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     tma.store_wait(0)
-    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
     return block
 
 
@@ -605,7 +634,6 @@ KERNEL = {
     "config": {
         "BLOCK_M": 128,
         "BLOCK_N": 64,
-        "column_unit": 32,
         "ctas_per_sm": 1,
         "intra_wg_overlap": 1,
         "maximum": "running",
@@ -615,7 +643,6 @@ KERNEL = {
         "pingpong": False,
         "rescale": "grown",
         "section": 1,
-        "smem_columns": "padded",
         "tiles": "loop",
         "v_columns": "padded",
     },

@@ -6,9 +6,9 @@ The scores of one block are under way while the block before it meets its values
 
 Compiled in: fwd-bf16-d256-causal
 Template: flash_fwd_hopper
-Variant: 1b6b0250a2934743
-Config: BLOCK_M=128 BLOCK_N=64 column_unit=32 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=drawn packed_heads=1
-pingpong=False rescale=outgrown section=8 smem_columns=padded tiles=loop v_columns=padded
+Variant: 9514dc0fe2b6f20d
+Config: BLOCK_M=128 BLOCK_N=64 ctas_per_sm=1 intra_wg_overlap=1 maximum=running num_stages=2 order=drawn packed_heads=1 pingpong=False
+rescale=outgrown section=8 tiles=loop v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -51,6 +51,8 @@ MASK_BITS_LAYOUT = gl.constexpr(
 )
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
+# From here on exponents are exact by a power of two alone: see `factors`.
+HUGE = gl.constexpr(134217728.0)
 
 
 class Divisor(NamedTuple):
@@ -361,15 +363,39 @@ def quarter_sums(probs):
 
 
 @gluon.jit
+def next_power(scale):
+    """The least power of two that isn't below `scale`."""
+    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def factors(row_max, scale):
+    """Factors that bring scores of rows with these maxima to units of log 2: `scale`, or from HUGE on `next_power` of it.
+
+    There a product's rounding is more than exp2 can hold, except by a power of two, and the softmax picks the largest score either way:
+    where an earlier block has it, the factors of this one don't matter.
+    """
+    return gl.where(gl.abs(row_max) >= HUGE, next_power(scale), scale)
+
+
+@gluon.jit
+def finished_max(row_max, scale):
+    """Maxima of rows in units of log 2, huge ones, too."""
+    return gl.where(gl.abs(row_max) >= HUGE, row_max / next_power(scale) * scale, row_max)
+
+
+@gluon.jit
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    new_max = gl.maximum(row_max, peak * factor)  # [ROWS]
     shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = gl.exp2(row_max - shift)  # [ROWS]
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -388,8 +414,9 @@ def read_answer(W: gl.constexpr):
 
 
 @gluon.jit
-def vote_outweighed(local_max, row_sum, row_max, W: gl.constexpr, GUARD: gl.constexpr):
-    """Whether a score of this warp's rows, at most `local_max` above its row's maximum, is far heavier than all its thread met of the row.
+def vote_outweighed(local_max, row_sum, row_max, W: gl.constexpr):
+    """Whether a score of this warp's rows, at most `local_max` above its row's maximum, is far heavier than all its thread met of the row, or
+    a row has no maximum yet or a huge one.
 
     Each warp asks and answers by itself, without a barrier.
     """
@@ -407,19 +434,18 @@ def vote_outweighed(local_max, row_sum, row_max, W: gl.constexpr, GUARD: gl.cons
         min.ftz.f32 bound, bound, 0f46000000;
         setp.gtu.f32 lower, weight, bound;
         or.pred upper, upper, lower;
-    """
-    unseen: gl.constexpr = """
-        setp.eq.f32 lower, $6, 0fFF800000;
+        abs.ftz.f32 weight, $6;
+        setp.ge.f32 lower, weight, 0f4D000000;
         or.pred upper, upper, lower;
-        setp.eq.f32 lower, $7, 0fFF800000;
+        abs.ftz.f32 weight, $7;
+        setp.ge.f32 lower, weight, 0f4D000000;
         or.pred upper, upper, lower;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
     """
-    vote: gl.constexpr = f"mov.b32 $0, 0; mov.b32 $1, 0; vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
-    if GUARD:
-        given = [local_max, row_sum, gl.convert_layout(row_max, gl.SliceLayout(1, row_sum.type.layout))[:, None]]
-        gl.inline_asm_elementwise(compare + unseen + vote, "=r,=r,f,f,f,f,f,f", given, dtype=gl.int32, is_pure=False, pack=2)
-    else:
-        gl.inline_asm_elementwise(compare + vote, "=r,=r,f,f,f,f", [local_max, row_sum], dtype=gl.int32, is_pure=False, pack=2)
+    vote: gl.constexpr = compare + f"vote.sync.any.pred answer{W}" + ", upper, 0xffffffff; }"
+    given = [local_max, row_sum, gl.convert_layout(row_max, gl.SliceLayout(1, row_sum.type.layout))[:, None]]
+    gl.inline_asm_elementwise(vote, "=r,=r,f,f,f,f,f,f", given, dtype=gl.int32, is_pure=False, pack=2)
     return read_answer(W)
 
 
@@ -451,34 +477,33 @@ def thread_max(exponents, row_sum):
 
 
 @gluon.jit
-def lazy_softmax(scores, row_max, row_sum, scale, W: gl.constexpr, GUARD: gl.constexpr):
+def lazy_softmax(scores, row_max, row_sum, scale, W: gl.constexpr):
     """One block of the online softmax in base 2, whose maxima stay as they are until a score outweighs all before it (`vote_outweighed`).
 
     Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima.
     """
-    shift = row_max
-    if GUARD:
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-    exponents = scores * scale - shift[:, None]  # [ROWS, BLOCK_N]
+    # Without a maximum (-inf), or with a huge one, exponents are products with a power of two at first, which lose nothing.
+    fresh = gl.abs(row_max) >= HUGE
+    shift = gl.where(fresh, 0.0, row_max)
+    factor = factors(row_max, scale)  # [ROWS]
+    exponents = scores * factor[:, None] - shift[:, None]  # [ROWS, BLOCK_N]
     local_max = thread_max(exponents, row_sum)
     growth = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-    grown = vote_outweighed(local_max, row_sum, row_max, W, GUARD)
+    grown = vote_outweighed(local_max, row_sum, row_max, W)
     if grown != 0:
-        if GUARD:
-            peak = gl.max(exponents, 1)  # [ROWS]
-            growth = gl.maximum(peak, 0.0)
-            rise = growth
-            unseen = row_max == float("-inf")
-            # Nothing was added up yet that would have to follow.
-            growth = gl.where(unseen, 0.0, growth)
-            rise = gl.where(unseen, gl.where(peak == float("-inf"), 0.0, peak), rise)
-            row_max = gl.where(unseen & (peak == float("-inf")), row_max, shift + rise)
-        else:
-            growth = gl.maximum(gl.convert_layout(gl.max(local_max, 1), ROW_LAYOUT), 0.0)  # [ROWS]
-            rise = growth
-            row_max += rise
-        exponents -= rise[:, None]
+        peak = gl.max(exponents, 1)  # [ROWS]
+        ratio = scale / next_power(scale)
+        unit = gl.where(fresh & (gl.abs(peak * ratio) < HUGE), ratio, 1.0)
+        peak_max = peak * unit + shift  # [ROWS]
+        # A maximum that became huge by a sum isn't exact: the next one near it, which is, takes its place.
+        near = fresh & (gl.abs(peak_max - row_max) < gl.abs(row_max) * 1e-6)
+        new_max = gl.where(near, peak_max, gl.maximum(row_max, peak_max))
+        # Where a row has seen no key, nothing was added up yet that would have to follow.
+        growth = gl.where(near | (row_max == float("-inf")), 0.0, new_max - row_max)
+        enlarged = (gl.abs(row_max) < HUGE) & (new_max >= HUGE)
+        rise = gl.where(enlarged, peak, gl.where(new_max == float("-inf"), 0.0, new_max - shift))
+        exponents = exponents * unit[:, None] - rise[:, None]
+        row_max = gl.where(enlarged, new_max / ratio, new_max)
     probs = gl.exp2(exponents)  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), growth, grown, row_max
 
@@ -542,7 +567,7 @@ def attend(block, q_tile, acc, state, coord, column, unmasked, smem, sizes, para
     release(smem.k, block)
     scores = modify_scores(scores, coord, column, unmasked, sizes, params)
     row_sum = state.row_sum
-    probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, row_sum, params.scale, W, not SETTLED)
+    probs, part, growth, grown, row_max = lazy_softmax(scores, state.row_max, row_sum, params.scale, W)
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     p_tile = pack(probs)
@@ -564,8 +589,9 @@ def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = n >= blocks.end - blocks.unmasked_end
         acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
+    row_max = state.row_max
     # Rows that see no key at all.
-    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
+    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     state = SoftmaxState(state.p_tile, row_max, state.row_sum)
     # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
     q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
@@ -577,10 +603,11 @@ def mainloop(block, slot, acc, state, coord, blocks, smem, sizes, params, W: gl.
 
 
 @gluon.jit
-def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
+def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, params):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
+    row_max = finished_max(row_max, params.scale)
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     left, right = gl.split(acc.to(DTYPE).reshape([ROWS, 2, BLOCK_DV // 2]).permute((0, 2, 1)))
@@ -629,7 +656,7 @@ def compute_tile(iteration, work_index, block, out_desc, lse_ptr, smem, sizes, p
     acc = warpgroup_mma_wait(0, deps=[product])
     release(smem.v, block - 1)
     tma.store_wait(0)
-    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+    epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
     return block
 
 
@@ -745,7 +772,6 @@ KERNEL = {
     "config": {
         "BLOCK_M": 128,
         "BLOCK_N": 64,
-        "column_unit": 32,
         "ctas_per_sm": 1,
         "intra_wg_overlap": 1,
         "maximum": "running",
@@ -755,7 +781,6 @@ KERNEL = {
         "pingpong": False,
         "rescale": "outgrown",
         "section": 8,
-        "smem_columns": "padded",
         "tiles": "loop",
         "v_columns": "padded",
     },

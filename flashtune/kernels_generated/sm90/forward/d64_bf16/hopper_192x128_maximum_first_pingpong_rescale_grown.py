@@ -6,9 +6,9 @@ The scores of one block are under way while the block before it meets its values
 
 Compiled in: fwd-bf16-d64
 Template: flash_fwd_hopper
-Variant: 60b45e19fdb729de
-Config: BLOCK_M=192 BLOCK_N=128 column_unit=32 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=3 order=fixed packed_heads=1
-pingpong=True rescale=grown section=1 smem_columns=padded tiles=chained v_columns=padded
+Variant: 8dc240e9090818c9
+Config: BLOCK_M=192 BLOCK_N=128 ctas_per_sm=1 intra_wg_overlap=1 maximum=first num_stages=3 order=fixed packed_heads=1 pingpong=True
+rescale=grown section=1 tiles=chained v_columns=padded
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -50,6 +50,8 @@ MASK_BITS_LAYOUT = gl.constexpr(
 )
 WORK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 LN_2 = gl.constexpr(0.6931471805599453)
+# From here on exponents are exact by a power of two alone: see `factors`.
+HUGE = gl.constexpr(134217728.0)
 RESCALE_THRESHOLD = gl.constexpr(2.0)
 
 
@@ -105,8 +107,8 @@ class Pipeline(NamedTuple):
 
 
 class Redo(NamedTuple):
-    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where misled programs are counted:
-    in the GPU's memory, and for the host in its own."""
+    """The tile that each warpgroup missed, the barrier at which they end a pass over their tiles, and where launches and misled
+    programs are counted: in the GPU's memory, and for the host in its own."""
 
     missed: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
@@ -247,8 +249,35 @@ def check_overflow(row_sum, work_index, missed, passes, tiles, W: gl.constexpr):
 
 
 @gluon.jit
+def count_launch(redo):
+    """Counts the launch, in the high half of a 64-bit word, and tells the host how it stood before, one of the last eight launches, and
+    how it stands now. In the first program alone, where it begins: waiting for the count costs nothing beside the first copies."""
+    count: gl.constexpr = """
+    {
+        .reg .pred first;
+        .reg .b32 number;
+        .reg .b64 word, place;
+        mov.u32 number, %tid.x;
+        setp.eq.u32 first, number, 0;
+        mov.u32 number, %ctaid.x;
+        setp.eq.and.u32 first, number, 0, first;
+        @first atom.relaxed.gpu.global.add.u64 word, [$1], 0x100000000;
+        shr.u64 place, word, 29;
+        and.b64 place, place, 56;
+        add.u64 place, place, $2;
+        @first st.relaxed.sys.global.u64 [place+8], word;
+        add.u64 word, word, 0x100000000;
+        @first st.relaxed.sys.global.u64 [$2], word;
+        mov.b32 $0, 0;
+    }
+    """
+    where = [redo.misled_ptr.to(gl.int64), redo.host_misled_ptr.to(gl.int64)]
+    gl.inline_asm_elementwise(count, "=r,l,l", where, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def report_misled(redo, missed):
-    """Counts this program, and tells the host how many there were so far, where it was misled about its scores.
+    """Counts this program, in the low half of the word, and tells the host how it stands, where it was misled about its scores.
 
     That is where a tile was missed, or where the first warp, which speaks for all, raised its maxima in more than half of the blocks: then
     maxima that are looked for in every block cost less.
@@ -259,12 +288,13 @@ def report_misled(redo, missed):
     {
         .reg .pred first;
         .reg .b32 number;
+        .reg .b64 word;
         mov.u32 number, %tid.x;
         setp.eq.u32 first, number, 0;
         setp.ne.and.b32 first, $3, 0, first;
-        @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
-        @first add.u32 number, number, 1;
-        @first st.relaxed.sys.global.u32 [$2], number;
+        @first atom.relaxed.gpu.global.add.u64 word, [$1], 1;
+        @first add.u64 word, word, 1;
+        @first st.relaxed.sys.global.u64 [$2], word;
         mov.b32 $0, 0;
     }
     """
@@ -422,15 +452,39 @@ def quarter_sums(probs):
 
 
 @gluon.jit
+def next_power(scale):
+    """The least power of two that isn't below `scale`."""
+    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def factors(row_max, scale):
+    """Factors that bring scores of rows with these maxima to units of log 2: `scale`, or from HUGE on `next_power` of it.
+
+    There a product's rounding is more than exp2 can hold, except by a power of two, and the softmax picks the largest score either way:
+    where an earlier block has it, the factors of this one don't matter.
+    """
+    return gl.where(gl.abs(row_max) >= HUGE, next_power(scale), scale)
+
+
+@gluon.jit
+def finished_max(row_max, scale):
+    """Maxima of rows in units of log 2, huge ones, too."""
+    return gl.where(gl.abs(row_max) >= HUGE, row_max / next_power(scale) * scale, row_max)
+
+
+@gluon.jit
 def online_softmax(scores, row_max, row_sum, scale, GUARD: gl.constexpr):
     """One block of the online softmax in base 2: its probs, the factor for what came before, the new maximum and sum."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    new_max = gl.maximum(row_max, peak * factor)  # [ROWS]
     shift = new_max
     if GUARD:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = gl.exp2(row_max - shift)  # [ROWS]
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + quarter_sums(probs)
     return probs, rescale, new_max, row_sum
 
@@ -550,6 +604,13 @@ def vote_overflowed(row_sum, W: gl.constexpr):
 
 
 @gluon.jit
+def unless_huge(row_max):
+    """Maxima that can settle, and no number for those to which exponents aren't exact (`factors`): it leaves a row no sum, and the tile is
+    computed once more with running maxima."""
+    return gl.where((gl.abs(row_max) >= HUGE / 2) & (row_max != float("-inf")), float("nan"), row_max)
+
+
+@gluon.jit
 def settled_softmax(scores, row_max, scale, W: gl.constexpr):
     """One block of the softmax relative to maxima that stay as they are: its probs, their sums, and the maxima."""
     probs = gl.exp2(scores * scale - row_max[:, None])  # [ROWS, BLOCK_N]
@@ -592,7 +653,9 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
     Returns its probs, their sums, by how much maxima grew, whether one of this warp did, and the maxima. The threshold is FlashAttention-4's
     idea, for which 2^8 is enough; a smaller one keeps keys that take most of a row at weights that are rounded little or not at all.
     """
-    block_max = gl.max(scores, 1) * scale  # [ROWS]
+    peak = gl.max(scores, 1)  # [ROWS]
+    factor = factors(peak * scale, scale)  # [ROWS]
+    block_max = peak * factor  # [ROWS]
     new_max = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)  # [ROWS]
     shift = new_max
     if GUARD:
@@ -600,7 +663,7 @@ def lazy_softmax(scores, row_max, scale, W: gl.constexpr, GUARD: gl.constexpr):
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     growth = shift - row_max  # [ROWS], infinite where a row sees its first key
     grown = vote_grown(growth, W)
-    probs = gl.exp2(scores * scale - shift[:, None])  # [ROWS, BLOCK_N]
+    probs = gl.exp2(scores * factor[:, None] - shift[:, None])  # [ROWS, BLOCK_N]
     return probs, quarter_sums(probs), growth, grown, new_max
 
 
@@ -731,8 +794,9 @@ def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, para
         column = (blocks.end - 1 - n) * BLOCK_N
         unmasked = True
         acc, state = attend(block + n, q_tile, acc, state, coord, column, unmasked, smem, sizes, params, W, False)
+    row_max = gl.where(settled < number, unless_huge(state.row_max), state.row_max)
     # Rows that see no key at all.
-    row_max = gl.where(state.row_max == float("-inf"), 0.0, state.row_max)
+    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     state = SoftmaxState(state.p_tile, row_max, state.row_sum)
     # A number that the compiler can't know to be the same, or ptxas 12.8 takes addresses from the loop above even where that was skipped.
     q_tile = smem.q.smem.index(gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1))
@@ -744,10 +808,11 @@ def mainloop(block, slot, settling, acc, state, coord, blocks, smem, sizes, para
 
 
 @gluon.jit
-def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes):
+def epilogue(acc, row_max, row_sum, out_tile, out_desc, lse_ptr, coord, sizes, params):
     """Divides by the sums and writes a tile of the output (TMA leaves out rows past the end) and its log-sum-exp."""
     batch, head, row = coord
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)  # [ROWS]
+    row_max = finished_max(row_max, params.scale)
     inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)  # [ROWS]
     acc = acc * gl.convert_layout(inverse, OUT_ROW_LAYOUT)[:, None]  # [ROWS, BLOCK_DV]
     out_tile.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
@@ -767,6 +832,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
     declare_answer(W)
     if W == 0:
         declare_raised()
+        count_launch(smem.redo)
     tiles = sizes.m_tiles * sizes.batches * sizes.heads
     iteration = gl.to_tensor(0)
     # The tile that this warpgroup missed; the program's tiles are the first pass, each that some warpgroup missed is one more.
@@ -808,7 +874,7 @@ def consumer(out_desc, lse_ptr, smem, sizes, params, W: gl.constexpr):
             tma.store_wait(0)
             writes, missed = check_overflow(state.row_sum, work_index, missed, passes, tiles, W)
             if writes:
-                epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes)
+                epilogue(acc, state.row_max, state.row_sum, smem.out.index(W), out_desc, lse_ptr, coord, sizes, params)
             state = next_state
             work_index = next_index
             iteration += 1
@@ -913,7 +979,6 @@ KERNEL = {
     "config": {
         "BLOCK_M": 192,
         "BLOCK_N": 128,
-        "column_unit": 32,
         "ctas_per_sm": 1,
         "intra_wg_overlap": 1,
         "maximum": "first",
@@ -923,7 +988,6 @@ KERNEL = {
         "pingpong": True,
         "rescale": "grown",
         "section": 1,
-        "smem_columns": "padded",
         "tiles": "chained",
         "v_columns": "padded",
     },

@@ -3,11 +3,10 @@
 Two kernels in seven products. A program of `key_gradients` holds a tile of keys and loops over the queries of its whole group that see it;
 a program of `query_gradients` holds a tile of queries and loops over its keys. Nothing is added up in memory.
 
-Compiled in: bwd-bf16-d256-causal
+Compiled in: bwd-bf16-d192-causal
 Template: flash_bwd_hopper_split
-Variant: 712eaa9430d5f1c1
-Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_held_columns=0 DQ_num_stages=2 divided_queries=False held_columns=0
-num_stages=2 section=4
+Variant: 5376375d8f7cc74e
+Config: BLOCK_M=64 BLOCK_N=64 DQ_BLOCK_M=128 DQ_BLOCK_N=64 DQ_num_stages=2 divided_queries=False held_columns=128 num_stages=2
 
 Generated; do not edit. `flashtune generate` writes it anew.
 """
@@ -26,6 +25,11 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 DTYPE = gl.constexpr(gl.bfloat16)
 BLOCK_D = gl.constexpr(256)
 BLOCK_DV = gl.constexpr(256)
+# Tiles lie in memory as chunks of 64 columns, as the widest swizzle has them anyway, without those past the head size.
+CHUNK = gl.constexpr(64)
+D_CHUNKS = gl.constexpr(3)
+DV_CHUNKS = gl.constexpr(3)
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, BLOCK_D.value], DTYPE.value))
 SECTION = gl.constexpr(4)
 # The kernel of dK and dV.
 BLOCK_M = gl.constexpr(64)
@@ -35,10 +39,13 @@ KEY_TILES = gl.constexpr(1)
 STAGES = gl.constexpr(2)
 # Scores have keys as rows, so that they and their gradients leave a product as the left operand of the next.
 SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-DV_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT, k_width=2))
-DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT, k_width=2))
+DK_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DK_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+DV_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DV_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+PROBS_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_0, k_width=2))
+DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_0, k_width=2))
+HELD_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SCORES_LAYOUT, k_width=2))
 KEY_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORES_LAYOUT))
 QUERY_LAYOUT = gl.constexpr(gl.SliceLayout(0, SCORES_LAYOUT))
 PROBS_SHARED = gl.constexpr(gl.NVMMASharedLayout.get_default_for([KEYS.value, BLOCK_M.value], DTYPE.value))
@@ -50,8 +57,9 @@ ROW_TILES = gl.constexpr(2)
 DQ_STAGES = gl.constexpr(2)
 V_STAGES = gl.constexpr(1)
 ROW_SCORES_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-DQ_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-ROW_DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT, k_width=2))
+DQ_LAYOUT_0 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+DQ_LAYOUT_1 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+ROW_DSCORES_LAYOUT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT_0, k_width=2))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, ROW_SCORES_LAYOUT))
 COLUMN_LAYOUT = gl.constexpr(gl.SliceLayout(0, ROW_SCORES_LAYOUT))
 
@@ -193,7 +201,7 @@ def preprocess(
     dout_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_pm + offs_dv.to(tl.int64)[None, :] * stride_pd  # [ROWS, BLOCK_DV]
     dout_ptrs = dout_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv.to(tl.int64)[None, :] * stride_od  # [ROWS, BLOCK_DV]
-    in_tile = in_rows[:, None]
+    in_tile = in_rows[:, None] & (offs_dv < 192)[None, :]
     out_tile = tl.load(out_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK_DV]
     dout_tile = tl.load(dout_ptrs, mask=in_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK_DV]
     delta = tl.sum(out_tile * dout_tile, 1)  # [ROWS]
@@ -205,6 +213,20 @@ def preprocess(
     place = head_index.to(tl.int64) * rows + start
     tl.store(lse_2_ptr + place + tl.arange(0, ROWS), tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
     tl.store(delta_ptr + place + tl.arange(0, ROWS), delta)
+
+
+@gluon.jit
+def load_chunks(desc, corner, full, smem, first, CHUNKS: gl.constexpr):
+    """Starts the copies of a tile's chunks, which fill memory from chunk `first` on."""
+    for c in gl.static_range(CHUNKS):
+        async_load(desc, [corner[0], corner[1], corner[2], c * CHUNK], full, smem.index(first + c))
+
+
+@gluon.jit
+def store_chunks(desc, corner, smem, first, CHUNKS: gl.constexpr):
+    """Starts to write a tile's chunks, which lie in memory from chunk `first` on."""
+    for c in gl.static_range(CHUNKS):
+        async_store(desc, [corner[0], corner[1], corner[2], c * CHUNK], smem.index(first + c))
 
 
 @gluon.jit
@@ -231,13 +253,13 @@ def release(pipeline, number):
 
 
 @gluon.jit
-def load_rows(desc, corner, numbers_desc, place, pipeline, number):
+def load_rows(desc, corner, numbers_desc, place, pipeline, number, CHUNKS: gl.constexpr):
     """Starts the copy of a block of rows and of their numbers as soon as its stage is empty."""
     stages: gl.constexpr = pipeline.full.shape[0]
     stage = number % stages
     mbarrier.wait(pipeline.empty.index(stage), number // stages & 1 ^ 1)
-    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes + numbers_desc.block_type.nbytes)
-    async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    mbarrier.expect(pipeline.full.index(stage), CHUNKS * desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+    load_chunks(desc, corner, pipeline.full.index(stage), pipeline.smem, stage * CHUNKS, CHUNKS)
     async_load(numbers_desc, [place], pipeline.full.index(stage), pipeline.numbers.index(stage))
 
 
@@ -304,16 +326,76 @@ def mask_probs_dq(probs, key, row, sizes):
 
 
 @gluon.jit
-def mainloop_dv(blocks, number, dv, key, smem, sizes, params, MASKED: gl.constexpr):
+def zero_dk():
+    """A sum of nothing for every piece of dk."""
+    return (
+        gl.zeros([KEYS, 128], gl.float32, DK_LAYOUT_0),
+        gl.zeros([KEYS, 64], gl.float32, DK_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def start_dk(dscores, tile, dk):
+    """Starts dk plus a block's product on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    left_0 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(left_0, tile.slice(0, 128, 1), dk[0], is_async=True)
+    left_1 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DK_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(left_1, tile.slice(128, 64, 1), dk[1], is_async=True)
+    return piece_0, piece_1
+
+
+@gluon.jit
+def zero_dv():
+    """A sum of nothing for every piece of dv."""
+    return (
+        gl.zeros([KEYS, 128], gl.float32, DV_LAYOUT_0),
+        gl.zeros([KEYS, 64], gl.float32, DV_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def start_dv(probs, tile, dv):
+    """Starts dv plus a block's product on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    left_0 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(left_0, tile.slice(0, 128, 1), dv[0], is_async=True)
+    left_1 = gl.convert_layout(probs, gl.DotOperandLayout(operand_index=0, parent=DV_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(left_1, tile.slice(128, 64, 1), dv[1], is_async=True)
+    return piece_0, piece_1
+
+
+@gluon.jit
+def zero_dq():
+    """A sum of nothing for every piece of dq."""
+    return (
+        gl.zeros([ROWS, 128], gl.float32, DQ_LAYOUT_0),
+        gl.zeros([ROWS, 64], gl.float32, DQ_LAYOUT_1),
+    )
+
+
+@gluon.jit
+def start_dq(dscores, tile, dq):
+    """Starts dq plus a block's product on the tensor cores, without the columns that only fill the tile up to a power of two."""
+    left_0 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT_0, k_width=2))
+    piece_0 = warpgroup_mma(left_0, tile.slice(0, 128, 1), dq[0], is_async=True)
+    left_1 = gl.convert_layout(dscores, gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT_1, k_width=2))
+    piece_1 = warpgroup_mma(left_1, tile.slice(128, 64, 1), dq[1], is_async=True)
+    return piece_0, piece_1
+
+
+@gluon.jit
+def mainloop_dv(blocks, number, dv, k_held, key, smem, sizes, params, MASKED: gl.constexpr):
     """Blocks blocks[0] .. blocks[1]-1 of one head's queries: their probabilities, which both warpgroups need, and dV."""
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
-        q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
-        dout_tile = smem.dout.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_DV])
-        k_tile = smem.k.index(zero).reshape([KEYS, BLOCK_D])
+        q_tile = smem.q.smem.index(number % STAGES * D_CHUNKS + zero)._reinterpret(DTYPE, [BLOCK_M, BLOCK_D], TILE_LAYOUT)
+        dout_tile = smem.dout.smem.index(number % STAGES * DV_CHUNKS + zero)._reinterpret(DTYPE, [BLOCK_M, BLOCK_DV], TILE_LAYOUT)
+        k_tile = smem.k.index(zero)._reinterpret(DTYPE, [KEYS, BLOCK_D], TILE_LAYOUT)
         wait_full(smem.q, number)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = q_tile.slice(0, 128, 1)
+        scores = warpgroup_mma(k_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = q_tile.slice(128, 64, 1)
+        scores = warpgroup_mma(k_tile.slice(128, 64, 1), piece.permute((1, 0)), scores, is_async=True)  # [KEYS, BLOCK_M]
         lse = smem.q.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         scores = warpgroup_mma_wait(0, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[None, :])  # [KEYS, BLOCK_M]
@@ -326,24 +408,27 @@ def mainloop_dv(blocks, number, dv, key, smem, sizes, params, MASKED: gl.constex
         release(smem.q, number)
         probs = gl.convert_layout(probs.to(DTYPE), PROBS_LAYOUT)
         wait_full(smem.dout, number)
-        dv = warpgroup_mma(probs, dout_tile, dv, is_async=True)  # [KEYS, BLOCK_DV]
-        dv = warpgroup_mma_wait(0, deps=[dv])
+        dv = start_dv(probs, dout_tile, dv)
+        dv = warpgroup_mma_wait(0, deps=[dv[0], dv[1]])
         release(smem.dout, number)
         number += 1
     return number, dv
 
 
 @gluon.jit
-def mainloop_dk(blocks, number, dk, smem, params):
+def mainloop_dk(blocks, number, dk, v_held, smem, params):
     """The same blocks: dK, of the other warpgroup's probabilities."""
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SCORES_LAYOUT)
     for _ in range(blocks[0], blocks[1]):
         zero = opaque_zero()
-        q_tile = smem.q.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_D])
-        dout_tile = smem.dout.smem.index(number % STAGES + zero).reshape([BLOCK_M, BLOCK_DV])
-        v_tile = smem.v.index(zero).reshape([KEYS, BLOCK_DV])
+        q_tile = smem.q.smem.index(number % STAGES * D_CHUNKS + zero)._reinterpret(DTYPE, [BLOCK_M, BLOCK_D], TILE_LAYOUT)
+        dout_tile = smem.dout.smem.index(number % STAGES * DV_CHUNKS + zero)._reinterpret(DTYPE, [BLOCK_M, BLOCK_DV], TILE_LAYOUT)
+        v_tile = smem.v.index(zero)._reinterpret(DTYPE, [KEYS, BLOCK_DV], TILE_LAYOUT)
         wait_full(smem.dout, number)
-        dprobs = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = dout_tile.slice(0, 128, 1)
+        dprobs = warpgroup_mma(v_held, piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+        piece = dout_tile.slice(128, 64, 1)
+        dprobs = warpgroup_mma(v_tile.slice(128, 64, 1), piece.permute((1, 0)), dprobs, is_async=True)  # [KEYS, BLOCK_M]
         delta = smem.dout.numbers.index(number % STAGES).load(QUERY_LAYOUT)  # [BLOCK_M]
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         release(smem.dout, number)
@@ -352,8 +437,8 @@ def mainloop_dk(blocks, number, dk, smem, params):
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)  # [KEYS, BLOCK_M]
         dscores = gl.convert_layout(dscores, DSCORES_LAYOUT)
         wait_full(smem.q, number)
-        dk = warpgroup_mma(dscores, q_tile, dk, is_async=True)  # [KEYS, BLOCK_D]
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = start_dk(dscores, q_tile, dk)
+        dk = warpgroup_mma_wait(0, deps=[dk[0], dk[1]])
         release(smem.q, number)
         number += 1
     return number, dk
@@ -363,19 +448,21 @@ def mainloop_dk(blocks, number, dk, smem, params):
 def value_consumer(dv_desc, smem, sizes, params):
     """The warpgroup that has dV."""
     tile = tile_at(gl.program_id(0), sizes)
-    dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, DV_LAYOUT)
+    dv = zero_dv()
     mbarrier.wait(smem.kv_full.index(0), 0)
+    k_held = smem.k.index(0)._reinterpret(DTYPE, [KEYS, BLOCK_D], TILE_LAYOUT).slice(0, 128, 1).load(HELD_LAYOUT)
     number = gl.to_tensor(0)
     for _ in range(sizes.group):
         blocks = tile.first, tile.unmasked_first
-        number, dv = mainloop_dv(blocks, number, dv, tile.key, smem, sizes, params, True)
+        number, dv = mainloop_dv(blocks, number, dv, k_held, tile.key, smem, sizes, params, True)
         blocks = tile.unmasked_first, tile.unmasked_end
-        number, dv = mainloop_dv(blocks, number, dv, tile.key, smem, sizes, params, False)
+        number, dv = mainloop_dv(blocks, number, dv, k_held, tile.key, smem, sizes, params, False)
     # The gradients leave through the memory of their keys and values, once nobody reads these.
     named_barrier_sync(7, 256)
-    smem.v.index(0).reshape([KEYS, BLOCK_DV]).store(dv.to(DTYPE))
+    smem.v.index(0)._reinterpret(DTYPE, [KEYS, BLOCK_DV], TILE_LAYOUT).slice(0, 128, 1).store(dv[0].to(DTYPE))
+    smem.v.index(0)._reinterpret(DTYPE, [KEYS, BLOCK_DV], TILE_LAYOUT).slice(128, 64, 1).store(dv[1].to(DTYPE))
     fence_async_shared()
-    async_store(dv_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.v.index(0))
+    store_chunks(dv_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.v, 0, DV_CHUNKS)
     tma.store_wait(0)
 
 
@@ -383,15 +470,17 @@ def value_consumer(dv_desc, smem, sizes, params):
 def key_consumer(dk_desc, smem, sizes, params):
     """The warpgroup that has dK."""
     tile = tile_at(gl.program_id(0), sizes)
-    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, DK_LAYOUT)
+    dk = zero_dk()
     mbarrier.wait(smem.kv_full.index(0), 0)
+    v_held = smem.v.index(0)._reinterpret(DTYPE, [KEYS, BLOCK_DV], TILE_LAYOUT).slice(0, 128, 1).load(HELD_LAYOUT)
     number = gl.to_tensor(0)
     for _ in range(sizes.group):
-        number, dk = mainloop_dk((tile.first, tile.end), number, dk, smem, params)
+        number, dk = mainloop_dk((tile.first, tile.end), number, dk, v_held, smem, params)
     named_barrier_sync(7, 256)
-    smem.k.index(0).reshape([KEYS, BLOCK_D]).store((dk * params.scale).to(DTYPE))
+    smem.k.index(0)._reinterpret(DTYPE, [KEYS, BLOCK_D], TILE_LAYOUT).slice(0, 128, 1).store((dk[0] * params.scale).to(DTYPE))
+    smem.k.index(0)._reinterpret(DTYPE, [KEYS, BLOCK_D], TILE_LAYOUT).slice(128, 64, 1).store((dk[1] * params.scale).to(DTYPE))
     fence_async_shared()
-    async_store(dk_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.k.index(0))
+    store_chunks(dk_desc, [tile.batch, tile.kv_head, tile.key, 0], smem.k, 0, D_CHUNKS)
     tma.store_wait(0)
 
 
@@ -401,18 +490,18 @@ def producer(descs, smem, sizes):
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc = descs
     tile = tile_at(gl.program_id(0), sizes)
     kv_full = smem.kv_full.index(0)
-    mbarrier.expect(kv_full, KEY_TILES * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    mbarrier.expect(kv_full, KEY_TILES * (D_CHUNKS * k_desc.block_type.nbytes + DV_CHUNKS * v_desc.block_type.nbytes))
     for w in gl.static_range(KEY_TILES):
-        async_load(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k.index(w))
-        async_load(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v.index(w))
+        load_chunks(k_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.k, w * D_CHUNKS, D_CHUNKS)
+        load_chunks(v_desc, [tile.batch, tile.kv_head, tile.key + w * KEYS, 0], kv_full, smem.v, w * DV_CHUNKS, DV_CHUNKS)
     number = gl.to_tensor(0)
     for member in range(sizes.group):
         head = tile.kv_head * sizes.group + member
         place = (tile.batch * sizes.kv_heads * sizes.group + head) * sizes.m_tiles
         for block in range(tile.first, tile.end):
             corner = [tile.batch, head, block * BLOCK_M, 0]
-            load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number)
-            load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number)
+            load_rows(q_desc, corner, lse_desc, (place + block) * BLOCK_M, smem.q, number, D_CHUNKS)
+            load_rows(dout_desc, corner, delta_desc, (place + block) * BLOCK_M, smem.dout, number, DV_CHUNKS)
             number += 1
 
 
@@ -448,15 +537,15 @@ def key_gradients(
     score_scale,
 ):
     """dK and dV of a tile of keys: splits the program into two consumers and the producer."""
-    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES * D_CHUNKS, 1, 1, BLOCK_M, CHUNK], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES * DV_CHUNKS, 1, 1, BLOCK_M, CHUNK], dout_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout)
     smem = KeyStorage(
         q=Pipeline(q_smem, lse_smem, make_barriers(STAGES, 1), make_barriers(STAGES, 2)),
         dout=Pipeline(dout_smem, delta_smem, make_barriers(STAGES, 1), make_barriers(STAGES, 2)),
-        k=gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, KEYS, BLOCK_D], k_desc.layout),
-        v=gl.allocate_shared_memory(DTYPE, [KEY_TILES, 1, 1, KEYS, BLOCK_DV], v_desc.layout),
+        k=gl.allocate_shared_memory(DTYPE, [KEY_TILES * D_CHUNKS, 1, 1, KEYS, CHUNK], k_desc.layout),
+        v=gl.allocate_shared_memory(DTYPE, [KEY_TILES * DV_CHUNKS, 1, 1, KEYS, CHUNK], v_desc.layout),
         kv_full=make_barriers(1, 1),
         probs=gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, BLOCK_M], PROBS_SHARED),
         probs_full=make_barriers(STAGES, 1),
@@ -504,13 +593,13 @@ def query_tile_at(program, sizes):
 
 
 @gluon.jit
-def load_block(desc, corner, pipeline, number):
+def load_block(desc, corner, pipeline, number, CHUNKS: gl.constexpr):
     """Starts the copy of a block of keys or values as soon as its stage is empty."""
     stages: gl.constexpr = pipeline.full.shape[0]
     stage = number % stages
     mbarrier.wait(pipeline.empty.index(stage), number // stages & 1 ^ 1)
-    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes)
-    async_load(desc, corner, pipeline.full.index(stage), pipeline.smem.index(stage))
+    mbarrier.expect(pipeline.full.index(stage), CHUNKS * desc.block_type.nbytes)
+    load_chunks(desc, corner, pipeline.full.index(stage), pipeline.smem, stage * CHUNKS, CHUNKS)
 
 
 @gluon.jit
@@ -520,15 +609,15 @@ def query_producer(descs, smem, sizes):
     tile = query_tile_at(gl.program_id(0), sizes)
     head = tile.kv_head * sizes.group + tile.member
     q_full = smem.q_full.index(0)
-    mbarrier.expect(q_full, ROW_TILES * (q_desc.block_type.nbytes + dout_desc.block_type.nbytes))
+    mbarrier.expect(q_full, ROW_TILES * (D_CHUNKS * q_desc.block_type.nbytes + DV_CHUNKS * dout_desc.block_type.nbytes))
     for w in gl.static_range(ROW_TILES):
-        async_load(q_desc, [tile.batch, head, tile.row + w * ROWS, 0], q_full, smem.q.index(w))
-        async_load(dout_desc, [tile.batch, head, tile.row + w * ROWS, 0], q_full, smem.dout.index(w))
+        load_chunks(q_desc, [tile.batch, head, tile.row + w * ROWS, 0], q_full, smem.q, w * D_CHUNKS, D_CHUNKS)
+        load_chunks(dout_desc, [tile.batch, head, tile.row + w * ROWS, 0], q_full, smem.dout, w * DV_CHUNKS, DV_CHUNKS)
     number = gl.to_tensor(0)
     for block in range(tile.first, tile.end):
         corner = [tile.batch, tile.kv_head, block * DQ_BLOCK_N, 0]
-        load_block(k_desc, corner, smem.k, number)
-        load_block(v_desc, corner, smem.v, number)
+        load_block(k_desc, corner, smem.k, number, D_CHUNKS)
+        load_block(v_desc, corner, smem.v, number, DV_CHUNKS)
         number += 1
 
 
@@ -550,23 +639,29 @@ def mainloop_dq(
     zeros = gl.zeros([ROWS, DQ_BLOCK_N], gl.float32, ROW_SCORES_LAYOUT)
     for block in range(blocks[0], blocks[1]):
         zero = opaque_zero()
-        k_tile = smem.k.smem.index(number % DQ_STAGES + zero).reshape([DQ_BLOCK_N, BLOCK_D])
-        v_tile = smem.v.smem.index(number % V_STAGES + zero).reshape([DQ_BLOCK_N, BLOCK_DV])
-        q_tile = smem.q.index(W + zero).reshape([ROWS, BLOCK_D])
-        dout_tile = smem.dout.index(W + zero).reshape([ROWS, BLOCK_DV])
+        k_tile = smem.k.smem.index(number % DQ_STAGES * D_CHUNKS + zero)._reinterpret(DTYPE, [DQ_BLOCK_N, BLOCK_D], TILE_LAYOUT)
+        v_tile = smem.v.smem.index(number % V_STAGES * DV_CHUNKS + zero)._reinterpret(DTYPE, [DQ_BLOCK_N, BLOCK_DV], TILE_LAYOUT)
+        q_tile = smem.q.index(W * D_CHUNKS + zero)._reinterpret(DTYPE, [ROWS, BLOCK_D], TILE_LAYOUT)
+        dout_tile = smem.dout.index(W * DV_CHUNKS + zero)._reinterpret(DTYPE, [ROWS, BLOCK_DV], TILE_LAYOUT)
         wait_full(smem.k, number)
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        piece = k_tile.slice(0, 128, 1)
+        scores = warpgroup_mma(q_tile.slice(0, 128, 1), piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        piece = k_tile.slice(128, 64, 1)
+        scores = warpgroup_mma(q_tile.slice(128, 64, 1), piece.permute((1, 0)), scores, is_async=True)  # [ROWS, DQ_BLOCK_N]
         wait_full(smem.v, number)
-        dprobs = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        piece = v_tile.slice(0, 128, 1)
+        dprobs = warpgroup_mma(dout_tile.slice(0, 128, 1), piece.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        piece = v_tile.slice(128, 64, 1)
+        dprobs = warpgroup_mma(dout_tile.slice(128, 64, 1), piece.permute((1, 0)), dprobs, is_async=True)  # [ROWS, DQ_BLOCK_N]
+        scores = warpgroup_mma_wait(2, deps=[scores])
         probs = gl.exp2(scores * params.score_scale - lse[:, None])  # [ROWS, DQ_BLOCK_N]
         if MASKED:
             probs = mask_probs_dq(probs, block * DQ_BLOCK_N, row, sizes)
         dprobs = warpgroup_mma_wait(0, deps=[dprobs])
         release(smem.v, number)
         dscores = (probs * (dprobs - delta[:, None])).to(DTYPE)  # [ROWS, DQ_BLOCK_N]
-        dq = warpgroup_mma(gl.convert_layout(dscores, ROW_DSCORES_LAYOUT), k_tile, dq, is_async=True)  # [ROWS, BLOCK_D]
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        dq = start_dq(gl.convert_layout(dscores, ROW_DSCORES_LAYOUT), k_tile, dq)
+        dq = warpgroup_mma_wait(0, deps=[dq[0], dq[1]])
         release(smem.k, number)
         number += 1
     return number, dq
@@ -582,7 +677,7 @@ def query_consumer(dq_desc, numbers, smem, sizes, params, W: gl.constexpr):
     offs_m = gl.minimum(row + gl.arange(0, ROWS, layout=ROW_LAYOUT), sizes.n_q - 1)  # [ROWS]
     lse = gl.load(numbers.lse_ptr + head_index.to(gl.int64) * numbers.rows + offs_m)  # [ROWS]
     delta = gl.load(numbers.delta_ptr + head_index.to(gl.int64) * numbers.rows + offs_m)  # [ROWS]
-    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, DQ_LAYOUT)
+    dq = zero_dq()
     mbarrier.wait(smem.q_full.index(0), 0)
     number = gl.to_tensor(0)
     blocks = tile.unmasked_first, tile.unmasked_end
@@ -590,9 +685,10 @@ def query_consumer(dq_desc, numbers, smem, sizes, params, W: gl.constexpr):
     blocks = tile.unmasked_end, tile.end
     number, dq = mainloop_dq(blocks, number, dq, lse, delta, row, smem, sizes, params, True, W)
     # dQ leaves through the memory of this warpgroup's own queries.
-    smem.q.index(W).reshape([ROWS, BLOCK_D]).store((dq * params.scale).to(DTYPE))
+    smem.q.index(W * D_CHUNKS)._reinterpret(DTYPE, [ROWS, BLOCK_D], TILE_LAYOUT).slice(0, 128, 1).store((dq[0] * params.scale).to(DTYPE))
+    smem.q.index(W * D_CHUNKS)._reinterpret(DTYPE, [ROWS, BLOCK_D], TILE_LAYOUT).slice(128, 64, 1).store((dq[1] * params.scale).to(DTYPE))
     fence_async_shared()
-    async_store(dq_desc, [tile.batch, tile.kv_head * sizes.group + tile.member, row, 0], smem.q.index(W))
+    store_chunks(dq_desc, [tile.batch, tile.kv_head * sizes.group + tile.member, row, 0], smem.q, W * D_CHUNKS, D_CHUNKS)
     tma.store_wait(0)
 
 
@@ -628,11 +724,11 @@ def query_gradients(
     score_scale,
 ):
     """dQ of a tile of queries: splits the program into its consumers and the producer."""
-    k_smem = gl.allocate_shared_memory(DTYPE, [DQ_STAGES, 1, 1, DQ_BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [V_STAGES, 1, 1, DQ_BLOCK_N, BLOCK_DV], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [DQ_STAGES * D_CHUNKS, 1, 1, DQ_BLOCK_N, CHUNK], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [V_STAGES * DV_CHUNKS, 1, 1, DQ_BLOCK_N, CHUNK], v_desc.layout)
     smem = QueryStorage(
-        q=gl.allocate_shared_memory(DTYPE, [ROW_TILES, 1, 1, ROWS, BLOCK_D], q_desc.layout),
-        dout=gl.allocate_shared_memory(DTYPE, [ROW_TILES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout),
+        q=gl.allocate_shared_memory(DTYPE, [ROW_TILES * D_CHUNKS, 1, 1, ROWS, CHUNK], q_desc.layout),
+        dout=gl.allocate_shared_memory(DTYPE, [ROW_TILES * DV_CHUNKS, 1, 1, ROWS, CHUNK], dout_desc.layout),
         q_full=make_barriers(1, 1),
         k=Ring(k_smem, make_barriers(DQ_STAGES, 1), make_barriers(DQ_STAGES, ROW_TILES)),
         v=Ring(v_smem, make_barriers(V_STAGES, 1), make_barriers(V_STAGES, ROW_TILES)),
@@ -657,8 +753,8 @@ KERNEL = {
     "spec": {
         "direction": "bwd",
         "dtype": "bf16",
-        "d": 256,
-        "d_v": 256,
+        "d": 192,
+        "d_v": 192,
         "causal": True,
         "window": False,
         "mask": "none",
@@ -671,11 +767,9 @@ KERNEL = {
         "BLOCK_N": 64,
         "DQ_BLOCK_M": 128,
         "DQ_BLOCK_N": 64,
-        "DQ_held_columns": 0,
         "DQ_num_stages": 2,
         "divided_queries": False,
-        "held_columns": 0,
+        "held_columns": 128,
         "num_stages": 2,
-        "section": 4,
     },
 }
