@@ -73,7 +73,7 @@ def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
     total = _rows_us(problem, target, 2 * padded(problem.d_v) * ITEMSIZE[problem.dtype] + 12, c)
     for prefix, seen in (("", facts), ("DQ_", replace(facts, spills=0))):
         tile = Config.of({name: config[f"{prefix}{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages")})
-        latency, balanced = c.load_latency if tile["num_stages"] == 1 else 0.0, config["section"] != 1
+        latency = c.load_latency if tile["num_stages"] == 1 else 0.0
         total += _gradients_us(
             tile,
             not prefix,
@@ -83,7 +83,7 @@ def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
             c,
             latency=latency,
             overlap=c.overlap_shared,
-            balanced=balanced,
+            balanced=True,
             divisions=1 if prefix else divisions_of(config, problem, target),
         )
     return total
