@@ -382,6 +382,7 @@ class Machine(Scheduler):
             "mask_scores": lambda scores, mask_bits: scores,
             "bits_before": nothing,
             "random_words": nothing,
+            "next_power": lambda scale: scale,
             # Votes on numbers: any answer may come.
             "declare_answer": nothing,
             "vote_outgrown": self._outgrown,

@@ -104,16 +104,16 @@ def test_e4m3_weights_reach_their_product_without_moving(d: int, features: Featu
 @pytest.mark.parametrize(("overlap", "block_n"), [(0, 64), (1, 128)])
 @pytest.mark.parametrize("features", [Features(), CAUSAL, Features(mask="bool"), Features(mask="bool", causal=True)], ids=Features.label)
 def test_a_settled_block_votes_once_and_meets_no_other_barrier_than_a_running_one(features: Features, overlap: int, block_n: int) -> None:
-    code = machine_code(compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, intra_wg_overlap=overlap, maximum="first"))
+    code = machine_code(compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, intra_wg_overlap=overlap, maximum="first", rescale="grown"))
     running, settled = key_loops(code)
     scores, masked = block_n // 2, features.mask == "bool"
-    assert running["VOTE"] == 0
+    assert running["VOTE"] == 1
     assert settled["VOTE"] == (2 if masked else 1)
     assert settled["BAR"] == running["BAR"]
     assert settled["STL"] + settled["LDL"] == running["STL"] + running["LDL"] == 0
-    # A thread holds two rows, each shared by four threads; maxima, if a row outgrew them, or has seen no key yet.
+    # A thread holds two rows, each shared by four threads; maxima, if a row outgrew them, or has seen no key yet, which is also counted.
     assert running["SHFL"] == 4
-    assert settled["SHFL"] == (8 if masked else 4)
+    assert settled["SHFL"] == (12 if masked else 4)
     # One exponential a score, and in the branch a logarithm and an exponential a row at most.
     assert scores < settled["MUFU"] <= scores + 4
     # Probs are rounded before the vote where blocks overlap, and in the branch once more.
@@ -137,12 +137,14 @@ def test_hiding_scores_takes_a_selection_each_and_no_comparison(features: Featur
 @pytest.mark.parametrize("maximum", ["running", "first"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_weights_wait_by_twos_and_reach_their_product_without_moving(dtype: DType, maximum: str) -> None:
-    loops = key_loops(machine_code(compiled(problem(128, CAUSAL, dtype=dtype), **CHAINED, maximum=maximum)))
-    assert len(loops) == (2 if maximum == "running" else 4)
-    for loop in loops:
+    settles = maximum == "first"
+    changes = {"maximum": maximum, "rescale": "grown" if settles else "always"}
+    loops = key_loops(machine_code(compiled(problem(128, CAUSAL, dtype=dtype), **CHAINED, **changes)))
+    assert len(loops) == (4 if settles else 2)
+    for index, loop in enumerate(loops):
         assert loop["PRMT"] == 0
-        # Once more in the branch for rows that outgrew their maxima.
-        assert loop["F2FP"] == 128 // 4 * (2 if loop["VOTE"] else 1)
+        # Of each pair of loops the second has settled maxima, and rounds once more in the branch for rows that outgrew them.
+        assert loop["F2FP"] == 128 // 4 * (2 if settles and index % 2 else 1)
 
 
 @pytest.mark.parametrize("maximum", ["running", "first"])

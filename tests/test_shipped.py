@@ -11,7 +11,6 @@ from flashtune.core.shipped_kernels import PACKAGE, shipped_index
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
-from flashtune.templates.rendering import text_hash
 from flashtune.tuner.publish.winners import variant_for
 
 H200 = find_target("h200")
@@ -62,7 +61,6 @@ def test_rows_and_their_fallbacks_are_of_the_installed_templates_and_inside_the_
         if one is not None:
             variant = variant_for(one)
             assert variant.id == one.outcome.variant_id
-            assert text_hash(family(variant.template), variant) == one.outcome.template_hash
             assert family(variant.template).violated(variant.config, variant.spec, H200) is None
 
 

@@ -28,7 +28,7 @@ CASES: list[tuple[str, Features, DType, dict[str, Any]]] = [
     ("flash_bwd", Features(window=(20, 5), mask="bias", alibi=True, dropout=True, sinks=True), "bf16", {}),
     ("flash_decode", Features(window=(20, 5), sinks=True), "bf16", {"combine": "kernel"}),
     ("flash_decode", Features(softcap=True), "fp8", {"combine": "last", "loads": "tma"}),
-    ("flash_fwd_hopper", Features(causal=True), "bf16", {**PLAIN, **DRAWN, "maximum": "first"}),
+    ("flash_fwd_hopper", Features(causal=True), "bf16", {**PLAIN, **DRAWN, "maximum": "first", "rescale": "grown"}),
     ("flash_fwd_hopper", Features(mask="bool", dropout=True), "bf16", PLAIN),
     ("flash_fwd_hopper", Features(mask="bias"), "fp16", PLAIN),
     ("flash_fwd_hopper", Features(causal=True, alibi=True, sinks=True), "fp8", {**PLAIN, **DRAWN}),
@@ -178,7 +178,7 @@ def test_the_device_provides_multiprocessors_and_zero_counts() -> None:
 
 
 def test_misled_programs_are_counted_in_memory_of_the_device_where_nobody_reads_it() -> None:
-    settling, problem = module_of("flash_fwd_hopper", Features(), "bf16", {"maximum": "first"})
+    settling, problem = module_of("flash_fwd_hopper", Features(), "bf16", {"maximum": "first", "rescale": "grown"})
     running, _ = module_of("flash_fwd_hopper", Features(), "bf16", {"maximum": "running"})
     inputs = make_inputs(problem, device="cpu", seed=0)
     counted, told = provided(settling, inputs.q, inputs.k)["misses"]

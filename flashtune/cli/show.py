@@ -48,7 +48,7 @@ def show(
     flashtune show --db my-model.sqlite --gpu-name h200 --json
     flashtune show --models
     flashtune show --models --gpu-name h200
-    flashtune show --kernel 0dbcca0f766ea749 > kernel.py
+    flashtune show --kernel dcef29cbf240d7c1 > kernel.py
     """
     if list_models:
         given = {"--source": source, "--dtype": filters["dtype"], "--kernel": kernel, "--wide": wide}

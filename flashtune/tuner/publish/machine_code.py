@@ -33,6 +33,11 @@ OUTPUT_ALONE = "output_alone"
 IN_PARTS = "in_parts"
 """Specialisation, tried last, for the gradient of a bias that batches share: few tiles, whose sums are computed in parts."""
 
+ONE_TILE = "one_tile", "one_tile_output_alone"
+"""Specialisations, tried last, of a backward whose programs own whole rows of dQ where one tile holds all keys."""
+
+_FEW_KEYS = 51
+
 _NO_DEBUG = "-suppress-debug-info"
 """Option that leaves line tables and PTX, most of a binary, out of it; instructions are the same."""
 
@@ -119,6 +124,11 @@ def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> It
         if spec.dbias:
             shared = operands["dbias"][:1].expand(operands["dbias"].shape)
             yield IN_PARTS, tuple((operands | {"dbias": shared}).values()), kwargs
+        if getattr(getattr(module.host, "layout", None), "owns", False):
+            arguments, kwargs = _typical_call(module, spec, target, _FEW_KEYS)
+            operands = dict(zip(operands, arguments, strict=True))
+            for name, fewer in zip(ONE_TILE, ({}, {"dlse": None}), strict=True):
+                yield name, tuple((operands | fewer).values()), kwargs
 
 
 def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
