@@ -71,7 +71,7 @@ def attention(
     query (..., Hq, N_q, D), key (..., Hkv, N_kv, D), value (..., Hkv, N_kv, D_v), of two or more dimensions; leading ones
     broadcast. Returns the output (..., Hq, N_q, D_v). A boolean `attn_mask` attends where it is True, a floating one is added to
     the scores; either broadcasts to (..., Hq, N_q, N_kv), and kernels never expand it in memory. torch.nn.attention.bias.CausalBias is
-    causal without a mask. Rows with nothing to attend to give 0; to kernels a bias below -2.3e38 (finfo.min of float32 and bfloat16) is
+    causal without a mask. Rows with nothing to attend to give 0; to kernels a bias below -1.1e38 (finfo.min of float32 and bfloat16) is
     -inf, so that a row with no other gives 0, too, where PyTorch's own operations give the mean of the values.
 
     Beyond PyTorch:
