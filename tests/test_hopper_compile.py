@@ -104,7 +104,9 @@ def test_e4m3_weights_reach_their_product_without_moving(d: int, features: Featu
 @pytest.mark.parametrize(("overlap", "block_n"), [(0, 64), (1, 128)])
 @pytest.mark.parametrize("features", [Features(), CAUSAL, Features(mask="bool"), Features(mask="bool", causal=True)], ids=Features.label)
 def test_a_settled_block_votes_once_and_meets_no_other_barrier_than_a_running_one(features: Features, overlap: int, block_n: int) -> None:
-    code = machine_code(compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, intra_wg_overlap=overlap, maximum="first", rescale="grown"))
+    code = machine_code(
+        compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, intra_wg_overlap=overlap, maximum="first", rescale="grown")
+    )
     running, settled = key_loops(code)
     scores, masked = block_n // 2, features.mask == "bool"
     assert running["VOTE"] == 1

@@ -123,7 +123,7 @@ def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
     database = location or shipped_path()
     found = arrange(servable(Library.of(database).records(passed_over=unservable, bits=BITS, **filters)))
     if not found:
-        wanted = "no record" + (f" of gpu {filters['gpu']}" if filters["gpu"] else "")
+        wanted = "no record" + (f" of gpu {filters.get('gpu')}" if filters.get("gpu") else "")
         raise NoKernelFound(f"{database} holds {wanted} that could be served: search first, or name another database")
     return found
 

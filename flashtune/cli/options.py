@@ -151,7 +151,7 @@ class ProblemOptions:
             "softcap": values.pop("softcap") > 0,
             **{name: values.pop(name) for name in SWITCHES},
         }
-        dtypes = tuple(dict.fromkeys(parse_dtype(name) for text in values.pop("dtype") for name in text.split(",")))
+        dtypes: tuple[DType, ...] = tuple(dict.fromkeys(parse_dtype(name) for text in values.pop("dtype") for name in text.split(",")))
         own = {name: values.pop(name, None) for name in ("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls")}
         names = [*features, *own, "n", "d", "dtype", "bands"]
         given = tuple(f"--{bands if name == 'bands' else name.replace('_', '-')}" for name in names if name in on_line)

@@ -51,12 +51,12 @@ def show(
     flashtune show --kernel dcef29cbf240d7c1 > kernel.py
     """
     if list_models:
-        given = {"--source": source, "--dtype": filters["dtype"], "--kernel": kernel, "--wide": wide}
+        given = {"--source": source, "--dtype": filters.get("dtype"), "--kernel": kernel, "--wide": wide}
         if refused := next((name for name, value in given.items() if value), None):
             raise InputError(f"{refused} was given together with --models, which lists no records: leave one of them out")
-        if location is not None and filters["gpu"] is None:
+        if location is not None and filters.get("gpu") is None:
             raise InputError("--db was given together with --models but without a GPU: name the GPU of its records with --gpu-name")
-        show_models(listed(d=filters["d"], n=filters["n"]), filters["gpu"], location, as_json=as_json)
+        show_models(listed(d=filters.get("d"), n=filters.get("n")), filters.get("gpu"), location, as_json=as_json)
         return
     from flashtune.db.library import Library
     from flashtune.templates import unservable

@@ -48,12 +48,13 @@ class Workload:
 def parse(text: str) -> Workload:
     """The workload that a text such as `forward:1x4096` or `train:8` names; raises InputError for any other text."""
     found = re.fullmatch(r"([a-z]+):(\d{1,7})(?:x(\d{1,7}))?", text.strip())
-    if found is None or found[1] not in KINDS:
+    kind: Kind | None = next((one for one in KINDS if found is not None and one == found[1]), None)
+    if found is None or kind is None:
         raise InputError(f"{text!r} is no workload: write KIND:BATCHxTOKENS with a kind of {', '.join(KINDS)}, as decode:8x4096")
     batch, n = int(found[2]), None if found[3] is None else int(found[3])
     if not 0 < batch <= MOST or (n is not None and not 0 < n <= MOST):
         raise InputError(f"{text!r} has a size outside of 1 to {MOST}: write sizes that the model takes")
-    return Workload(found[1], batch, n)
+    return Workload(kind, batch, n)
 
 
 def lengths(workload: Workload, n: int) -> list[int]:
