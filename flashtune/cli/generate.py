@@ -89,7 +89,7 @@ def generate(
 
 
 Report = tuple[dict[str, list[str]], str, list[str]]
-"""Files by what became of them, for JSON, then words and details for people."""
+"""Written, unchanged and removed files for JSON, then a sentence and details for people."""
 
 
 def _compared(files: dict[str, bytes], places: dict[Path, bytes], folder: Path) -> Report:

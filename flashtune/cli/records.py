@@ -26,7 +26,7 @@ NAMED = 5
 
 
 NARROW = 100
-"""Characters of a terminal that has no room for what is doubtful beside a record's source."""
+"""Width in characters below which a table leaves out the doubts behind a record's source."""
 
 COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
 """Columns of a table; some are left out where no record has a value."""

@@ -243,7 +243,7 @@ def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command:
 
 
 def trace_times() -> None:
-    """With FLASHTUNE_TRACE=1, log the seconds of each problem to standard error, with the milliseconds since the command's start."""
+    """Log of each problem's seconds to standard error where FLASHTUNE_TRACE=1, with the milliseconds since the command's start."""
     if os.environ.get("FLASHTUNE_TRACE") == "1" and not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(relativeCreated)d ms: %(message)s"))

@@ -23,7 +23,7 @@ class Fate(StrEnum):
     CORRECTNESS = "correctness"
     CORRECT = "correct"
     UNCHECKED = "unchecked"
-    """It compiled and a time was predicted, but its numbers are unverified: no interpreter runs its family."""
+    """End of a candidate with a predicted time and unverified numbers: no interpreter runs its family."""
 
     @property
     def timed(self) -> bool:

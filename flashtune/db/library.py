@@ -131,7 +131,7 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
 
     @classmethod
     def over(cls, databases: Sequence[str | Path], *, alone: bool = False) -> Self:
-        """These databases, the topmost first, over those of `default`, or `alone`.
+        """Library of these databases, the topmost first, over those of `default`, or `alone`.
 
         Their measured records go before those of lower layers for the same key, whatever their speedups over PyTorch.
         """

@@ -13,7 +13,7 @@ class Constants(NamedTuple):
     matrix_efficiency: float = 0.9
     """Share of the peak that the matrix units reach at best within a block's products."""
     narrow_efficiency: float = 0.33
-    """That share on Hopper for programs of fewer than four warps, which can't use its warpgroup instructions."""
+    """Share of the peak on Hopper in programs of fewer than four warps, which can't use its warpgroup instructions."""
     vector_ops_per_score: float = 5.5
     """FP32 instructions per score beside the exponential: scale and subtract, row max, row sum, conversion."""
     maxima_ops_per_score: float = 0.75
@@ -38,11 +38,11 @@ class Constants(NamedTuple):
     overlap_alone: float = 0.49
     """Share of the shorter of matrix and softmax work that a plain kernel hides with one warpgroup on the SM."""
     overlap_shared: float = 0.77
-    """That share with several warpgroups on the SM."""
+    """Share of the shorter work hidden with several warpgroups on the SM."""
     overlap_lookahead: float = 0.62
-    """That share where the kernel issues products beside the softmax, with one warpgroup."""
+    """Share of the shorter work hidden where the kernel issues products beside the softmax, with one warpgroup."""
     overlap_lookahead_shared: float = 0.98
-    """That share with several warpgroups."""
+    """Share of the shorter work hidden where the kernel issues products beside the softmax, with several warpgroups."""
     fill: float = 0.5
     """Share of a block's products that a tile loses to begin and end such an overlap, for each step of it."""
     chained_fill: float = 0.7

@@ -24,7 +24,7 @@ class PointerHost:
     def __init__(self, spec: KernelSpec, config: Config) -> None:
         self.spec, self.config = spec, config
         self._described = config.get("loads", "pointer") == "tma"
-        """Whether K and V go through descriptors."""
+        """True if K and V are loaded through descriptors."""
         self.block_d, self.block_dv = padded(spec.d), padded(spec.d_v)
         self.positive_scale = raw_maxima(spec)
 
