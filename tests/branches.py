@@ -43,8 +43,8 @@ def _force(patch: pytest.MonkeyPatch, branch: Branch) -> None:
 
         patch.setattr(api, "why_torch_now", why_torch)
         return
-    ranked, gradient_choice = choosing._ranked, backwards.gradient_choice
-    patch.setattr(choosing, "_ranked", lambda *given, **words: ranked(*given, **{**words, "framework_serves": False}))
+    ranked, gradient_choice = choosing.rank, backwards.gradient_choice
+    patch.setattr(choosing, "rank", lambda *given, **words: ranked(*given, **{**words, "framework_serves": False}))
     patch.setattr(backwards, "gradient_choice", lambda *given, **words: gradient_choice(*given, **{**words, "composite": True}))
 
 

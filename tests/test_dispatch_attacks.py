@@ -25,8 +25,8 @@ from flashtune.core.kernel_archive import Archive, Group, archive_bytes
 from flashtune.core.results import Outcome, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db import records, sqlite_file
-from flashtune.dispatch.policy import Refusal, choices, rank
-from flashtune.dispatch.policy.pool import Pool
+from flashtune.dispatch import choose as choices
+from flashtune.dispatch.choose import Pool, Refusal, rank
 from flashtune.templates import families, family
 from flashtune.templates.family import MOST_REFITTED, ConstraintCache, Family
 

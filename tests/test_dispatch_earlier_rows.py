@@ -19,7 +19,7 @@ from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provena
 from flashtune.core.target import find_target
 from flashtune.db.library import Library
 from flashtune.db.store import Store
-from flashtune.dispatch.policy import Choice, Refusal, choose, rank
+from flashtune.dispatch.choose import Choice, Refusal, choose, rank
 from flashtune.templates import families, family, unservable
 from flashtune.templates.earlier import EARLIER as EARLIER_CONFIGS
 from flashtune.templates.rendering import variant_of

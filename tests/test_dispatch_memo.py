@@ -24,7 +24,8 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import api, policy
+from flashtune.dispatch import api
+from flashtune.dispatch import choose as policy
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.resolve import choosing, layers, memo
 from flashtune.dispatch.resolve.memo import Memo

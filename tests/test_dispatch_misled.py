@@ -18,10 +18,10 @@ from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch.choose import choose
 from flashtune.dispatch.launch import driver, prepared
 from flashtune.dispatch.plans.forward import Fallback, KernelPlan
 from flashtune.dispatch.plans.misprediction import SHARE, WINDOW, Misprediction, Mispredictions
-from flashtune.dispatch.policy import choose
 from flashtune.templates import families
 
 PROGRAMS = 132

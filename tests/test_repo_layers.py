@@ -31,7 +31,7 @@ PLANTED = [
     ("dispatch/launch", "flashtune.dispatch.resolve", "Dispatch is one way through"),
     ("dispatch/resolve/memo.py", "flashtune.dispatch.resolve.choosing", "Plans are resolved one way"),
     ("dispatch/plans/forward.py", "flashtune.dispatch.plans.plan_cache", "Plans rest on the forward's"),
-    ("dispatch/policy/losses.py", "flashtune.dispatch.policy.choices", "The policy is one way through"),
+    ("dispatch/records.py", "flashtune.dispatch.choose", "Dispatch is one way through"),
     ("dispatch/launch/driver.py", "flashtune.dispatch.launch.program", "A launch is one way through"),
     ("tuner/propose", "flashtune.tuner.children.workers", "The tuner is one way through"),
     ("tuner/children", "flashtune.tuner.search.trials", "The tuner is one way through"),

@@ -24,7 +24,7 @@ from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, o
 from flashtune.core.config import Config
 from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.target import Target, find_target
-from flashtune.dispatch.policy.ranking import CAUTION
+from flashtune.dispatch.choose import CAUTION
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
 from flashtune.templates.decode import flash_decode

@@ -34,6 +34,8 @@ OTHER_GPU = 0.5
 """Distance of another GPU of the same architecture."""
 PER_SM_OCTAVE = 1.0
 """Distance of a factor of two in their numbers of SMs, on top of `OTHER_GPU`."""
+OTHER_COLUMNS = 16.0
+"""Distance of backwards of which only one splits its columns: D = 64's lose 12 % at D = 40, and D = 80's 2.5 % (H200)."""
 DECODING = 64.0
 """Distance where only one of the two has at most `DECODE_ROWS` query rows, for which other families are made."""
 
@@ -42,10 +44,21 @@ def distance(a: ProblemKey, b: ProblemKey) -> float:
     """The symmetric distance of two keys: 0 for equal keys, infinite between passes and between architectures."""
     if a.direction != b.direction:
         return math.inf
-    apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + _features(a.features, b.features)
+    apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + features_apart(a.features, b.features)
     apart += DECODING * ((a.n_q <= DECODE_ROWS) != (b.n_q <= DECODE_ROWS))
-    apart += PER_WORK_OCTAVE * octaves(work_of(a), work_of(b))
-    return apart + sum(weight * octaves(getattr(a, name), getattr(b, name)) for name, weight in PER_OCTAVE.items())
+    return apart + sum(abs(mine - theirs) for mine, theirs in zip(coordinates(a), coordinates(b), strict=True))
+
+
+def coordinates(key: ProblemKey) -> tuple[float, ...]:
+    """A key's sizes in units of distance: differences of two keys' add up to the distance of their sizes."""
+    sizes = [weight * math.log2(max(1, getattr(key, name))) for name, weight in PER_OCTAVE.items()]
+    work = PER_WORK_OCTAVE * math.log2(max(1, min(key.n_q * key.bh_bucket, MUCH_WORK)))
+    if key.direction == "fwd":
+        return *sizes, work
+    columns = [(size, 1 << max(4, (size - 1).bit_length())) for size in (key.d, key.d_v)]
+    # Of each head size, padding from a fourth on, which products omit; and tiles too wide for the registers of a warpgroup.
+    split = [OTHER_COLUMNS * (4 * -(-size // 16) * 16 <= 3 * padded) for size, padded in columns]
+    return *sizes, work, *split, OTHER_COLUMNS * (max(padded for _, padded in columns) > 128)
 
 
 def nearest(key: ProblemKey, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
@@ -54,14 +67,14 @@ def nearest(key: ProblemKey, records: Iterable[TuningRecord]) -> list[tuple[floa
     return sorted((pair for pair in found if pair[0] < math.inf), key=lambda pair: pair[0])
 
 
-def work_of(key: ProblemKey) -> int:
-    """The number of query rows in all heads, capped where a GPU is full."""
-    return min(key.n_q * key.bh_bucket, MUCH_WORK)
-
-
 def octaves(a: int, b: int) -> float:
     """The number of doublings between two sizes."""
     return abs(math.log2(max(1, a) / max(1, b)))
+
+
+def sms_apart(a: int, b: int) -> float:
+    """Distance of two GPUs of one architecture by their numbers of SMs."""
+    return OTHER_GPU + PER_SM_OCTAVE * octaves(a, b)
 
 
 def _gpus(a: str, b: str) -> float:
@@ -70,7 +83,7 @@ def _gpus(a: str, b: str) -> float:
     known = targets()
     if a not in known or b not in known or known[a].arch != known[b].arch:
         return math.inf
-    return OTHER_GPU + PER_SM_OCTAVE * octaves(known[a].sms, known[b].sms)
+    return sms_apart(known[a].sms, known[b].sms)
 
 
 def _dtypes(a: str, b: str) -> float:
@@ -80,7 +93,8 @@ def _dtypes(a: str, b: str) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _features(one: str, other: str) -> float:
+def features_apart(one: str, other: str) -> float:
+    """Distance of the features of two keys."""
     apart = 0.0
     a: dict[str, Any] = json.loads(one)
     b: dict[str, Any] = json.loads(other)

@@ -21,8 +21,7 @@ from flashtune.dispatch.plans.dropout_seed import capturing, restorer
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.plan_cache import Plan
 from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.policy import length_buckets
-from flashtune.dispatch.resolve import choosing, recorder
+from flashtune.dispatch.resolve import choosing, length_buckets, recorder
 from flashtune.dispatch.resolve.code import tried
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.inspection import (
@@ -97,7 +96,7 @@ def attention(
         deterministic: gradients are bitwise repeatable, as torch.use_deterministic_algorithms requires of all operations. Kernels that
             accumulate in no fixed order don't serve them then; where PyTorch does, it uses its math backend, with memory for all scores.
 
-    flashtune.dispatch.policy.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and gradients,
+    flashtune.dispatch.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and gradients,
     on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes flash
     attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
     backward record (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows

@@ -15,13 +15,14 @@ def variant(family: Family, spec: KernelSpec, config: Config) -> Variant:
     return Variant(template=family.name, spec=spec, config=config)
 
 
-def may_be_compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> bool:
-    """False only where no machine code of a variant exists for an architecture (Target.arch); the user's cache isn't searched."""
-    if shipped_index(PACKAGE).manifest_of(variant(family, spec, config).id, arch) is not None:
+def compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> bool:
+    """True where machine code of a variant for an architecture (Target.arch) is shipped or in the user's cache; nothing is loaded."""
+    chosen = variant(family, spec, config).id
+    if shipped_index(PACKAGE).manifest_of(chosen, arch) is not None:
         return True
     from flashtune.core import kernel_cache
 
-    return arch.isdigit() and kernel_cache.holds(machine_arch(int(arch)))
+    return arch.isdigit() and kernel_cache.find(chosen, machine_arch(int(arch))) is not None
 
 
 def load(family: Family, chosen: Variant) -> LoadedKernel:

@@ -1,38 +1,28 @@
 """Choice of backward kernels, and the plans that compute gradients."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flashtune.core.config import Variant
 from flashtune.core.launching import operand_names
 from flashtune.core.passes import BACKWARD
-from flashtune.core.problem import FLAGS, Problem
+from flashtune.core.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.calls import CALLS
+from flashtune.dispatch.choose import Choice, Pool, rank
 from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
-from flashtune.dispatch.policy import Choice, Pool, rank
 from flashtune.dispatch.resolve.code import code_of, tried, variant_of
 from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
+from flashtune.dispatch.torch_times import HOST_BACKWARD_US, backward_kind, reads_matrix, scaled_backward_us
 from flashtune.templates import families
-from flashtune.templates.family import Family, blocks_of_head
-
-SHORTEST_BACKWARD_US = 120.0
-"""Shortest backward of PyTorch, in us, that ours replaces: below it the host's time decides, where our training step costs a little more
-(benchmarks/results/2026-11-22-h200-training)."""
-
-TORCH_TILE = 128
-"""Queries and keys of a tile of PyTorch's backward; pairs alone underestimate small causal ones
-(benchmarks/results/2026-11-24-h200-training)."""
-
-TORCH_BESIDE_US = 50.0
-"""Time in us of PyTorch's backward beside its tiles, from 16 random problems of 192 to 1088 rows (the same results)."""
+from flashtune.templates.family import Family
 
 
 def forward_of(call: Call) -> Call:
@@ -59,59 +49,52 @@ def gradient_choice(
 ) -> tuple[Choice | None, str]:
     """Kernel for the backward of `problem` on `target`, or None and the reason for PyTorch.
 
-    `repeatable` requires bitwise repeatable gradients; `composite` is the result of the function of that name. Kernels without measurements
-    on the GPU's architecture serve only where unmeasured ones are allowed, in the interpreter, too; so do those that replace a backward of
-    PyTorch's that is shorter than the host's time for our launches. Where `composite` is True, any kernel that takes the call serves.
+    `repeatable` requires bitwise repeatable gradients; `composite` is the result of the function of that name. A kernel serves where it is
+    expected to take less time than PyTorch, the host's included (`torch_us_of`). Kernels without measurements on the GPU's architecture
+    serve only where unmeasured ones are allowed, in the interpreter, too, or PyTorch has no fused kernel.
     """
     trained = replace(problem, direction="bwd")
     if "bwd" in memo.pinned:
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
-    pool = memo.pool(trained.key(target.slug), target)
-    known = _repeatable(families()) if repeatable else families()
-    choices = _gradient_choices(trained, target, pool, known, framework_serves=not composite, unmeasured=memo.unmeasured)
-    chosen = next(choices)
-    if chosen.family is not None:
-        record = chosen.record
-        # Measured whole training steps of exactly this key include the host's time, so that no estimate is needed.
-        exact = record is not None and record.key == trained.key(target.slug)
-        stepped = exact and record is not None and record.outcome.call_us is not None and record.framework_call_us is not None
-        if record is not None and not composite and not stepped and not memo.unmeasured:
-            expected_us = _torch_us(trained, record, choices)
-            if expected_us < SHORTEST_BACKWARD_US:
-                return None, f"PyTorch takes an estimated {expected_us:.1f} us for it, less than the launches of ours take the host"
+    key = trained.key(target.slug)
+    pool, known = memo.pool(key, target), _repeatable(families()) if repeatable else families()
+    unmeasured = memo.unmeasured or composite
+    chosen = next(measured_gradients(trained, target, pool, known, framework_serves=not composite, unmeasured=unmeasured), None)
+    if chosen is None:
+        with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
+        served = any(family.direction == "bwd" and family.supports(trained.spec(), target) is None for family in known.values())
+        if unmeasured or not served:
+            return None, f"none of our backward kernels takes such calls{with_more}"
+        why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
+        return None, f"{why} (FLASHTUNE_UNMEASURED=1 allows unmeasured ones)"
+    record = chosen.record
+    if record is None or composite or (memo.unmeasured and chosen.family is not None):
         return chosen, ""
-    if chosen.record is not None:
-        return None, chosen.note
-    with_more = f" with {' and '.join(trained.features.asked)}" if trained.features.asked else ""
-    served = any(family.direction == "bwd" and family.supports(trained.spec(), target) is None for family in known.values())
-    if memo.unmeasured or composite or not served:
-        return None, f"none of our backward kernels takes such calls{with_more}"
-    why = f"no backward kernel for such calls{with_more} was measured on GPUs like {target.name}"
-    return None, f"{why} (FLASHTUNE_UNMEASURED=1 allows unmeasured ones)"
+    if record.key == key and (chosen.family is None or (record.outcome.call_us and record.framework_call_us)):
+        # Measured whole training steps include the host's time.
+        return (chosen, "") if chosen.family is not None else (None, chosen.note)
+    torch_us = torch_us_of(trained, pool, key)
+    ours_us = max(HOST_BACKWARD_US, scaled_backward_us(record.median_us, record.problem, trained))
+    if ours_us <= torch_us:
+        return chosen, ""
+    return None, f"PyTorch takes an estimated {torch_us:.1f} us for it, and ours {ours_us:.1f} us, the host's launches included"
 
 
-def _torch_us(trained: Problem, record: TuningRecord, others: Iterator[Choice]) -> float:
-    """Expected time of PyTorch's backward in us, scaled by tiles from the record that serves it, or else from the next one with a time of
-    PyTorch.
+def torch_us_of(trained: Problem, pool: Pool, key: ProblemKey) -> float:
+    """Expected time of PyTorch's backward in us, scaled by tiles from the nearest record of equal features with a time of PyTorch's.
 
-    Kernels with repeatable gradients aren't timed beside PyTorch. Infinite where PyTorch reads a matrix of scores and no such record
-    exists.
+    Without such a time it is infinitely slow where it reads a matrix of all scores, which takes 3 to 100 times as long as ours; else it is
+    taken to be as fast as the nearest record of equal features.
     """
-    references = (one for one in itertools.chain([record], (other.record for other in others)) if one is not None)
-    timed = (one for one in references if one.framework_us is not None and _reads_matrix(one.problem) == _reads_matrix(trained))
-    reference = next(timed, None)
-    if reference is None and _reads_matrix(trained):
+    nearest: TuningRecord | None = None
+    for one in pool.near_or_exact(key):
+        if backward_kind(one.problem) == backward_kind(trained):
+            if one.framework_us is not None:
+                return scaled_backward_us(one.framework_us, one.problem, trained)
+            nearest = nearest or one
+    if reads_matrix(trained):
         return math.inf
-    record = reference or record
-    known_us = record.median_us if record.framework_us is None else record.framework_us
-    beside_us = min(known_us, TORCH_BESIDE_US)
-    return beside_us + (known_us - beside_us) * _tiled(trained) / _tiled(record.problem)
-
-
-def _tiled(problem: Problem) -> int:
-    """Multiplications of a backward in tiles of TORCH_TILE queries and keys, partly visible tiles counted in full."""
-    p = problem
-    return max(1, p.batch * p.heads * blocks_of_head(p.band, p.n_q, p.n_kv, TORCH_TILE, TORCH_TILE) * (p.d + p.d_v))
+    return scaled_backward_us(nearest.median_us, nearest.problem, trained) if nearest is not None else 0.0
 
 
 def usual(problem: Problem) -> Problem:
@@ -119,54 +102,36 @@ def usual(problem: Problem) -> Problem:
     return replace(problem, batch=8, heads=16 * (problem.heads // problem.kv_heads), kv_heads=16, n_q=2048, n_kv=2048)
 
 
-def _gradient_choices(
-    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
+def measured_gradients(
+    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: Any
 ) -> Iterator[Choice]:
-    """The policy's choices without records of other features than those of `problem`, its diagonal aside.
+    """The policy's kernels by records of equal features, or else of some of them where PyTorch would read a matrix of all scores; and
+    PyTorch for a record that it won.
 
-    PyTorch takes up to nine times as long for one feature as for another, so that other records don't say which is faster. A record that
-    also computes further gradients (dbias, dslopes) applies to a call that doesn't request them: ours takes less time without them.
-
-    Where no record has exactly these features and PyTorch would read a matrix of all scores, 3 to 100 times slower than ours, measured
-    records with a subset of the features apply, too (benchmarks/results/2026-11-26-h100-divided).
+    A record that computes further gradients (dbias, dslopes) applies: ours takes less time without them.
     """
     informed = False
-    for choice in rank(problem, target, records, known, **words):
-        if not isinstance(choice, Choice):
-            continue
-        if choice.record is None and not informed and _reads_matrix(problem):
-            informed = True
-            yield from _with_fewer_features(problem, target, records, known)
-        if choice.record is None or _informs(choice.record.problem, problem):
-            informed = informed or choice.record is not None
-            yield choice
-
-
-def _with_fewer_features(
-    problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family]
-) -> Iterator[Choice]:
-    """Choices by measured records whose features are a subset of a problem's."""
-    for choice in rank(problem, target, records, known, framework_serves=False):
-        if isinstance(choice, Choice) and choice.record is not None and choice.record.outcome.source == "measured":
-            theirs, ours = choice.record.problem.features, problem.features
-            mask = theirs.mask in ("none", ours.mask) and (theirs.window is None or ours.window is not None)
-            if mask and all(getattr(ours, name) >= getattr(theirs, name) for name in FLAGS) and set(ours.asked) <= set(theirs.asked):
+    for alike in (True, False):
+        for choice in rank(problem, target, records, known, **words):
+            if isinstance(choice, Choice) and choice.record is not None and _informs(choice.record.problem, problem, alike=alike):
+                informed = True
                 yield choice
+        if informed or not reads_matrix(problem):
+            break
+    if words.get("unmeasured") or not words.get("framework_serves", True):
+        ranked = rank(problem, target, records, known, **words)
+        yield from (one for one in ranked if isinstance(one, Choice) and one.record is None and one.family is not None)
 
 
-def _reads_matrix(problem: Problem) -> bool:
-    """True where PyTorch needs a mask or bias of all scores for a problem."""
-    f = problem.features
-    return f.mask != "none" or f.window is not None or f.alibi or f.sinks
-
-
-def _informs(theirs: Problem, ours: Problem) -> bool:
-    return _kind(theirs) == _kind(ours) and set(ours.features.asked) <= set(theirs.features.asked)
-
-
-def _kind(problem: Problem) -> tuple[object, ...]:
-    f = problem.features
-    return f.window is None, f.mask, *(getattr(f, name) for name in FLAGS)
+def _informs(theirs: Problem, ours: Problem, *, alike: bool) -> bool:
+    """True for a record that has all requested gradients, and the same features or (without `alike`) a subset of these."""
+    a, b = theirs.features, ours.features
+    if not set(b.asked) <= set(a.asked):
+        return False
+    if alike:
+        return backward_kind(theirs) == backward_kind(ours)
+    fewer = a.mask in ("none", b.mask) and (a.window is None or b.window is not None)
+    return fewer and all(getattr(b, name) >= getattr(a, name) for name in FLAGS)
 
 
 def repeatable_requested(deterministic: bool) -> bool:
@@ -192,7 +157,7 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
     writes_all = written[len(BACKWARD.operands) :] == inputs.requested
     if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
         yield None, GradientPlan(call, pinned)
-    for choice in _gradient_choices(problem, target, records, known, framework_serves=False):
+    for choice in measured_gradients(problem, target, records, known, framework_serves=False):
         if choice.family is not None:
             variant = variant_of(choice, choice.family)
             module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)

@@ -1,7 +1,7 @@
 """Plans of a call: the policy's choices in their order, with their kernels, and the reasons against others."""
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,22 +11,19 @@ from torch import Tensor
 from flashtune.core.band import Sides
 from flashtune.core.config import Variant
 from flashtune.core.problem import MAX_HEAD_DIM, Problem
-from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call import Call
+from flashtune.dispatch.choose import Choice, Compiled, Kind, Pool, Refusal, choose, rank, torch_has
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.plans.forward import Fallback, KernelPlan
 from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.policy import Choice, Kind, Pool, Refusal, length_buckets, rank, torch_has
-from flashtune.dispatch.policy.compiled_first import compiled_first
-from flashtune.dispatch.resolve import backwards
+from flashtune.dispatch.resolve import backwards, length_buckets
 from flashtune.dispatch.resolve.code import code_of, variant_of
 from flashtune.dispatch.resolve.explanation import Explanation, described, explained
 from flashtune.dispatch.resolve.inspection import GRADIENTS
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
-from flashtune.templates.family import Family
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask of the caller."""
@@ -123,7 +120,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
     words = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
-    for choice in _ranked(memo, problem, target, records, known, **words):
+    for choice in rank(problem, target, records, known, **words, compiled=compiled_on(target)):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
@@ -178,8 +175,8 @@ def serves_bucket(memo: Memo, call: Call, variant: Variant | None, sides: Sides)
     unmeasured = memo.unmeasured or call.device.type == "cpu"
 
     def chosen(problem: Problem) -> Choice:
-        ranked = _ranked(memo, problem, target, records, known, framework_serves=call.fused_by_torch, unmeasured=unmeasured)
-        return next(choice for choice in ranked if isinstance(choice, Choice))
+        words = {"framework_serves": call.fused_by_torch, "unmeasured": unmeasured}
+        return choose(problem, target, records, known, **words, compiled=compiled_on(target))
 
     choice = length_buckets.choice_of_bucket(call.problem, sides, records, chosen)
     return choice is not None and (None if choice.family is None else variant_of(choice, choice.family)) == variant
@@ -196,7 +193,8 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused, variant_of(chosen, chosen.family))
     pool = memo.pool(problem.key(target.slug), target)
-    for choice in _ranked(memo, problem, target, pool, families(), framework_serves=torch_has(problem), unmeasured=memo.unmeasured):
+    words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
+    for choice in rank(problem, target, pool, families(), **words, compiled=compiled_on(target)):
         if isinstance(choice, Choice):
             variant = None if choice.family is None else variant_of(choice, choice.family)
             return explained(choice, problem, target, refused, variant)
@@ -210,19 +208,9 @@ def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target
     return replace(forward.explanation, backward=explained(chosen, problem, target, (), variant))
 
 
-def _ranked(
-    memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: bool
-) -> Iterator[Choice | Refusal]:
-    """Choices in the policy's order, except that compiled ones precede nearly equal ones of other keys that aren't compiled."""
-    return compiled_first(rank(problem, target, records, known, **words), functools.partial(_compiled, memo, target))
-
-
-def _compiled(memo: Memo, target: Target, choice: Choice) -> bool:
-    """True where there is machine code of a choice's kernel."""
-    family, config = choice.family, choice.config
-    if family is None or config is None or not kernels.may_be_compiled(family, choice.spec, config, target.arch):
-        return False
-    return memo.machine_code(family, variant_of(choice, family), target)[0] is not None
+def compiled_on(target: Target) -> Compiled:
+    """Predicate of kernels whose machine code for this GPU is at hand."""
+    return functools.partial(kernels.compiled, arch=target.arch)
 
 
 def _refusal(memo: Memo, refusal: Refusal) -> str:

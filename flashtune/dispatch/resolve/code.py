@@ -13,9 +13,9 @@ from flashtune.core.config import Variant
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.target import Target
+from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.launch.driver import NO_RESOURCES, DriverError
-from flashtune.dispatch.policy import Choice
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates.family import Family
 

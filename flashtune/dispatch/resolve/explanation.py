@@ -9,22 +9,22 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import Source
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
+from flashtune.dispatch.choose import Choice, Kind, Refusal
 from flashtune.dispatch.launch import kernels
 from flashtune.dispatch.plans.misprediction import Misprediction
-from flashtune.dispatch.policy import Choice, Kind, Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """Kernel that serves a call, and the reasons.
 
-    `kind` is the step of the policy (flashtune.dispatch.policy.rank) that served and `reason` says it in a sentence. `template`,
+    `kind` is the step of the policy (flashtune.dispatch.choose.rank) that served and `reason` says it in a sentence. `template`,
     `variant_id` and `config` are None where PyTorch serves. `source`, `origin`, `record_key` and the record's times (of its own problem, in
     microseconds) are None where no record led there; `key` is None where no record can apply to the call (float64, CPU tensors). `refused`
     has a line for each better-placed record or family that was passed over.
 
     Where the record is of another key, `differences` lists theirs for ours (`d=128 for 80`). `estimated_loss`, the share of time that the
-    kernel loses against a search of its own, is None: no estimate of it is calibrated (benchmarks/run.py calibration). `backward` explains
+    kernel loses against a search of its own, is None: no estimate of it is calibrated. `backward` explains
     the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
 
     `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls

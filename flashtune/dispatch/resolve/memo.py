@@ -19,12 +19,12 @@ from flashtune.core.launching import LoadedKernel
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
+from flashtune.dispatch.choose import Pool, group_of
 from flashtune.dispatch.launch import devices, kernels
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.gradients import Backward
 from flashtune.dispatch.plans.plan_cache import Plan, Plans
 from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.policy import Pool, group_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
@@ -58,7 +58,7 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature and, for decode steps, by length bucket (flashtune.dispatch.policy.length_buckets; None for steps chosen singly).
+    """Plans by signature and, for decode steps, by length bucket (flashtune.dispatch.resolve.length_buckets; None for steps chosen singly).
 
     Also the library's records by group, kernels that failed for good (`broken`) or for now (`faults`), and the warnings issued. `pinned` is
     a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing one holds

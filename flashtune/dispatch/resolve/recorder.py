@@ -34,7 +34,7 @@ def meet(memo: Memo, call: Call, arguments: Arguments, why_torch: str | None) ->
 
 
 def meet_step(call: Call, n_kv: int) -> None:
-    """Record a decode step of `n_kv` keys that is served like `call` (flashtune.dispatch.policy.length_buckets)."""
+    """Record a decode step of `n_kv` keys that is served like `call` (flashtune.dispatch.resolve.length_buckets)."""
     if call.problem is not None:
         CALLS.meet(replace(call.problem, n_kv=n_kv))
 

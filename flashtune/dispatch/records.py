@@ -1,52 +1,48 @@
 """Records that may serve problems of one kind, the nearest first."""
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from flashtune.core.config import Config, KernelSpec
-from flashtune.core.nearness import octaves
-from flashtune.core.problem import Problem, ProblemKey
+from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
+from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, sms_apart
+from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.preference import by_key, preference, raced_for_same_bits
-from flashtune.dispatch.policy import losses
-from flashtune.dispatch.policy.losses import comparable, kind_of, kinds_apart, torch_runs_alike
 from flashtune.templates.family import ConstraintCache, Family, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """Records of each key, the best first; an implementation may read those of a key on access."""
 
-REFERENCES = 3
-"""Number of records that inform about PyTorch's time, from leaving records out (benchmarks/run.py stand_in)."""
-
 _Answer = TypeVar("_Answer")
 
 
 class Pool:
-    """Records that may serve problems of one kind on a GPU, sorted as far as sizes don't matter.
+    """Records that may serve problems of one kind (`group_of`) on a GPU.
 
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    __slots__ = ("_cached", "_constraints", "_families", "_features", "_known", "_places", "_refits", "_rows", "_target", "_varying")
-
     def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
         """`key` is that of any problem of the kind."""
-        kind = kind_of(key)
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
         self._constraints: dict[KernelSpec, ConstraintCache] = {}
         self._cached: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
-        self._rows = _by_key(records) if isinstance(records, Sequence) else records
+        self._rows = _rows(records) if isinstance(records, Sequence) else records
         self._known: dict[ProblemKey, list[_Entry]] = {}
-        self._places = {
-            known: (kinds_apart(kind_of(known), kind) + self._gpu(known), losses.places(known))
-            for known in self._rows
-            if comparable(known, key) and _alike(known.gpu, target)
-        }
+        self.keys = [one for one in self._rows if comparable(one, key) and _alike(one.gpu, target)]
+        self._places = np.array([coordinates(one) for one in self.keys]).reshape(len(self.keys), len(coordinates(key)))
+        self._apart = np.array([self._kinds(one, key) for one in self.keys])
+        self._unaligned = np.array([unaligned(one) for one in self.keys], dtype=bool)
 
     def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
         """Records of exactly this key, the preferred one first.
@@ -54,48 +50,38 @@ class Pool:
         Where a `suited` family isn't repeatable, records of searches for repeatable kernels come last: those weren't compared with PyTorch
         and, in a layer of their own, with none of the faster kernels.
         """
-        same = self._of(key)
+        same = self._of(key) if key in self._rows and _alike(key.gpu, self._target) else []
         return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
-    def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[tuple[float, TuningRecord]]:
-        """Records of other keys for which all `suited` families were tried, with their distances, the nearest first; of one key as in
-        `exact`."""
-        n, n_q, heads, work = losses.places(key)
-        may_vary = bool(suited & self._varying)
-        found = [
-            (
-                apart
-                + abs(places[0] - n)
-                + abs(places[1] - n_q)
-                + abs(places[2] - heads)
-                + abs(places[3] - work)
-                + losses.UNALIGNED_BIAS * (losses.unaligned(other) != losses.unaligned(key)),
-                other,
-            )
-            for other, (apart, places) in self._places.items()
-            if other != key
-        ]
-        for apart, others in _nearest_first(found):
-            entries = (entry for other in others for entry in self._of(other) if suited <= entry.tried)
-            for entry in sorted(entries, key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])):
-                yield apart, entry.record
+    def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
+        """Records of other keys for which all `suited` families were tried, the nearest first; of one key as in `exact`.
 
-    def reference_records(self, problem: Problem, key: ProblemKey) -> list[TuningRecord]:
-        """Measured records that best inform about PyTorch's time for a problem, REFERENCES at most, of any config."""
-        found = [(apart, other) for other in self._places if (apart := losses.torch_distance(other, key)) < math.inf]
-        found_records: list[TuningRecord] = []
-        for _, others in _nearest_first(found):
-            for other in others:
-                entries = [entry for entry in self._of(other) if _informs(entry.record, problem)]
-                found_records += [min(entries, key=lambda entry: entry.ties).record] if entries else []
-            if len(found_records) >= REFERENCES:
-                break
-        return found_records[:REFERENCES]
+        Those whose bias is read with the call's alignment precede the others.
+        """
+        if not self.keys:
+            return
+        may_vary = bool(suited & self._varying)
+        apart = self._apart + np.abs(self._places - coordinates(key)).sum(1)
+        otherwise = self._unaligned != unaligned(key)
+        order = np.lexsort((apart, otherwise)).tolist()
+        for _, same in itertools.groupby(order, key=lambda place: (otherwise[place], apart[place])):
+            entries = (entry for place in same if self.keys[place] != key for entry in self._of(self.keys[place]) if suited <= entry.tried)
+            for entry in sorted(entries, key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])):
+                yield entry.record
+
+    def near_or_exact(self, key: ProblemKey) -> Iterator[TuningRecord]:
+        """Measured records, those of exactly this key first."""
+        found = itertools.chain(self.exact(key, frozenset()), self.near(key, frozenset()))
+        return (record for record in found if record.outcome.source == "measured" and 0.0 < record.median_us < math.inf)
+
+    def best_of(self, key: ProblemKey, allowed: Callable[[TuningRecord], bool]) -> TuningRecord | None:
+        """The preferred one of the `allowed` records of a key."""
+        return next((entry.record for entry in self._of(key) if allowed(entry.record)), None)
 
     @property
     def lengths(self) -> frozenset[int]:
         """Numbers of keys of its records."""
-        return frozenset(key.n for key in self._places)
+        return frozenset(key.n for key in self.keys)
 
     def refit(self, family: Family, config: Config, spec: KernelSpec) -> Refit:
         """Cached `Family.refit` on the pool's GPU, which is slow."""
@@ -116,8 +102,6 @@ class Pool:
 
     def _of(self, key: ProblemKey) -> list["_Entry"]:
         """Records of a key, sorted as ties are."""
-        if key not in self._places:
-            return []
         if key not in self._known:
             records = self._rows[key]
             places = _places(records)
@@ -133,32 +117,10 @@ class Pool:
             self._known[key] = sorted(entries, key=lambda entry: entry.ties)
         return self._known[key]
 
-    def _gpu(self, key: ProblemKey) -> float:
-        if key.gpu == self._target.slug:
-            return 0.0
-        other = losses.OTHER_GPU_OF_GRADIENTS if key.direction == "bwd" else losses.OTHER_GPU
-        return other + octaves(targets()[key.gpu].sms, self._target.sms)
-
-
-def _nearest_first(found: list[tuple[float, ProblemKey]]) -> Iterator[tuple[float, list[ProblemKey]]]:
-    """Keys by distance, those of equal distance together."""
-    found.sort(key=lambda one: one[0])
-    for apart, same in itertools.groupby(found, key=lambda one: one[0]):
-        yield apart, [key for _, key in same]
-
-
-def _by_key(records: Iterable[TuningRecord]) -> Rows:
-    found: dict[ProblemKey, list[TuningRecord]] = {}
-    for record in records:
-        found.setdefault(record.key, []).append(record)
-    return found
-
-
-def _informs(record: TuningRecord, problem: Problem) -> bool:
-    """True for a record that was measured beside PyTorch, which took the same path as for `problem`."""
-    outcome = record.outcome
-    timed = outcome.source == "measured" and outcome.measurement is not None and 0.0 < record.median_us < math.inf
-    return timed and record.framework_us is not None and torch_runs_alike(record.problem, problem)
+    def _kinds(self, theirs: ProblemKey, ours: ProblemKey) -> float:
+        """Distance of two comparable keys but for their sizes."""
+        gpu = 0.0 if theirs.gpu == self._target.slug else sms_apart(targets()[theirs.gpu].sms, self._target.sms)
+        return gpu + OTHER_16_BIT_DTYPE * (theirs.dtype != ours.dtype) + features_apart(theirs.features, ours.features)
 
 
 class _Entry(NamedTuple):
@@ -170,17 +132,59 @@ class _Entry(NamedTuple):
     same_bits: bool
 
 
+def group_of(key: ProblemKey) -> tuple[object, ...]:
+    """Key shared by problems with one `Pool`."""
+    return key.gpu, key.direction, key.n_q <= DECODE_ROWS, key.dtype, key.features
+
+
+def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
+    """True where a record of one may serve the other: one pass, both decode steps or neither, element types of one size."""
+    types = theirs.dtype == ours.dtype or OTHER_16_BITS.get(theirs.dtype) == ours.dtype
+    return theirs.direction == ours.direction and types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
+
+
+def unaligned(key: ProblemKey) -> bool:
+    """True where a bias has rows of no multiple of 16 bytes, which TMA doesn't accept: they are read at less than a third of the rate."""
+    return '"mask":"bias"' in key.features and key.n * ITEMSIZE[key.dtype] % 16 != 0
+
+
+def same_features(theirs: ProblemKey, ours: ProblemKey) -> bool:
+    """True where features are equal but for the diagonal's alignment, which moves the band but compiles to the same code."""
+    return theirs.features == ours.features or _but_for_alignment(theirs.features) == _but_for_alignment(ours.features)
+
+
+@lru_cache(maxsize=4096)
+def _but_for_alignment(features: str) -> dict[str, object]:
+    return {name: value for name, value in json.loads(features).items() if name != "alignment"}
+
+
+def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
+    """Differences, theirs for ours: `d=128 for 80`."""
+    theirs = record.key
+    words = [("n", theirs.n, ours.n), ("n_q", theirs.n_q, ours.n_q), ("batch*heads bucket", theirs.bh_bucket, ours.bh_bucket)]
+    words = [("d", theirs.d, ours.d), ("d_v", theirs.d_v, ours.d_v), ("heads to a key head", theirs.gqa_ratio, ours.gqa_ratio), *words]
+    found = [f"{name}={mine} for {wanted}" for name, mine, wanted in words if mine != wanted]
+    if theirs.dtype != ours.dtype:
+        found.insert(0, f"{theirs.dtype} for {ours.dtype}")
+    if theirs.features != ours.features:
+        mine, wanted = (Features.from_json(json.loads(key.features)).label() for key in (theirs, ours))
+        found.insert(0, f"{mine} for {wanted}")
+    return tuple(found)
+
+
+def _rows(records: Iterable[TuningRecord]) -> Rows:
+    found: dict[ProblemKey, list[TuningRecord]] = {}
+    for record in records:
+        found.setdefault(record.key, []).append(record)
+    return found
+
+
 def _ties(record: TuningRecord, place: int) -> tuple[object, ...]:
     """Sort key of records at equal distance; `place` counts the records of its key that are preferred to it."""
     other, outcome = record.key, record.outcome
-    time_us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
     sizes = (-other.n, -other.n_q, -other.bh_bucket)
-    return (place, record.origin == "shipped", *sizes, time_us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
-
-
-def group_of(key: ProblemKey) -> tuple[object, ...]:
-    """Key shared by problems with one `Pool`: all of the key but the sizes."""
-    return key.gpu, kind_of(key)
+    us = outcome.measurement.median_us if outcome.measurement is not None else math.inf
+    return (place, record.origin == "shipped", *sizes, us, outcome.variant_id, other.gpu, record.origin, outcome.config.as_json())
 
 
 def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family]) -> frozenset[str]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from flashtune.core.band import Sides
 from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.dispatch.policy.choices import Choice
-from flashtune.dispatch.policy.pool import Pool
+from flashtune.dispatch.choose import Choice, Pool
 
 BUCKET = 64
 """Numbers of keys in a length bucket."""
