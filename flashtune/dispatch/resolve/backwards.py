@@ -70,6 +70,9 @@ def gradient_choice(
     record = chosen.record
     if record is None or composite or (memo.unmeasured and chosen.family is not None):
         return chosen, ""
+    if repeatable and chosen.family is not None:
+        # Records hold the times of PyTorch's usual gradients, which aren't repeatable.
+        return chosen, ""
     if record.key == key and (chosen.family is None or (record.outcome.call_us and record.framework_call_us)):
         # Measured whole training steps include the host's time.
         return (chosen, "") if chosen.family is not None else (None, chosen.note)
