@@ -116,6 +116,7 @@ class Flags:
     `alibi` lowers each score by a slope per head times the distance from the diagonal (Press et al., "Train Short, Test Long", ICLR 2022).
     `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
     value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
+    `packed`: sequences of different lengths lie one after the other, and kernels read where each begins on the device.
     `dbias` and `dslopes` request the gradient of the bias and of ALiBi's slopes from a backward.
     """
 
@@ -125,6 +126,7 @@ class Flags:
     tf32: bool = _switch("Allow TF32 products for fp32 inputs (IEEE otherwise).")
     alibi: bool = _switch("ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.")
     sinks: bool = _switch("Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.")
+    packed: bool = False
     dbias: bool = _switch("A backward whose bias (mask 'bias') gets its gradient, too.")
     dslopes: bool = _switch("A backward whose ALiBi slopes get their gradient, too.")
 

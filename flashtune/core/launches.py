@@ -129,6 +129,10 @@ class LaunchInputs:
     `sms` is the device's number of multiprocessors, `counts` are int32 that are zero before and after every launch, and in
     `misses` a kernel with a frozen row maximum counts its launches and mispredicting programs: one int64 on the device, and nine where the
     host reads them.
+
+    Of packed sequences tensors have one batch, whose stride is 0, with all rows; `lengths` are where each sequence's queries and keys begin,
+    (sequences + 1,), and the numbers of keys that are used of each, (sequences,), or None for all. `diagonal` is then 1 for the last
+    query on the last key of each, and 0 for the first on the first.
     """
 
     q: Operand
@@ -148,6 +152,7 @@ class LaunchInputs:
     slopes: Operand | None = None
     descale: tuple[Operand, Operand, Operand] | None = None
     sinks: Operand | None = None
+    lengths: tuple[Operand, Operand, Operand | None] | None = None
     counts: Operand | None = None
     misses: tuple[Any, Any] | None = None
     scale: float

@@ -74,9 +74,14 @@ def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], k
     if misses is not None and isinstance(misses[0], torch.Tensor):
         misses = tuple(operand(len(everything) + i, x) for i, x in enumerate(misses))
         everything += keywords["misses"]
+    lengths = keywords.get("lengths")
+    if lengths is not None:
+        lengths = tuple(None if x is None else operand(len(everything) + i, x) for i, x in enumerate(lengths))
+        everything += keywords["lengths"]
     scratch = Scratch(len(everything))
     numbers = {name: keywords[name] for name in _NUMBERS if name in keywords}
-    inputs = LaunchInputs(**places, **found, **numbers, descale=descale or None, misses=misses, scale=scale)  # type: ignore[arg-type]
+    numbers |= {"lengths": lengths, "misses": misses}
+    inputs = LaunchInputs(**places, **found, **numbers, descale=descale or None, scale=scale)  # type: ignore[arg-type]
     return Plan(host.launches(inputs, scratch), everything, scratch.operands)
 
 

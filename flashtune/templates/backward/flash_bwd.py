@@ -192,6 +192,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"Triton doesn't compile for {target.name}"
     if spec.dtype == "fp8":
         return "fp8 inputs have no gradients: train in bf16 or fp16"
+    if spec.packed and (spec.mask != "none" or spec.dslopes):
+        return "flash_bwd takes no mask and no gradient of slopes beside packed sequences"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
         return f"{target.name} has no TF32 products"
     if not FAMILY.starts(spec, target):

@@ -111,6 +111,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
     """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, and dropout."""
     if spec.direction != "fwd":
         return f"flash_decode computes the forward pass, not {spec.direction!r}"
+    if spec.packed:
+        return "flash_decode takes no packed sequences"
     if spec.dropout:
         return "flash_decode has no dropout: it is for inference"
     return flash_fwd.supports(spec, target)

@@ -55,6 +55,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"{target.name} has no e4m3 (fp8): it came with compute capability 8.9"
     if spec.direction != "fwd":
         return f"flash_fwd computes the forward pass, not {spec.direction!r}"
+    if spec.packed and spec.mask != "none":
+        return "flash_fwd takes no mask beside packed sequences"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
         return f"{target.name} has no TF32 products"
     return None

@@ -199,6 +199,8 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
     if spec.direction != "fwd":
         return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
+    if spec.packed:
+        return "flash_fwd_hopper takes no packed sequences"
     if spec.dtype not in ("fp16", "bf16", "fp8"):
         return f"flash_fwd_hopper takes fp16, bf16 and fp8, not {spec.dtype}"
     step = 16 // ITEMSIZE[spec.dtype]

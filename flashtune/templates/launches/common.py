@@ -60,6 +60,37 @@ def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[
     return [all(size == 1 or stride % spec.stride_unit == 0 for size, stride in steps)]
 
 
+def row_tiles(spec: KernelSpec, inputs: LaunchInputs, rows: int, block: int) -> int:
+    """Tiles of a head: of `rows`, for each batch, or of packed rows, as numbered in templates/shared/_lengths.jinja."""
+    if not spec.packed:
+        return cdiv(rows, block) * inputs.batch
+    return rows // block + packed_lengths(inputs)[0].shape[0]
+
+
+def packed_lengths(inputs: LaunchInputs) -> tuple[Operand, Operand, Operand | None]:
+    """The lengths of packed sequences."""
+    assert inputs.lengths is not None, "a kernel for packed sequences needs their lengths"
+    return inputs.lengths
+
+
+def length_pointers(spec: KernelSpec, inputs: LaunchInputs) -> list[Operand]:
+    """Kernel arguments that place packed sequences; where all keys are used, any pointer stands for the numbers of used ones."""
+    if not spec.packed:
+        return []
+    of_q, of_k, used = packed_lengths(inputs)
+    return [of_q, of_k, of_k if used is None else used]
+
+
+def sequence_count(spec: KernelSpec, inputs: LaunchInputs) -> list[int]:
+    """The number of packed sequences, if they are."""
+    return [packed_lengths(inputs)[0].shape[0] - 1] if spec.packed else []
+
+
+def uses_some(spec: KernelSpec, inputs: LaunchInputs) -> list[bool]:
+    """True if some keys of packed sequences aren't used, if they are packed."""
+    return [packed_lengths(inputs)[2] is not None] if spec.packed else []
+
+
 def magic_divisor(divisor: int) -> tuple[int, int]:
     """The factor and the shift of a kernel's integer division (Granlund and Montgomery, 1994, "Division by invariant integers")."""
     shift = 31 + (divisor - 1).bit_length()

@@ -16,6 +16,8 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
         return f"{name} computes the backward pass, not {spec.direction!r}"
     if not target.is_hopper:
         return f"{name} needs compute capability 9.0, which {target.name} is not"
+    if spec.packed:
+        return f"{name} takes no packed sequences"
     if spec.dtype not in ("fp16", "bf16"):
         return f"{name} takes fp16 and bf16, not {spec.dtype}"
     if spec.d % 8 or spec.d_v % 8:
