@@ -130,9 +130,9 @@ class LaunchInputs:
     `misses` a kernel with a frozen row maximum counts its launches and mispredicting programs: one int64 on the device, and nine where the
     host reads them.
 
-    Of packed sequences tensors have one batch, whose stride is 0, with all rows; `lengths` are where each sequence's queries and keys begin,
-    (sequences + 1,), and the numbers of keys that are used of each, (sequences,), or None for all. `diagonal` is then 1 for the last
-    query on the last key of each, and 0 for the first on the first.
+    Of packed sequences tensors have one batch, whose stride is 0, with all rows; `lengths` are the places where each sequence's queries and
+    keys begin, (sequences + 1,), and the numbers of keys that are used of each, (sequences,), or None for all. `diagonal` is then 1 for the
+    last query on the last key of each, and 0 for the first on the first.
     """
 
     q: Operand

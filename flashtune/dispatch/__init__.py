@@ -7,5 +7,17 @@ with held_off():
     from flashtune.dispatch.calls import save_calls
     from flashtune.dispatch.resolve.explanation import Explanation
     from flashtune.dispatch.resolve.layers import Use, reload, use
+    from flashtune.dispatch.varlen import attention_varlen, explain_varlen
 
-__all__ = ["Explanation", "Use", "attention", "explain", "explain_problem", "reload", "save_calls", "use"]
+__all__ = [
+    "Explanation",
+    "Use",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "explain_problem",
+    "explain_varlen",
+    "reload",
+    "save_calls",
+    "use",
+]

@@ -71,7 +71,7 @@ def parse(given: Arguments, options: Options) -> Call:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
     # A side that hides no pair at these sizes would only select a slower kernel: decoding one token isn't causal.
     band = options.sides().band(n_q, n_kv, surely)
-    dropout_p, softcap, scale = _scalars(options, wide=query.dtype == torch.float64)
+    dropout_p, softcap, scale = scalars(options, wide=query.dtype == torch.float64)
     if seed is not None:
         seed_bits(seed)
     per_head = per_head or PerHead()
@@ -107,7 +107,7 @@ def parse(given: Arguments, options: Options) -> Call:
     )
 
 
-def _scalars(options: Options, *, wide: bool) -> tuple[float, float, float | None]:
+def scalars(options: Options, *, wide: bool) -> tuple[float, float, float | None]:
     """Dropout's rate, the soft cap and the scale, if it is set; `wide` ones are in the range of float64."""
     dropout_p = _number("dropout_p", options.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:

@@ -214,7 +214,7 @@ class ReferencePlan:
         requested = inputs.of_query, inputs.of_keys, inputs.of_keys, inputs.of_mask, inputs.of_slopes
         leaves = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, requested, strict=True)]
         # Autocast around a backward would round float32 products.
-        with _autograd(), torch.enable_grad(), no_autocast(self.call.device.type):
+        with recording(), torch.enable_grad(), no_autocast(self.call.device.type):
             # Widened once, so that the gradients of all rows are summed in float32.
             q, k, v, mask, slopes = (x.float() if x is not None and x.requires_grad else x for x in leaves)
             assert q is not None, "a call has queries"
@@ -255,7 +255,7 @@ class ReferencePlan:
 
 
 @contextlib.contextmanager
-def _autograd() -> Iterator[None]:
+def recording() -> Iterator[None]:
     """Context in which autograd records operations, also inside an operator, whose implementation runs below it."""
     key = torch._C.DispatchKey.AutogradFunctionality
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)

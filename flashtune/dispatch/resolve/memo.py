@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,6 +70,7 @@ class Memo:
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
         self.buckets: dict[Hashable, TorchPlan | KernelPlan | None] = {}
+        self.packed: dict[Hashable, Any] = {}
         self.broken: dict[tuple[str, str], str] = {}
         self.faults: dict[tuple[str, str], str] = {}
         self.settings = settings
@@ -115,6 +116,7 @@ class Memo:
             self.plans.clear()
             self.buckets.clear()
             self.backwards.clear()
+            self.packed.clear()
 
     def read(self) -> None:
         """Read the library, if that wasn't done; raises DatabaseError where a database is missing or damaged."""

@@ -1,6 +1,6 @@
 """Lazy definition of PyTorch operators: only tracers need them, and every new process would wait for them.
 
-Lookups that bypass Python, as from an AOTInductor package, find them after any access to torch.ops.flashtune.
+Lookups that bypass Python, as from an AOTInductor package, find them after any access to their namespace of torch.ops.
 """
 
 import threading
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 
-def define_lazily(define: Callable[[], None]) -> None:
-    """Call `define` at the first lookup of a name in torch.ops.flashtune, in any thread; once more where it was interrupted."""
-    namespace: Any = torch.ops.flashtune
+def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:
+    """Call `define` at the first lookup in a namespace of torch.ops, in any thread; once more where it was interrupted."""
+    namespace: Any = getattr(torch.ops, name)
     lock, state = threading.RLock(), {"defined": False, "defining": False}
 
     def lookup(name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Launch, LaunchInputs, Operand, Scratch
 from flashtune.templates.family import padded
-from flashtune.templates.launches.common import cdiv, length_pointers, row_tiles, score_numbers, sequence_count, strides_divide, uses_some, wide
+from flashtune.templates.launches.common import LengthArguments, cdiv, score_numbers, strides_divide, wide
 from flashtune.templates.launches.pointers import accepts_narrow, interpretable
 
 FUSED = {"enable_fp_fusion": True}
@@ -23,6 +23,7 @@ class PointerBackward:
     def __init__(self, spec: KernelSpec, inputs: LaunchInputs, tile: tuple[int, int], options: dict[str, Any]) -> None:
         self.spec, self.inputs, self.tile, self.options = spec, inputs, tile, options
         i = inputs
+        self.lengths = LengthArguments.of(spec, inputs)
         self.aligned = strides_divide(spec, (i.q, i.k, i.v, i.out, i.dout, i.dq, i.dk, i.dv))
 
     def row_deltas(self, deltas: Operand) -> Launch:
@@ -40,7 +41,8 @@ class PointerBackward:
         i = self.inputs
         masks = [] if self.spec.mask == "none" else [needed(i.mask)]
         read = (i.q, i.k, i.v, needed(i.dout))
-        found: list[Any] = [*read, i.lse, deltas, *length_pointers(self.spec, i), *masks, *(stride for x in (*read, *masks) for stride in x.strides)]
+        found: list[Any] = [*read, i.lse, deltas, *self.lengths.pointers, *masks]
+        found += [stride for x in (*read, *masks) for stride in x.strides]
         if self.spec.alibi:
             slopes = needed(i.slopes)
             found += [slopes, *slopes.strides]
@@ -49,8 +51,8 @@ class PointerBackward:
     def numbers(self) -> tuple[Any, ...]:
         """Kernel arguments after the output tensors."""
         i = self.inputs
-        sizes = (i.heads, i.heads // i.kv_heads, i.n_q, i.n_kv, *sequence_count(self.spec, i), i.scale)
-        scores = (*score_numbers(self.spec, i), *uses_some(self.spec, i))
+        sizes = (i.heads, i.heads // i.kv_heads, i.n_q, i.n_kv, *self.lengths.sizes, i.scale)
+        scores = (*score_numbers(self.spec, i), *self.lengths.flags)
         return (*sizes, *scores, wide((i.q, i.k, i.v, needed(i.dout))), *self.aligned)
 
     def score_gradients(self, deltas: Operand, scratch: Scratch) -> list[Launch]:
@@ -127,11 +129,11 @@ class BackwardHost:
             dv = needed(i.dv)
             arguments = (*tensors, i.dk, dv, *i.dk.strides, *dv.strides, *numbers)
             options = {"num_warps": number("num_warps"), "num_stages": number("num_stages"), **FUSED}
-            tiles = row_tiles(self.spec, i, i.n_kv, number("BLOCK_N")) * i.kv_heads
+            tiles = pointers.lengths.tiles(i, i.n_kv, number("BLOCK_N")) * i.kv_heads
             found.append(Launch("key_gradients", (tiles,), arguments, options))
         if i.dq is not None:
             arguments = (*tensors, i.dq, *i.dq.strides, *numbers)
-            tiles = row_tiles(self.spec, i, i.n_q, number("DQ_BLOCK_M")) * i.heads
+            tiles = pointers.lengths.tiles(i, i.n_q, number("DQ_BLOCK_M")) * i.heads
             found.append(Launch("query_gradients", (tiles,), arguments, dq_options))
         return found + pointers.score_gradients(deltas, scratch)
 

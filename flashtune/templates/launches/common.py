@@ -1,7 +1,7 @@
 """Kernel arguments that several families share."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.launches import LaunchInputs, Operand
@@ -60,35 +60,25 @@ def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[
     return [all(size == 1 or stride % spec.stride_unit == 0 for size, stride in steps)]
 
 
-def row_tiles(spec: KernelSpec, inputs: LaunchInputs, rows: int, block: int) -> int:
-    """Tiles of a head: of `rows`, for each batch, or of packed rows, as numbered in templates/shared/_lengths.jinja."""
-    if not spec.packed:
-        return cdiv(rows, block) * inputs.batch
-    return rows // block + packed_lengths(inputs)[0].shape[0]
+class LengthArguments(NamedTuple):
+    """Kernel arguments for packed sequences, empty where they aren't packed: pointers, their number, and True if not all keys are used."""
 
+    pointers: tuple[Operand, ...] = ()
+    sizes: tuple[int, ...] = ()
+    flags: tuple[bool, ...] = ()
 
-def packed_lengths(inputs: LaunchInputs) -> tuple[Operand, Operand, Operand | None]:
-    """The lengths of packed sequences."""
-    assert inputs.lengths is not None, "a kernel for packed sequences needs their lengths"
-    return inputs.lengths
+    @classmethod
+    def of(cls, spec: KernelSpec, inputs: LaunchInputs) -> "LengthArguments":
+        """The arguments of a call; where all keys are used, any pointer stands for the numbers of used ones."""
+        if not spec.packed:
+            return cls()
+        assert inputs.lengths is not None, "a kernel for packed sequences needs their lengths"
+        of_q, of_k, used = inputs.lengths
+        return cls((of_q, of_k, used or of_k), (of_q.shape[0] - 1,), (used is not None,))
 
-
-def length_pointers(spec: KernelSpec, inputs: LaunchInputs) -> list[Operand]:
-    """Kernel arguments that place packed sequences; where all keys are used, any pointer stands for the numbers of used ones."""
-    if not spec.packed:
-        return []
-    of_q, of_k, used = packed_lengths(inputs)
-    return [of_q, of_k, of_k if used is None else used]
-
-
-def sequence_count(spec: KernelSpec, inputs: LaunchInputs) -> list[int]:
-    """The number of packed sequences, if they are."""
-    return [packed_lengths(inputs)[0].shape[0] - 1] if spec.packed else []
-
-
-def uses_some(spec: KernelSpec, inputs: LaunchInputs) -> list[bool]:
-    """True if some keys of packed sequences aren't used, if they are packed."""
-    return [packed_lengths(inputs)[2] is not None] if spec.packed else []
+    def tiles(self, inputs: LaunchInputs, rows: int, block: int) -> int:
+        """Tiles of `block` rows of a head: in all batches, or of packed rows as templates/shared/_lengths.jinja numbers them."""
+        return rows // block + self.sizes[0] + 1 if self.sizes else cdiv(rows, block) * inputs.batch
 
 
 def magic_divisor(divisor: int) -> tuple[int, int]:

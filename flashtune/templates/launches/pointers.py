@@ -5,18 +5,7 @@ from typing import Any
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
 from flashtune.templates.family import padded
-from flashtune.templates.launches.common import (
-    cdiv,
-    length_pointers,
-    outer_strides,
-    per_head,
-    row_tiles,
-    score_numbers,
-    sequence_count,
-    strides_divide,
-    uses_some,
-    wide,
-)
+from flashtune.templates.launches.common import LengthArguments, cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
 
 NARROW_TILE_BYTES = 128
 """Bytes of a tile's row below which Triton 3.6 misreads it beside wider ones, unless Q and K are aligned."""
@@ -57,7 +46,8 @@ class PointerHost:
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
         """The launch of the kernel."""
-        tiles = row_tiles(self.spec, inputs, inputs.n_q, self.config.number("BLOCK_M")) * inputs.heads
+        lengths = LengthArguments.of(self.spec, inputs)
+        tiles = lengths.tiles(inputs, inputs.n_q, self.config.number("BLOCK_M")) * inputs.heads
         return [Launch("attention_forward", (tiles,), self._arguments(inputs, ()), self._options())]
 
     def _options(self) -> dict[str, Any]:
@@ -66,7 +56,8 @@ class PointerHost:
 
     def _arguments(self, inputs: LaunchInputs, parts: tuple[Operand, ...]) -> tuple[Any, ...]:
         named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out}
-        found: list[Any] = [inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, *length_pointers(self.spec, inputs), *parts]
+        lengths = LengthArguments.of(self.spec, inputs)
+        found: list[Any] = [inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, *lengths.pointers, *parts]
         if self._described:
             rows = self.config.number("BLOCK_N")
             found[1:3] = [_descriptor(named.pop("k"), rows, self.block_d), _descriptor(named.pop("v"), rows, self.block_dv)]
@@ -76,8 +67,8 @@ class PointerHost:
             named["mask"] = inputs.mask
         found += [stride for x in named.values() for stride in x.strides]
         found += per_head(self.spec, inputs)
-        found += [inputs.heads, inputs.heads // inputs.kv_heads, inputs.n_q, inputs.n_kv, *sequence_count(self.spec, inputs)]
-        found += [*score_numbers(self.spec, inputs), *uses_some(self.spec, inputs)]
+        found += [inputs.heads, inputs.heads // inputs.kv_heads, inputs.n_q, inputs.n_kv, *lengths.sizes]
+        found += [*score_numbers(self.spec, inputs), *lengths.flags]
         if not self._described:
             found += [wide((inputs.k, inputs.v)), *strides_divide(self.spec, (inputs.q, inputs.k, inputs.v, inputs.out))]
         return tuple(found)
