@@ -61,7 +61,10 @@ def test_the_lse_has_a_row_for_each_head_and_comes_on_request() -> None:
 def test_a_window_that_ends_at_the_diagonal_is_causal() -> None:
     given = inputs({}, RAGGED)
     rest = (*given.bounds, *given.longest)
-    outs = [dispatch.attention_varlen(*given.tensors, *rest, enable_gqa=True, **words) for words in ({"window_size": (-1, 0)}, {"is_causal": True})]
+    outs = [
+        dispatch.attention_varlen(*given.tensors, *rest, enable_gqa=True, **words)
+        for words in ({"window_size": (-1, 0)}, {"is_causal": True})
+    ]
     assert torch.equal(outs[0], outs[1])
 
 

@@ -1,0 +1,119 @@
+"""Packed sequences on a GPU, by kernels and by a call for each: against float64, without waiting for the device, and under CUDA graphs."""
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+from branches import BRANCHES, Branch
+from varlen_cases import CASES, RAGGED, SQUARE, Inputs, agrees, forced, inputs
+
+from flashtune import dispatch
+
+DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
+LONG = ((300, 0, 129, 1, 777, 64, 0), (300, 5, 128, 1, 1000, 1, 0))
+UNEQUAL = ((300, 129, 1, 777, 64), (300, 128, 1, 1000, 80))
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_each_sequence_is_as_if_it_were_alone(case: str, kind: str, branch: Branch) -> None:
+    dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+    with forced(branch):
+        agrees(inputs(CASES[case], RAGGED, dtype=dtype, device=DEVICE, d=64), RAGGED, kind=kind)
+
+
+@pytest.mark.parametrize("d", [32, 80, 128, 256])
+@pytest.mark.parametrize("case", ["full", "causal", "window", "sinks", "dropout"])
+def test_head_sizes_and_longer_sequences(case: str, d: int) -> None:
+    with forced("kernels"):
+        agrees(inputs(CASES[case], LONG, dtype=torch.bfloat16, device=DEVICE, d=d), LONG, kind="bf16")
+
+
+def test_float32_is_exact() -> None:
+    with forced("kernels"):
+        agrees(inputs({"is_causal": True}, LONG, device=DEVICE, d=64), LONG)
+
+
+def test_hundreds_of_sequences() -> None:
+    lengths = (tuple(i * 7 % 40 for i in range(700)),) * 2
+    with forced("kernels"):
+        agrees(inputs({"is_causal": True}, lengths, dtype=torch.float16, device=DEVICE, d=64), lengths, kind="fp16")
+
+
+def step(given: Inputs) -> list[torch.Tensor]:
+    out, lse = given.call()
+    ended = lse == -torch.inf
+    return [out, lse, *torch.autograd.grad((out, lse), given.tensors, (given.dout, given.dlse.masked_fill(ended, 0.0)))]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU can be waited for")
+def test_nothing_waits_for_the_device() -> None:
+    given = inputs({"is_causal": True}, SQUARE, dtype=torch.bfloat16, device=DEVICE, d=64)
+    step(given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU")
+@pytest.mark.parametrize("case", ["full", "causal", "window", "causal used keys"])
+def test_a_graph_is_right_when_lengths_change(case: str) -> None:
+    capacity, sequences, rows = 7, 7, 900
+    given = inputs(CASES[case], ((rows,), (rows,)), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    words = dict(given.words)
+    if "seqused_k" in words:
+        words["seqused_k"] = torch.full((capacity,), 50, dtype=torch.int32, device=DEVICE)
+    bounds = tuple(torch.tensor([0, *[rows] * capacity], dtype=torch.int32, device=DEVICE) for _ in range(2))
+    static = given._replace(bounds=bounds, words=words, longest=(rows, rows))  # type: ignore[arg-type]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(static)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(10):
+        for one in bounds:
+            cuts = torch.randint(0, rows + 1, (sequences,), generator=generator).sort().values.tolist()
+            one.copy_(torch.tensor([0, *cuts], dtype=torch.int32))
+        graph.replay()
+        for ours, eager in zip(found, step(static), strict=True):
+            assert torch.equal(ours, eager)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="torch's own needs a GPU")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (64, 0)])
+def test_it_means_what_torch_means(window: tuple[int, int]) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    given = inputs({}, UNEQUAL, dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    given = given._replace(
+        tensors=[x if i == 0 else x.detach().repeat_interleave(2, 1).requires_grad_() for i, x in enumerate(given.tensors)]
+    )
+    arguments: tuple[Any, ...] = (*given.tensors, *given.bounds, *given.longest)
+    theirs = varlen.varlen_attn(*arguments, window_size=window)
+    ours = dispatch.attention_varlen(*arguments, window_size=window)
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    pairs = [torch.autograd.grad(out, given.tensors, given.dout) for out in (ours, theirs)]
+    for mine, other in zip(*pairs, strict=True):
+        assert float((mine - other).norm()) <= 2e-2 * float(other.norm())
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="it compiles for a GPU")
+def test_a_compiled_step_has_the_same_bits() -> None:
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = dispatch.attention_varlen(*x, 128, 128, enable_gqa=True, is_causal=True).float().square().sum()
+        return found
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for lengths in (SQUARE, (tuple(itertools.repeat(50, 4)),) * 2):
+        given = inputs({}, lengths, dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+        eager, traced = (torch.autograd.grad(one(*given.tensors, *given.bounds), given.tensors) for one in (loss, compiled))
+        for ours, theirs in zip(traced, eager, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
