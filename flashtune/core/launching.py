@@ -201,8 +201,6 @@ class Arguments:
 
     def _descriptor(self, x: Descriptor) -> Any:
         base = self._tensor(x.base)
-        if tuple(base.shape) != x.shape:
-            base = base.as_strided(x.shape, x.strides)
         if x.layout == "triton":
             from triton.tools.tensor_descriptor import TensorDescriptor
 

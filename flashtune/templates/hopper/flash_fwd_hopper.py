@@ -74,7 +74,7 @@ def _may_freeze_maxima(spec: KernelSpec) -> bool:
 
 def _can_pack_gqa(spec: KernelSpec) -> bool:
     """True if pack_gqa is possible, by which values per head become values per row."""
-    return spec.dtype != "fp8" and spec.mask == "none" and not spec.alibi and not spec.dropout
+    return spec.dtype != "fp8" and spec.mask == "none" and not (spec.alibi or spec.dropout or spec.packed)
 
 
 def _registers_fit(layout: HopperLayout) -> bool:
@@ -199,10 +199,10 @@ def supports(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
     if spec.direction != "fwd":
         return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
-    if spec.packed:
-        return "flash_fwd_hopper takes no packed sequences"
     if spec.dtype not in ("fp16", "bf16", "fp8"):
         return f"flash_fwd_hopper takes fp16, bf16 and fp8, not {spec.dtype}"
+    if spec.packed and (spec.dtype == "fp8" or spec.mask != "none"):
+        return "flash_fwd_hopper takes no fp8 and no mask beside packed sequences"
     step = 16 // ITEMSIZE[spec.dtype]
     if spec.d % step or spec.d_v % 8:
         return f"flash_fwd_hopper needs head sizes that are multiples of {step} (TMA), not {spec.d} and {spec.d_v}"

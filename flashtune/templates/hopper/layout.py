@@ -255,7 +255,13 @@ class HopperLayout(HopperTiles):
         """The kernel's size parameters, which it passes on as `Sizes`."""
         s = self.spec
         found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"] + ["kv_heads", "group"] * self.packs
+        found += ["rows", "sequences", "some_used"] * s.packed
         return found + s.band_sizes + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
+
+    @property
+    def sequence(self) -> list[str]:
+        """What a tile of packed rows is told of its sequence; `present` is 0 in rows after the last one."""
+        return ["q_start", "n_q", "k_start", "n_kv"] + ["present"] * self.spec.sinks
 
     @property
     def divisors(self) -> list[str]:

@@ -6,7 +6,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
 from flashtune.core.parameters import dropout_threshold
 from flashtune.templates.hopper.layout import HopperLayout
-from flashtune.templates.launches.common import LOG2_E, cdiv, magic_divisor, outer_strides, per_head
+from flashtune.templates.launches.common import LOG2_E, LengthArguments, cdiv, magic_divisor, outer_strides, per_head
 
 PACKED_BITS_LIMIT = 2**32
 """Most elements of a mask with repeated rows that is packed to bits: half a GiB."""
@@ -18,6 +18,22 @@ BITS_TYPES = {64: "i16", 128: "i32", 256: "i64"}
 def swizzled(x: Operand, rows: int, columns: int) -> Descriptor:
     """A descriptor over (B, H, N, D) with tiles of `rows` rows of one head; the copy engine reads zeros outside."""
     return Descriptor(x, x.shape, (*outer_strides(x.shape[:3], x.strides[:3]), 1), (1, 1, rows, columns), "swizzled")
+
+
+RAGGED, FARTHEST = 2**30, 0x7FFF0000
+"""Rows of a descriptor over packed sequences, and sizes of its dimensions beside them."""
+
+
+def ragged(x: Operand, rows: int, columns: int) -> Descriptor:
+    """A descriptor over packed rows (1, H, T, D) that ends where a sequence does, for reading and for writing.
+
+    At (RAGGED, end, head, RAGGED - n + row, column) is a row of the sequence of n rows that ends at `end`: the row's own coordinate is
+    RAGGED where the sequence ends, and the first one takes what is too much off again, as addresses wrap at 2^64 (triton.tools.ragged_tma).
+    """
+    _, heads, _, d = x.shape
+    _, step_h, step_n, _ = x.strides
+    shape = (FARTHEST, FARTHEST, heads, RAGGED, d)
+    return Descriptor(x, shape, (2**34 - step_n, step_n, step_h, step_n, 1), (1, 1, 1, rows, columns), "swizzled")
 
 
 def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand | None) -> bool:
@@ -63,7 +79,8 @@ class HopperForwardHost:
         heads = inputs.heads
         if layout.packs:
             heads = inputs.kv_heads * cdiv(inputs.heads // inputs.kv_heads, layout.packed)
-        m_tiles = cdiv(inputs.n_q, layout.tile_queries)
+        lengths = LengthArguments.of(self.spec, inputs)
+        m_tiles = lengths.tiles(inputs, inputs.n_q, layout.tile_queries) // inputs.batch
         tiles = m_tiles * inputs.batch * heads
         values, mask_numbers, mask_bits = inputs.v, list[int](), list[Operand]()
         if layout.fp8:
@@ -79,10 +96,12 @@ class HopperForwardHost:
         arguments = [
             *self._descriptors(inputs, values),
             inputs.lse,
+            *lengths.pointers,
             *([inputs.counts] if layout.drawn else []),
             *((inputs.misses or ()) if layout.settles else ()),
             *(inputs.n_q, inputs.n_kv, inputs.batch, heads, heads // inputs.kv_heads, m_tiles),
             *((inputs.kv_heads, inputs.heads // inputs.kv_heads) if layout.packs else ()),
+            *((inputs.n_q, *lengths.sizes, *map(int, lengths.flags)) if self.spec.packed else ()),
             *(getattr(inputs, name) for name in self.spec.band_sizes),
             *mask_numbers,
             *self._divisors(inputs, m_tiles, heads),
@@ -100,10 +119,11 @@ class HopperForwardHost:
         d = layout.chunk if layout.chunked else layout.block_d
         d_v = layout.chunk if layout.chunked else layout.block_dv
         d_out = layout.chunk if layout.chunked else layout.block_dv // layout.out_halves
+        tiled = ragged if self.spec.packed else swizzled
         found = [
             self._queries(inputs.q, inputs.kv_heads, d),
-            swizzled(inputs.k, block_n, d),
-            swizzled(values, layout.block_dv, block_n) if layout.fp8 else swizzled(values, block_n, d_v),
+            tiled(inputs.k, block_n, d),
+            swizzled(values, layout.block_dv, block_n) if layout.fp8 else tiled(values, block_n, d_v),
             self._queries(inputs.out, inputs.kv_heads, d_out),
         ]
         if self.spec.mask == "bias":
@@ -114,7 +134,7 @@ class HopperForwardHost:
     def _queries(self, x: Operand, kv_heads: int, columns: int) -> Descriptor:
         """A descriptor of queries or outputs; with pack_gqa over (B, Hkv, Hq / Hkv, N, D), with rows of each head in a warpgroup's tile."""
         if not self.layout.packs:
-            return swizzled(x, 64, columns)
+            return (ragged if self.spec.packed else swizzled)(x, 64, columns)
         packed = self.layout.packed
         (b, h, n, d), (step_b, step_h, step_n, _) = x.shape, x.strides
         shape = (b, kv_heads, h // kv_heads, n, d)
