@@ -38,7 +38,8 @@ class CallParameters:
     """Parameters of a launch beside its operands, equal for every pass.
 
     `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are factors of fp8 inputs: q (B, Hq),
-    k and v (B, Hkv); `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask.
+    k and v (B, Hkv); `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask. `lengths` of packed sequences are as in
+    LaunchInputs, where the band's diagonal is 1 or 0.
     """
 
     scale: float
@@ -51,6 +52,7 @@ class CallParameters:
     slopes: "torch.Tensor | None" = None
     descale: "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None" = None
     sinks: "torch.Tensor | None" = None
+    lengths: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None" = None
 
     def per_head(self) -> "dict[str, torch.Tensor]":
         """The parameters per head, by the names of `PER_HEAD`."""

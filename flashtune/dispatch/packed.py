@@ -1,23 +1,28 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.core import launching
+from flashtune.core.band import Band
 from flashtune.core.config import Config, Direction, Variant
 from flashtune.core.launching import LoadedKernel
+from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem, next_power_of_two
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
-from flashtune.dispatch.launch import devices, kernels
+from flashtune.dispatch.launch import devices, kernels, prepared
+from flashtune.dispatch.launch.program import Program
+from flashtune.dispatch.plans.memory import placed
 from flashtune.dispatch.resolve import layers
-from flashtune.dispatch.resolve.code import code_of, report_failure
+from flashtune.dispatch.resolve.code import code_of
 from flashtune.dispatch.resolve.explanation import Explanation
 from flashtune.dispatch.resolve.memo import Memo
 from flashtune.templates import families
@@ -25,6 +30,9 @@ from flashtune.templates.family import Family
 
 MOST_RECORDS = 64
 """Dense records that are looked at for one whose config fits packed sequences."""
+
+MOST_PROGRAMS = 256
+"""Prepared launches of a kernel, one for each number of rows; beyond it all are dropped."""
 
 
 class Packed(NamedTuple):
@@ -94,15 +102,16 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd") -
 
 
 class Served(NamedTuple):
-    """A kernel for packed sequences, and the dense record whose config it has; None where it has its family's default."""
+    """A kernel for packed sequences, the dense record whose config it has, or None with its family's default, and its prepared launches."""
 
     variant: Variant
     record: TuningRecord | None
     kernel: LoadedKernel
+    programs: dict[Hashable, Program]
 
 
 def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Served | None:
-    """The kernel of a call; None where none takes it."""
+    """The best kernel that takes a call; None where none does."""
     memo, device = memo or layers.current(), packed.query.device
     problem = problem_of(packed, numbers, direction)
     if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
@@ -113,13 +122,10 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
     known = (problem, device)
     if known not in memo.packed:
         with memo.lock:
-            memo.packed[known] = next(_loaded(memo, problem, device), None)
-    found: Served | None = memo.packed[known]
-    return found if found is None or _accepts(found.kernel, packed) else None
-
-
-def _accepts(kernel: LoadedKernel, packed: Packed) -> bool:
-    return kernel.accepts(*(rows_last(x) for x in packed[:3]), None)
+            memo.packed[known] = list(_loaded(memo, problem, device))
+    found: list[Served] = memo.packed[known]
+    tensors = [rows_last(x) for x in packed[:3]]
+    return next((one for one in found if one.kernel.accepts(*tensors, None)), None)
 
 
 def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:
@@ -129,10 +135,7 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Serv
         variant = kernels.variant(family, problem.spec(), config)
         kernel, _, whole, _ = code_of(memo, family, variant, device, target)
         if kernel is not None:
-            try:
-                yield Served(variant, record, kernel if whole is None else whole())
-            except Exception as error:
-                report_failure(memo, variant, device, error)
+            yield Served(variant, record, kernel if whole is None else whole(), {})
 
 
 def _configs(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
@@ -195,7 +198,7 @@ def forward(found: Served, packed: Packed, numbers: Numbers, seed: int) -> tuple
     out = torch.empty((rows, heads, value.shape[2]), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
     operands = (*(rows_last(x) for x in (*packed[:3], out)), lse[None])
-    _launch(found.kernel, operands, packed, numbers, seed)
+    _launch(found, operands, packed, numbers, seed)
     return out, lse
 
 
@@ -210,7 +213,7 @@ def backward(
     q, k, v = (rows_last(x) for x in packed[:3])
     lse_gradient = None if dlse is None else dlse.contiguous()[None]
     operands = (q, k, v, rows_last(out), lse[None], rows_last(dout), lse_gradient, dq, dk, dv)
-    _launch(found.kernel, operands, packed, numbers, seed)
+    _launch(found, operands, packed, numbers, seed)
     return grads[0], grads[1], grads[2]
 
 
@@ -219,28 +222,56 @@ def _dense(x: Tensor) -> bool:
     return 0 not in (stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
-def _launch(kernel: LoadedKernel, operands: tuple[Tensor | None, ...], packed: Packed, numbers: Numbers, seed: int) -> None:
+def _launch(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
     """Launch a kernel on the tensors' device and its current stream."""
-    query = packed.query
-    words: dict[str, Any] = {
-        "scale": numbers.scale,
-        "diagonal": int(numbers.bottom_right),
-        "window_left": numbers.left,
-        "window_right": numbers.right,
-        "softcap": numbers.softcap,
-        "dropout_p": numbers.dropout_p,
-        "seed": seed,
-        "lengths": (packed.cu_q, packed.cu_k, packed.used),
-    }
-    if packed.slopes is not None:
-        words["slopes"] = packed.slopes
-    if packed.sinks is not None:
-        words["sinks"] = packed.sinks.expand(packed.sequences, -1)
-    if query.device.type == "cuda" and torch.cuda.current_device() != query.device.index:
-        with torch.cuda.device(query.device):
-            launching.launcher(kernel)(*operands, **words)  # type: ignore[arg-type]
-    else:
-        launching.launcher(kernel)(*operands, **words)  # type: ignore[arg-type]
+    device = packed.query.device
+    sinks = None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1)
+    parameters = CallParameters(
+        scale=numbers.scale,
+        band=Band(
+            left=None if numbers.left < 0 else numbers.left,
+            right=None if numbers.right < 0 else numbers.right,
+            diagonal=int(numbers.bottom_right),
+        ),
+        softcap=numbers.softcap,
+        dropout_p=numbers.dropout_p,
+        seed=seed,
+        slopes=packed.slopes,
+        sinks=sinks,
+        lengths=(packed.cu_q, packed.cu_k, packed.used),
+    )
+    if device.type != "cuda" or torch.version.cuda is None:
+        launching.launcher(found.kernel)(*operands, **parameters.keywords())  # type: ignore[arg-type]
+        return
+    with torch.cuda.device(device) if torch._C._cuda_getDevice() != device.index else contextlib.nullcontext():
+        _run(found, operands, parameters, numbers)
+
+
+def _run(found: Served, operands: Sequence[Tensor | None], parameters: CallParameters, numbers: Numbers) -> None:
+    """Launch by the driver, with launches that are prepared once for tensors of these sizes and strides."""
+    kernel, query, key = found.kernel, operands[0], operands[1]
+    assert query is not None and key is not None and parameters.lengths is not None, "a call has these"
+    others = (parameters.slopes, None, None, None, parameters.sinks)
+    tensors = (*operands, *others, *parameters.lengths)
+    signature = (numbers, *(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors))
+    program = found.programs.get(signature)
+    if program is None:
+        program = prepared.program(kernel, None, operands, parameters, compiles=True)
+        assert program is not None, "families of packed sequences have host code"
+        if len(found.programs) >= MOST_PROGRAMS:
+            found.programs.clear()
+        found.programs[signature] = program
+    counts = launching.counts_of(query.device, kernel.counts_needed(query, key))
+    if kernel.host is not None:
+        query, _ = launching.positive_scale(kernel.host, query, parameters.scale)
+    offsets, size = placed(program.temporaries)
+    # From a graph's pool under capture: nothing outlives the call.
+    scratch = torch.empty(size, dtype=torch.uint8, device=query.device) if size else None
+    start = 0 if scratch is None else scratch.data_ptr()
+    held = (query, *operands[1:], counts, None, *others, None, *parameters.lengths)
+    addresses = [0 if x is None else x.data_ptr() for x in held]
+    addresses += [start + offset for offset in offsets]
+    program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index), (parameters.seed, 0))
 
 
 def sink_gradient(packed: Packed, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

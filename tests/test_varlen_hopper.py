@@ -1,0 +1,140 @@
+"""Packed sequences in Hopper's kernels: what the rendered text computes, on a stand-in for the GPU, and that nobody reads a neighbour."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hopper_emulator import Pointer, array
+from hopper_kernels import config
+from hopper_machine import Number
+from test_hopper_pieces import Masked
+from varlen_cases import Inputs, inputs, wanted
+
+from flashtune.core.band import Sides
+from flashtune.core.launching import provided
+from flashtune.core.problem import Features
+from flashtune.core.target import find_target
+from flashtune.dispatch.packed import Numbers, Packed, problem_of, rows_last
+from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
+from flashtune.templates.launches.hopper_forward import RAGGED
+from flashtune.templates.loading import load_kernel
+from flashtune.templates.rendering import render, variant_of
+
+LENGTHS = ((5, 0, 130, 64, 1, 0), (70, 3, 130, 0, 200, 0))
+
+
+class Sequences(Masked):
+    """The same with descriptors that end where a sequence does."""
+
+    def _argument(self, value: Any) -> Any:
+        if not hasattr(value, "block_shape") or len(value.shape) < 5:
+            return super()._argument(value)
+        _, heads, rows, columns = value.base.shape
+        assert value.shape[2:] == [heads, RAGGED, columns] and value.strides[0] + value.strides[1] == 2**34
+        nbytes = value.base.element_size() * torch.Size(value.block_shape).numel()
+        return SimpleNamespace(
+            memory=value.base[0].reshape(1, 1, heads, rows, columns) if value.base.is_contiguous() else value.base[None],
+            block=value.block_shape,
+            layout=None,
+            block_type=SimpleNamespace(nbytes=nbytes),
+            dtype=value.base.dtype,
+        )
+
+    def _box(self, desc: Any, corner: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """Rows of a sequence from the corner on, as addresses that wrap make them, and none past its end."""
+        wrap, end, head, place, column = (int(x) for x in corner)
+        assert wrap == RAGGED
+        first, left = end + place - RAGGED, max(min(desc.block[3], RAGGED - place), 0)
+        assert left == 0 or 0 <= first <= first + left <= end <= desc.memory.shape[3]
+        width = min(desc.block[4], desc.memory.shape[4] - column)
+        found = desc.memory[:, :, head : head + 1, first : first + left, column : column + width]
+        return found, (slice(0, 1), slice(0, 1), slice(0, 1), slice(0, left), slice(0, width))
+
+    def _stand_ins(self) -> dict[str, Any]:
+        found = super()._stand_ins()
+        gl, load = found["gl"], found["gl"].load
+
+        def total(values: torch.Tensor, axis: int) -> Any:
+            summed = values.sum(axis)
+            return Number(int(summed)) if summed.dim() == 0 else array(summed)
+
+        def read(place: Pointer) -> Any:
+            values = load(place)
+            return Number(int(values)) if values.dim() == 0 and not values.is_floating_point() else values
+
+        def write(place: Pointer, values: Any, mask: Any = None) -> None:
+            if mask is None:
+                place.memory[place.offset] = values
+            else:
+                store(place, values, mask)
+
+        store = gl.store
+        gl.sum, gl.load, gl.store = total, read, write
+        return found
+
+
+def numbers_of(given: Inputs) -> Numbers:
+    words = given.words
+    left, right = Sides.of(words.get("window_size", (-1, -1)), words.get("is_causal", False), "top_left").window
+    sides = (-1 if side is None else side for side in (left, right))
+    aligned = words.get("causal_alignment", "bottom_right") == "bottom_right"
+    scale = given.tensors[0].shape[2] ** -0.5
+    return Numbers(*given.longest, scale, *sides, aligned, 0.0, 0.0, False)
+
+
+def run(given: Inputs, changes: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of a packed kernel on poisoned memory."""
+    used, sinks = given.words.get("seqused_k"), given.words.get("sinks")
+    q, k, v = (x.detach() for x in given.tensors)
+    numbers, packed = numbers_of(given), Packed(q, k, v, *given.bounds, used, None, sinks)
+    problem = problem_of(packed, numbers)
+    assert problem is not None
+    spec = problem.spec()
+    module = load_kernel(render(FAMILY, variant_of(FAMILY, spec, config(spec, **changes))), "packed")
+    out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=q.dtype)
+    lse = torch.full((1, q.shape[1], q.shape[0]), math.nan)
+    words: dict[str, Any] = {"scale": numbers.scale, "diagonal": int(numbers.bottom_right), "lengths": (*given.bounds, used)}
+    words |= {"window_left": numbers.left, "window_right": numbers.right}
+    words |= {} if sinks is None else {"sinks": sinks.detach().expand(packed.sequences, -1)}
+    tensors = [rows_last(x) for x in (q, k, v, out)]
+    words |= provided(module, tensors[0], tensors[1]) | {"sms": 3}
+    [launch] = module.launches(*tensors, lse, **words)
+    Sequences(module, launch, seed=seed).run()
+    return out, lse[0]
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({}, {"tiles": "chained", "maximum": "first"}),
+    ({"is_causal": True}, {"tiles": "chained", "order": "drawn", "section": 8}),
+    ({"is_causal": True, "causal_alignment": "top_left"}, {"intra_wg_overlap": 0, "maximum": "first"}),
+    ({"is_causal": True}, {"tiles": "chained", "order": "drawn", "maximum": "first"}),
+    ({"window_size": (20, 9)}, {"tiles": "chained"}),
+    ({"window_size": (20, 0), "causal_alignment": "top_left"}, {}),
+    ({"used": (60, 3, 7, 0, 150, 0), "is_causal": True}, {"tiles": "chained", "order": "drawn"}),
+    ({"sinks": True}, {"tiles": "chained"}),
+    ({"d_v": 160}, {"v_columns": "pieces"}),
+    ({"d": 160}, {"num_stages": 3, "v_columns": "pieces"}),
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), CASES, ids=str)
+def test_hoppers_forward_computes_each_sequence_alone(case: dict[str, Any], changes: dict[str, Any]) -> None:
+    case = dict(case)
+    given = inputs(case, LENGTHS, dtype=torch.float16, d=case.pop("d", 64), heads=2, padding=70)
+    given = given._replace(tensors=[x if i == 0 else x[:, :1].detach().requires_grad_() for i, x in enumerate(given.tensors)])
+    out, lse = run(given, changes)
+    right, right_lse, _ = wanted(given, LENGTHS)
+    torch.testing.assert_close(out.double(), right, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(lse.double(), right_lse, atol=2e-3, rtol=1e-5)
+
+
+def test_it_takes_packed_sequences_without_masks() -> None:
+    spec = problem_of(Packed(*(torch.zeros(9, 2, 64, dtype=torch.bfloat16),) * 3, *(torch.zeros(3, dtype=torch.int32),) * 2), PLAIN)
+    assert spec is not None and FAMILY.supports(spec.spec(), find_target("h100")) is None
+    assert Features(packed=True).label() == "full+packed"
+
+
+PLAIN = Numbers(9, 9, 0.1, -1, -1, True, 0.0, 0.0, False)
