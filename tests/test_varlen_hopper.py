@@ -1,87 +1,29 @@
 """Packed sequences in Hopper's kernels: what the rendered text computes, on a stand-in for the GPU, and that nobody reads a neighbour."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hopper_emulator import Pointer, array
 from hopper_kernels import config
-from hopper_machine import Number
+from interpreting import interpreted
+from packed_machine import Ragged, numbers_of
 from test_hopper_pieces import Masked
 from varlen_cases import Inputs, inputs, wanted
 
-from flashtune.core.band import Sides
 from flashtune.core.launching import provided
 from flashtune.core.problem import Features
 from flashtune.core.target import find_target
 from flashtune.dispatch.packed import Numbers, Packed, problem_of, rows_last
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
-from flashtune.templates.launches.hopper_forward import RAGGED
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
 LENGTHS = ((5, 0, 130, 64, 1, 0), (70, 3, 130, 0, 200, 0))
 
 
-class Sequences(Masked):
-    """The same with descriptors that end where a sequence does."""
-
-    def _argument(self, value: Any) -> Any:
-        if not hasattr(value, "block_shape") or len(value.shape) < 5:
-            return super()._argument(value)
-        _, heads, rows, columns = value.base.shape
-        assert value.shape[2:] == [heads, RAGGED, columns] and value.strides[0] + value.strides[1] == 2**34
-        nbytes = value.base.element_size() * torch.Size(value.block_shape).numel()
-        return SimpleNamespace(
-            memory=value.base[0].reshape(1, 1, heads, rows, columns) if value.base.is_contiguous() else value.base[None],
-            block=value.block_shape,
-            layout=None,
-            block_type=SimpleNamespace(nbytes=nbytes),
-            dtype=value.base.dtype,
-        )
-
-    def _box(self, desc: Any, corner: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
-        """Rows of a sequence from the corner on, as addresses that wrap make them, and none past its end."""
-        wrap, end, head, place, column = (int(x) for x in corner)
-        assert wrap == RAGGED
-        first, left = end + place - RAGGED, max(min(desc.block[3], RAGGED - place), 0)
-        assert left == 0 or 0 <= first <= first + left <= end <= desc.memory.shape[3]
-        width = min(desc.block[4], desc.memory.shape[4] - column)
-        found = desc.memory[:, :, head : head + 1, first : first + left, column : column + width]
-        return found, (slice(0, 1), slice(0, 1), slice(0, 1), slice(0, left), slice(0, width))
-
-    def _stand_ins(self) -> dict[str, Any]:
-        found = super()._stand_ins()
-        gl, load = found["gl"], found["gl"].load
-
-        def total(values: torch.Tensor, axis: int) -> Any:
-            summed = values.sum(axis)
-            return Number(int(summed)) if summed.dim() == 0 else array(summed)
-
-        def read(place: Pointer) -> Any:
-            values = load(place)
-            return Number(int(values)) if values.dim() == 0 and not values.is_floating_point() else values
-
-        def write(place: Pointer, values: Any, mask: Any = None) -> None:
-            if mask is None:
-                place.memory[place.offset] = values
-            else:
-                store(place, values, mask)
-
-        store = gl.store
-        gl.sum, gl.load, gl.store = total, read, write
-        return found
-
-
-def numbers_of(given: Inputs) -> Numbers:
-    words = given.words
-    left, right = Sides.of(words.get("window_size", (-1, -1)), words.get("is_causal", False), "top_left").window
-    sides = (-1 if side is None else side for side in (left, right))
-    aligned = words.get("causal_alignment", "bottom_right") == "bottom_right"
-    scale = given.tensors[0].shape[2] ** -0.5
-    return Numbers(*given.longest, scale, *sides, aligned, 0.0, 0.0, False)
+class Sequences(Ragged, Masked):
+    """The forward's stand-in for packed sequences."""
 
 
 def run(given: Inputs, changes: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,10 +73,16 @@ def test_hoppers_forward_computes_each_sequence_alone(case: dict[str, Any], chan
     torch.testing.assert_close(lse.double(), right_lse, atol=2e-3, rtol=1e-5)
 
 
+def test_hoppers_backward_computes_each_sequence_alone() -> None:
+    report = interpreted("interpret_varlen_hopper.py")
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) > 5
+
+
 def test_it_takes_packed_sequences_without_masks() -> None:
     spec = problem_of(Packed(*(torch.zeros(9, 2, 64, dtype=torch.bfloat16),) * 3, *(torch.zeros(3, dtype=torch.int32),) * 2), PLAIN)
     assert spec is not None and FAMILY.supports(spec.spec(), find_target("h100")) is None
     assert Features(packed=True).label() == "full+packed"
 
 
-PLAIN = Numbers(9, 9, 0.1, -1, -1, True, 0.0, 0.0, False)
+PLAIN = Numbers(9, 9, 0.1, -1, -1, True, 0.0, 0.0, False, False)

@@ -67,6 +67,7 @@ class Numbers(NamedTuple):
     softcap: float
     dropout_p: float
     tf32: bool
+    deterministic: bool
 
 
 def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd") -> Problem | None:
@@ -124,8 +125,16 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
         with memo.lock:
             memo.packed[known] = list(_loaded(memo, problem, device))
     found: list[Served] = memo.packed[known]
-    tensors = [rows_last(x) for x in packed[:3]]
-    return next((one for one in found if one.kernel.accepts(*tensors, None)), None)
+    return next((one for one in found if _takes(one, packed, numbers, direction)), None)
+
+
+def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
+    """True if a kernel takes these tensors, and repeats its bits where that is required."""
+    varies = direction == "bwd" and not families()[found.variant.template].repeatable
+    # Kernels whose bits vary know no unused keys either.
+    if varies and (packed.used is not None or numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
+        return False
+    return found.kernel.accepts(*(rows_last(x) for x in packed[:3]), None)
 
 
 def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:

@@ -52,6 +52,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     allow_tf32: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Attention of sequences that lie one after the other; each sees its own keys alone.
 
@@ -66,11 +67,11 @@ def attention_varlen(
     is on the diagonal of the last key; `seqused_k` (sequences,) is the number of keys that are used of each sequence, and Hq may be a
     multiple of Hkv with `enable_gqa`. Kernels never split keys, so that the bits of a sequence don't depend on others, whatever
     `num_splits` says. Beyond it, `is_causal`, `causal_alignment`, `softcap`, `dropout_p`, `seed`, `alibi_slopes` (Hq,) or (sequences, Hq),
-    `sinks` (Hq,) and `allow_tf32` are as in `attention`, but for the default of `causal_alignment`.
+    `sinks` (Hq,), `allow_tf32` and `deterministic` are as in `attention`, but for the default of `causal_alignment`.
 
     On a GPU kernels read lengths on the device: nothing waits for it, and a CUDA graph may be replayed with other lengths. They serve
-    float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks, bit for bit repeatable. Elsewhere
-    each sequence is a call of `attention`, whose lengths are read by the host. `explain_varlen` says which.
+    float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
+    of `attention`, whose lengths are read by the host. `explain_varlen` says which.
 
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
@@ -79,7 +80,9 @@ def attention_varlen(
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits={num_splits} is no number of splits: give 1 or more, or None")
     packed = Packed(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
-    options = Options(dropout_p, is_causal, scale, enable_gqa, tuple(window_size), softcap, causal_alignment, False, allow_tf32)
+    options = Options(
+        dropout_p, is_causal, scale, enable_gqa, tuple(window_size), softcap, causal_alignment, False, allow_tf32, deterministic
+    )
     packed, numbers = _parsed(packed, options, max_seqlen_q, max_seqlen_k)
     bits = None if seed is None else signed(seed_bits(seed))
     out, lse = _attend(packed, numbers, bits)
@@ -93,7 +96,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     given = bound.arguments
     tensors = [given[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")]
     names = ("dropout_p", "is_causal", "scale", "enable_gqa", "window_size", "softcap", "causal_alignment")
-    options = Options(*(given[name] for name in names), False, given["allow_tf32"])
+    options = Options(*(given[name] for name in names), False, given["allow_tf32"], given["deterministic"])
     packed, numbers = _parsed(Packed(*tensors), options, given["max_seqlen_q"], given["max_seqlen_k"])
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:
@@ -139,7 +142,7 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
         query, key, value, _ = prepared(query, key, value, None)
     cu_q, cu_k, used = cu_q.contiguous(), cu_k.contiguous(), None if used is None else used.contiguous()
     scale = 1.0 / math.sqrt(query.shape[2] or 1) if scale is None else scale
-    numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, options.allow_tf32)
+    numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, options.allow_tf32, options.deterministic)
     return Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), numbers
 
 
@@ -350,7 +353,8 @@ def _twice(ctx: Any, *_: object) -> None:
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used, Tensor? slopes, Tensor? sinks"
 _NUMBERS = (
-    "SymInt max_q, SymInt max_k, float scale, SymInt left, SymInt right, bool bottom_right, float softcap, float dropout_p, bool tf32"
+    "SymInt max_q, SymInt max_k, float scale, SymInt left, SymInt right, bool bottom_right, float softcap, float dropout_p, bool tf32, "
+    "bool deterministic"
 )
 _FORWARD = f"({_TENSORS}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (

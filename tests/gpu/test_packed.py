@@ -32,6 +32,29 @@ def test_head_sizes_and_longer_sequences(case: str, d: int) -> None:
         agrees(inputs(CASES[case], LONG, dtype=torch.bfloat16, device=DEVICE, d=d), LONG, kind="bf16")
 
 
+@pytest.mark.parametrize("case", ["full", "causal", "window", "everything", "causal used keys"])
+def test_tensors_that_begin_anywhere_are_read_by_plain_pointers(case: str) -> None:
+    lengths = RAGGED if "used" in case else LONG
+    given = inputs(CASES[case], lengths, dtype=torch.bfloat16, device=DEVICE, d=64)
+    moved = []
+    for x in given.tensors:
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape)
+        moved.append(memory.copy_(x.detach()).requires_grad_())
+    with forced("kernels"):
+        given = given._replace(tensors=moved)
+        agrees(given, lengths, kind="bf16")
+        said = dispatch.explain_varlen(*given.tensors, *given.bounds, *given.longest, enable_gqa=True, **given.words)
+    assert said.template == "flash_fwd" and said.backward is not None and said.backward.template == "flash_bwd"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only kernels on a GPU may vary")
+def test_deterministic_gradients_repeat_their_bits() -> None:
+    given = inputs({"is_causal": True, "deterministic": True}, LONG, dtype=torch.bfloat16, device=DEVICE, d=64, heads=16)
+    first, *others = (step(given) for _ in range(4))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 def test_float32_is_exact() -> None:
     with forced("kernels"):
         agrees(inputs({"is_causal": True}, LONG, device=DEVICE, d=64), LONG)
@@ -64,7 +87,7 @@ def test_nothing_waits_for_the_device() -> None:
 @pytest.mark.parametrize("case", ["full", "causal", "window", "causal used keys"])
 def test_a_graph_is_right_when_lengths_change(case: str) -> None:
     capacity, sequences, rows = 7, 7, 900
-    given = inputs(CASES[case], ((rows,), (rows,)), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    given = inputs(CASES[case] | {"deterministic": True}, ((rows,), (rows,)), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
     words = dict(given.words)
     if "seqused_k" in words:
         words["seqused_k"] = torch.full((capacity,), 50, dtype=torch.int32, device=DEVICE)

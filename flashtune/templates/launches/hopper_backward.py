@@ -7,8 +7,8 @@ from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, S
 from flashtune.core.parameters import DROPOUT_STEPS, dropout_threshold
 from flashtune.templates.backward.hopper.layout import BackwardLayout, HopperBackward, SplitLayout, query_divisions
 from flashtune.templates.launches.backward import FUSED, SMALL, PointerBackward, needed
-from flashtune.templates.launches.common import LOG2_E, band_sizes, cdiv, strides_divide
-from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_steps, pack_mask, swizzled
+from flashtune.templates.launches.common import LOG2_E, LengthArguments, band_sizes, cdiv, strides_divide
+from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_steps, pack_mask, ragged, swizzled
 
 
 class HopperBackwardHost:
@@ -43,6 +43,7 @@ class HopperBackwardHost:
         found: list[Any] = [i.n_q, i.n_kv, i.kv_heads, i.heads // i.kv_heads, m_tiles, n_tiles]
         found += [n_tiles * i.batch * i.kv_heads] if layout.persistent else []
         found += [call.divisions] if layout.divides else []
+        found += call.lengths.sizes
         # 0 where the bias repeats.
         found += [int(stride > 0) for stride in needed(i.mask).strides] if spec.mask == "bias" else []
         found += [*band_sizes(spec, i), i.scale, (i.softcap if spec.softcap else i.scale) * LOG2_E]
@@ -87,7 +88,9 @@ class _Call:
     def __init__(self, host: HopperBackwardHost, inputs: LaunchInputs, scratch: Scratch) -> None:
         i = inputs
         self.host, self.inputs, self.scratch = host, inputs, scratch
-        self.m_tiles, self.n_tiles = cdiv(i.n_q, host.block_m), cdiv(i.n_kv, host.block_n)
+        self.lengths = LengthArguments.of(host.spec, i)
+        self.m_tiles = self.lengths.tiles(i, i.n_q, host.block_m) // i.batch
+        self.n_tiles = self.lengths.tiles(i, i.n_kv, host.block_n) // i.batch
         self.rows = self.m_tiles * host.block_m
         self.lse_2 = scratch.empty((i.batch * i.heads * self.rows,), "fp32")
         self.deltas = scratch.empty((i.batch * i.heads * self.rows,), "fp32")
@@ -111,11 +114,13 @@ class _Call:
         i = self.inputs
         dout = needed(i.dout)
         arguments = (
-            *(i.out, dout, i.lse, i.lse if i.dlse is None else i.dlse, self.lse_2, self.deltas, *more, *i.out.strides, *dout.strides),
+            *(i.out, dout, i.lse, i.lse if i.dlse is None else i.dlse, self.lse_2, self.deltas),
+            *(*self.lengths.pointers[:1], *more, *i.out.strides, *dout.strides),
             *(
                 i.heads,
                 i.n_q,
                 self.rows,
+                *self.lengths.sizes,
                 *([self.host.keep(i)] if self.host.spec.dropout else []),
                 i.dlse is not None,
                 *tail,
@@ -168,7 +173,8 @@ class BackwardHopperHost(HopperBackwardHost):
             found.append(self.add_divisions(call))
         if i.dq is not None and not whole:
             scale = i.scale / self.keep(i) if self.spec.dropout else i.scale
-            arguments = (sums, i.dq, *i.dq.strides, i.heads, i.n_q, call.m_tiles, scale, *call.aligned)
+            sizes = (i.heads, i.n_q, call.m_tiles, *call.lengths.sizes)
+            arguments = (sums, i.dq, *call.lengths.pointers[:1], *i.dq.strides, *sizes, scale, *call.aligned)
             found.append(Launch("finish_dq", (call.m_tiles * i.batch * i.heads,), arguments, SMALL))
         return self.score_gradients(call, found)
 
@@ -196,12 +202,13 @@ class BackwardHopperHost(HopperBackwardHost):
     def _arguments(self, call: _Call, sums: Operand, work: list[Operand], bits: Operand | None, whole: bool) -> tuple[Any, ...]:
         i, layout = call.inputs, self.layout
         d, d_v = layout.block_d, layout.block_dv
-        tiles = [swizzled(i.q, self.block_m, d), swizzled(i.k, 64, d), swizzled(i.v, 64, d_v), swizzled(needed(i.dout), self.block_m, d_v)]
+        tiled = ragged if self.spec.packed else swizzled
+        tiles = [tiled(i.q, self.block_m, d), tiled(i.k, 64, d), tiled(i.v, 64, d_v), tiled(needed(i.dout), self.block_m, d_v)]
         found: list[Any] = [*tiles, call.numbers_of(call.lse_2), call.numbers_of(call.deltas)]
         if not layout.divides:
             # Substitutes for gradients without a request stay unwritten.
-            found += [swizzled(i.dk or i.k, 64, d), swizzled(i.dv or i.v, 64, d_v)]
-        found += [*call.bias(), *call.parts, sums, *work, *self.numbers(call, bits, call.m_tiles, call.n_tiles)]
+            found += [tiled(i.dk or i.k, 64, d), tiled(i.dv or i.v, 64, d_v)]
+        found += [*call.bias(), *call.parts, sums, *work, *call.lengths.pointers[:2], *self.numbers(call, bits, call.m_tiles, call.n_tiles)]
         if layout.owns:
             dq = i.dq or i.q
             found += [dq, *dq.strides[:3]]

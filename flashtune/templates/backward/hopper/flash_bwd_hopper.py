@@ -73,6 +73,12 @@ CONSTRAINTS = (
         axes=("persistent",),
     ),
     Constraint(
+        name="packed sequences",
+        holds=lambda c, s, t: not s.packed or not (BackwardLayout.of(s, c).owns or BackwardLayout.of(s, c).divides),
+        why="programs don't know how many tiles a sequence has",
+        axes=("dq_sums", "divided_queries"),
+    ),
+    Constraint(
         name="divided queries",
         holds=lambda c, s, t: not BackwardLayout.of(s, c).divides or not c["persistent"],
         why="split-Q programs fill the GPU once, so none takes a second tile",

@@ -16,8 +16,8 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
         return f"{name} computes the backward pass, not {spec.direction!r}"
     if not target.is_hopper:
         return f"{name} needs compute capability 9.0, which {target.name} is not"
-    if spec.packed:
-        return f"{name} takes no packed sequences"
+    if spec.packed and (name != "flash_bwd_hopper" or spec.mask != "none" or spec.dslopes):
+        return f"{name} takes no packed sequences" + " with masks, or gradients of slopes" * (name == "flash_bwd_hopper")
     if spec.dtype not in ("fp16", "bf16"):
         return f"{name} takes fp16 and bf16, not {spec.dtype}"
     if spec.d % 8 or spec.d_v % 8:
@@ -114,7 +114,12 @@ class HopperBackward(HopperTiles):
         s = self.spec
         found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent + ["divisions"] * self.divides
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
-        return found + s.band_sizes
+        return found + ["sequences"] * s.packed + s.band_sizes
+
+    @property
+    def sequence(self) -> list[str]:
+        """What a tile of packed keys is told of its sequence; `first_block` counts blocks of queries before it."""
+        return ["q_start", "n_q", "k_start", "n_kv", "first_block"]
 
     @property
     def params(self) -> list[str]:
