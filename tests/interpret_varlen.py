@@ -114,7 +114,7 @@ def of_seeds() -> None:
 
 def of_explanations() -> None:
     given = inputs({"is_causal": True})
-    said = dispatch.explain_varlen(*given.tensors, *given.bounds, *given.longest, enable_gqa=True, **given.words)
+    said = dispatch.explain_varlen(*given.arguments, enable_gqa=True, **given.words)
     assert said.template == "flash_fwd" and said.backward is not None and said.backward.template == "flash_bwd"
     assert "packed" in said.reason
 

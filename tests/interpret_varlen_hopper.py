@@ -41,7 +41,15 @@ def gradients(given: Inputs, changes: dict[str, Any], seed: int) -> list[torch.T
     problem = problem_of(packed, numbers, "bwd")
     assert problem is not None
     spec = problem.spec()
-    plain = {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 1, "held": "none", "persistent": False, "wait_early": False}
+    plain: dict[str, Any] = {
+        "BLOCK_M": 64,
+        "num_stages": 2,
+        "dq_sums": "registers",
+        "section": 1,
+        "held": "none",
+        "persistent": False,
+        "wait_early": False,
+    }
     config = FAMILY.default(spec, GPU).replace(**plain | changes)
     assert FAMILY.violated(config, spec, GPU) is None
     module = load_kernel(render(FAMILY, variant_of(FAMILY, spec, config)), "packed")

@@ -68,7 +68,7 @@ class Ragged(Machine):
 def numbers_of(given: Inputs) -> Numbers:
     words = given.words
     left, right = Sides.of(words.get("window_size", (-1, -1)), words.get("is_causal", False), "top_left").window
-    sides = (-1 if side is None else side for side in (left, right))
+    left, right = (-1 if side is None else side for side in (left, right))
     aligned = words.get("causal_alignment", "bottom_right") == "bottom_right"
     scale = given.tensors[0].shape[2] ** -0.5
-    return Numbers(*given.longest, scale, *sides, aligned, 0.0, words.get("dropout_p", 0.0), False, False)
+    return Numbers(*given.longest, scale, left, right, aligned, 0.0, words.get("dropout_p", 0.0), False, False)

@@ -51,19 +51,16 @@ def test_the_lse_has_a_row_for_each_head_and_comes_on_request() -> None:
     from torch.nn.attention.varlen import AuxRequest
 
     given = inputs({}, SQUARE)
-    rest = (*given.bounds, *given.longest)
-    out = dispatch.attention_varlen(*given.tensors, *rest, enable_gqa=True)
-    both = dispatch.attention_varlen(*given.tensors, *rest, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out = dispatch.attention_varlen(*given.arguments, enable_gqa=True)
+    both = dispatch.attention_varlen(*given.arguments, enable_gqa=True, return_aux=AuxRequest(lse=True))
     assert torch.equal(both[0], out) and both[1].shape == (4, len(out)) and both[1].dtype == torch.float32
     torch.testing.assert_close(both[1].double(), wanted(given, SQUARE)[1], atol=1e-5, rtol=1e-5)
 
 
 def test_a_window_that_ends_at_the_diagonal_is_causal() -> None:
     given = inputs({}, RAGGED)
-    rest = (*given.bounds, *given.longest)
     outs = [
-        dispatch.attention_varlen(*given.tensors, *rest, enable_gqa=True, **words)
-        for words in ({"window_size": (-1, 0)}, {"is_causal": True})
+        dispatch.attention_varlen(*given.arguments, enable_gqa=True, **words) for words in ({"window_size": (-1, 0)}, {"is_causal": True})
     ]
     assert torch.equal(outs[0], outs[1])
 
@@ -81,9 +78,32 @@ def test_without_kernels_a_compiler_traces_one_operator() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"is_causal": True, "sinks": torch.zeros(4)}], ids=str)
+def test_jagged_nested_tensors_are_packed_ones(words: dict[str, Any]) -> None:
+    given = inputs({}, SQUARE, padding=0)
+    leaves = [x.detach().requires_grad_() for x in given.tensors]
+    nested = [torch.nested.nested_tensor_from_jagged(x, given.bounds[0]).transpose(1, 2) for x in leaves]
+    out = dispatch.attention_jagged(*nested, enable_gqa=True, **words)
+    packed = dispatch.attention_varlen(*given.arguments, enable_gqa=True, **words)
+    assert out.is_nested and out.shape == nested[0].shape
+    torch.testing.assert_close(out.values().transpose(0, 1), packed)
+    found = torch.autograd.grad(out.values().square().sum(), leaves)
+    for ours, theirs in zip(found, torch.autograd.grad(packed.square().sum(), given.tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_jagged_tensors_of_other_kinds_are_refused() -> None:
+    given = inputs({}, SQUARE, padding=0)
+    nested = [torch.nested.nested_tensor_from_jagged(x.detach(), given.bounds[0]) for x in given.tensors]
+    with pytest.raises(InputError, match="transpose"):
+        dispatch.attention_jagged(*nested, enable_gqa=True)
+    with pytest.raises(InputTypeError, match="jagged"):
+        dispatch.attention_jagged(*given.tensors)
+
+
 def test_it_says_who_serves() -> None:
     given = inputs({}, RAGGED)
-    said = dispatch.explain_varlen(*given.tensors, *given.bounds, *given.longest, enable_gqa=True)
+    said = dispatch.explain_varlen(*given.arguments, enable_gqa=True)
     assert said.kind == "framework" and "each sequence is a call of its own" in said.reason
 
 

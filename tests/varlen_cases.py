@@ -55,8 +55,13 @@ class Inputs(NamedTuple):
     dout: Tensor
     dlse: Tensor
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Positional arguments of a call."""
+        return (*self.tensors, *self.bounds, *self.longest)
+
     def call(self) -> tuple[Tensor, Tensor]:
-        out, lse = dispatch.attention_varlen(*self.tensors, *self.bounds, *self.longest, enable_gqa=True, return_lse=True, **self.words)
+        out, lse = dispatch.attention_varlen(*self.arguments, enable_gqa=True, return_lse=True, **self.words)
         return out, lse
 
 

@@ -5,6 +5,7 @@ from flashtune.core.collector import held_off
 with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem
     from flashtune.dispatch.calls import save_calls
+    from flashtune.dispatch.jagged import attention_jagged
     from flashtune.dispatch.resolve.explanation import Explanation
     from flashtune.dispatch.resolve.layers import Use, reload, use
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
@@ -13,6 +14,7 @@ __all__ = [
     "Explanation",
     "Use",
     "attention",
+    "attention_jagged",
     "attention_varlen",
     "explain",
     "explain_problem",

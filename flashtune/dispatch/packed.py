@@ -134,7 +134,7 @@ def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction
     # Kernels whose bits vary know no unused keys either.
     if varies and (packed.used is not None or numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
         return False
-    return found.kernel.accepts(*(rows_last(x) for x in packed[:3]), None)
+    return found.kernel.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
 
 
 def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:
@@ -250,7 +250,7 @@ def _launch(found: Served, operands: Sequence[Tensor | None], packed: Packed, nu
         lengths=(packed.cu_q, packed.cu_k, packed.used),
     )
     if device.type != "cuda" or torch.version.cuda is None:
-        launching.launcher(found.kernel)(*operands, **parameters.keywords())  # type: ignore[arg-type]
+        launching.launcher(found.kernel)(*operands, **parameters.keywords())
         return
     with torch.cuda.device(device) if torch._C._cuda_getDevice() != device.index else contextlib.nullcontext():
         _run(found, operands, parameters, numbers)

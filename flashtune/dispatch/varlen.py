@@ -80,9 +80,7 @@ def attention_varlen(
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits={num_splits} is no number of splits: give 1 or more, or None")
     packed = Packed(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
-    options = Options(
-        dropout_p, is_causal, scale, enable_gqa, tuple(window_size), softcap, causal_alignment, False, allow_tf32, deterministic
-    )
+    options = Options(dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
     packed, numbers = _parsed(packed, options, max_seqlen_q, max_seqlen_k)
     bits = None if seed is None else signed(seed_bits(seed))
     out, lse = _attend(packed, numbers, bits)
@@ -95,8 +93,8 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound.apply_defaults()
     given = bound.arguments
     tensors = [given[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")]
-    names = ("dropout_p", "is_causal", "scale", "enable_gqa", "window_size", "softcap", "causal_alignment")
-    options = Options(*(given[name] for name in names), False, given["allow_tf32"], given["deterministic"])
+    others = {name: given[name] for name in Options._fields if name in given}
+    options = Options(**others | {"window": given["window_size"], "return_lse": False})
     packed, numbers = _parsed(Packed(*tensors), options, given["max_seqlen_q"], given["max_seqlen_k"])
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:
@@ -251,19 +249,15 @@ def _recomputed(
     wanted: Sequence[bool], packed: Packed, numbers: Numbers, seed: int, dout: Tensor, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients by a forward for each sequence, differentiated."""
-    tensors = (*packed[:3], packed.sinks)
+    names = [name for name, want in zip(("query", "key", "value", "sinks"), wanted, strict=True) if want]
     with recording(), torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True)]
-        out, lse = _by_sequence(packed._replace(query=leaves[0], key=leaves[1], value=leaves[2], sinks=leaves[3]), numbers, seed)
-        asked = [x for x in leaves if x is not None and x.requires_grad]
-        if not out.requires_grad:
-            found = iter([torch.zeros_like(x) for x in asked])
-        else:
-            outputs = (out,) if dlse is None else (out, lse)
-            grads = (dout,) if dlse is None else (dout, dlse.masked_fill(lse == -math.inf, 0.0))
-            found = iter(torch.autograd.grad(outputs, asked, grads, allow_unused=True, materialize_grads=True))
-    dq, dk, dv, dsinks = (next(found) if x is not None and x.requires_grad else None for x in leaves)
-    return [dq, dk, dv, dsinks]
+        leaves = {name: getattr(packed, name).detach().requires_grad_() for name in names}
+        out, lse = _by_sequence(packed._replace(**leaves), numbers, seed)
+        pairs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse.masked_fill(lse == -math.inf, 0.0))]
+        outputs, grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True) if out.requires_grad else ((), ())
+        given = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True, materialize_grads=True) if outputs else ()
+    found = dict(zip(names, given or [torch.zeros_like(x) for x in leaves.values()], strict=True))
+    return [found.get(name) for name in ("query", "key", "value", "sinks")]
 
 
 class _Attention(torch.autograd.Function):

@@ -43,7 +43,7 @@ def test_tensors_that_begin_anywhere_are_read_by_plain_pointers(case: str) -> No
     with forced("kernels"):
         given = given._replace(tensors=moved)
         agrees(given, lengths, kind="bf16")
-        said = dispatch.explain_varlen(*given.tensors, *given.bounds, *given.longest, enable_gqa=True, **given.words)
+        said = dispatch.explain_varlen(*given.arguments, enable_gqa=True, **given.words)
     assert said.template == "flash_fwd" and said.backward is not None and said.backward.template == "flash_bwd"
 
 
