@@ -55,19 +55,22 @@ class Cell:
         self.flops = 4 * pairs * heads * d
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self.tensors, self.bounds, self.bounds, self.longest, self.longest)
+
+    @property
     def window(self) -> tuple[int, int]:
         return -1, 0 if self.causal else -1
 
     def ours(self) -> torch.Tensor:
-        words = {"window_size": self.window, "enable_gqa": self.shared}
-        found: torch.Tensor = dispatch.attention_varlen(*self.tensors, self.bounds, self.bounds, self.longest, self.longest, **words)
+        found: torch.Tensor = dispatch.attention_varlen(*self.arguments, window_size=self.window, enable_gqa=self.shared)
         return found
 
     def torchs(self) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         words: dict[str, Any] = {"window_size": self.window} | ({"enable_gqa": True} if self.shared else {})
-        found: torch.Tensor = varlen_attn(*self.tensors, self.bounds, self.bounds, self.longest, self.longest, **words)
+        found: torch.Tensor = varlen_attn(*self.arguments, **words)
         return found
 
     def fa4(self) -> torch.Tensor:
