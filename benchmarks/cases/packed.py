@@ -1,7 +1,7 @@
 """Packed sequences, forward and backward, beside torch's varlen_attn, FlashAttention-4, FlexAttention with a document mask and our dense.
 
-Lengths are drawn from laws: `equal`, `uniform`, `lognormal` and `one_long` (half of all tokens in one sequence). Times are wall times until the
-GPU is done, the host's part among them, of calls back to back in turns. The dense kernel runs at equal lengths alone.
+Lengths are drawn from laws: `equal`, `uniform`, `lognormal` and `one_long` (half of all tokens in one sequence). Times are wall times until
+the GPU is done, the host's part among them, of calls back to back in turns. The dense kernel runs at equal lengths alone.
 """
 
 import functools
@@ -56,17 +56,21 @@ class Cell:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
+        """Positional arguments of a packed call."""
         return (*self.tensors, self.bounds, self.bounds, self.longest, self.longest)
 
     @property
     def window(self) -> tuple[int, int]:
+        """Sides of the band, as torch takes them."""
         return -1, 0 if self.causal else -1
 
     def ours(self) -> torch.Tensor:
+        """Our packed call."""
         found: torch.Tensor = dispatch.attention_varlen(*self.arguments, window_size=self.window, enable_gqa=self.shared)
         return found
 
     def torchs(self) -> torch.Tensor:
+        """PyTorch's packed call."""
         from torch.nn.attention.varlen import varlen_attn
 
         words: dict[str, Any] = {"window_size": self.window} | ({"enable_gqa": True} if self.shared else {})
@@ -74,6 +78,7 @@ class Cell:
         return found
 
     def fa4(self) -> torch.Tensor:
+        """FlashAttention-4's packed call."""
         from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
         words = {"cu_seqlens_q": self.bounds, "cu_seqlens_k": self.bounds, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
@@ -96,10 +101,12 @@ class Cell:
         return create_block_mask(seen, None, None, tokens, tokens, device=turns.DEVICE, _compile=True)
 
     def flex(self) -> torch.Tensor:
+        """FlexAttention with a document mask that was made ahead."""
         q, k, v = (x.transpose(0, 1)[None] for x in self.tensors)
         return _flex()(q, k, v, block_mask=self._mask, enable_gqa=self.shared)[0].transpose(0, 1)  # type: ignore[no-any-return]
 
     def dense(self) -> torch.Tensor | None:
+        """Our dense call, where all lengths are equal."""
         if self.law != "equal":
             return None
         q, k, v = (x.unflatten(0, (-1, MEAN)).transpose(1, 2) for x in self.tensors)

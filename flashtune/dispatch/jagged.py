@@ -12,8 +12,9 @@ from flashtune.dispatch.varlen import attention_varlen
 def attention_jagged(query: Any, key: Any, value: Any, *, causal_alignment: str = "top_left", **words: Any) -> Tensor:
     """Attention of sequences of different lengths as nested tensors: query (B, Hq, jagged, D), key (B, Hkv, jagged, D), value likewise.
 
-    They have torch's layout `jagged`, and the third dimension is the ragged one, as F.scaled_dot_product_attention takes them. Returns the output (B, Hq, jagged, D_v) with the lengths of the query; `words` are keywords of `attention_varlen`, but for those that
-    return an LSE. Nothing is copied, and nothing waits for the device.
+    They have torch's layout `jagged`, and the third dimension is the ragged one, as F.scaled_dot_product_attention takes them. Returns the
+    output (B, Hq, jagged, D_v) with the lengths of the query; `words` are keywords of `attention_varlen`, but for those that return an LSE.
+    Nothing is copied, and nothing waits for the device.
 
     Raises InputError or InputTypeError for other tensors, and where sequences of the query have room that isn't used.
     """
