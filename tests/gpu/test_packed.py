@@ -129,7 +129,7 @@ def test_it_means_what_torch_means(window: tuple[int, int]) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="it compiles for a GPU")
-def test_a_compiled_step_has_the_same_bits() -> None:
+def test_a_compiled_step_computes_the_same() -> None:
     def loss(*x: Any) -> torch.Tensor:
         found: torch.Tensor = dispatch.attention_varlen(*x, 128, 128, enable_gqa=True, is_causal=True).float().square().sum()
         return found
