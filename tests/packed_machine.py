@@ -14,7 +14,7 @@ from flashtune.templates.launches.hopper_forward import RAGGED
 
 
 class Ragged(Machine):
-    """What packed sequences need of a stand-in: descriptors, and scalars that are read."""
+    """Part of a stand-in for packed sequences: their descriptors, and scalars that are read."""
 
     def _argument(self, value: Any) -> Any:
         if not hasattr(value, "block_shape") or len(value.shape) < 5:
