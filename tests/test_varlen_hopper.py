@@ -11,12 +11,17 @@ from packed_machine import Ragged, numbers_of
 from test_hopper_pieces import Masked
 from varlen_cases import Inputs, inputs, wanted
 
+from flashtune.core import launching
+from flashtune.core.band import Band
 from flashtune.core.launching import provided
+from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Features
 from flashtune.core.target import find_target
-from flashtune.dispatch.packed import Numbers, Packed, problem_of, rows_last
+from flashtune.dispatch.launch import prepared
+from flashtune.dispatch.packed import Numbers, Packed, named, problem_of, rows_last
+from flashtune.templates import family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
-from flashtune.templates.loading import load_kernel
+from flashtune.templates.loading import load_kernel, loaded
 from flashtune.templates.rendering import render, variant_of
 
 LENGTHS = ((5, 0, 130, 64, 1, 0), (70, 3, 130, 0, 200, 0))
@@ -50,6 +55,7 @@ def run(given: Inputs, changes: dict[str, Any], seed: int = 0) -> tuple[torch.Te
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({}, {"tiles": "chained", "maximum": "first"}),
+    ({}, {"tiles": "chained", "order": "drawn"}),
     ({"is_causal": True}, {"tiles": "chained", "order": "drawn", "section": 8}),
     ({"is_causal": True, "causal_alignment": "top_left"}, {"intra_wg_overlap": 0, "maximum": "first"}),
     ({"is_causal": True}, {"tiles": "chained", "order": "drawn", "maximum": "first"}),
@@ -77,6 +83,32 @@ def test_hoppers_backward_computes_each_sequence_alone() -> None:
     report = interpreted("interpret_varlen_hopper.py")
     assert {name: failure for name, failure in report.items() if failure} == {}
     assert len(report) > 5
+
+
+@pytest.mark.parametrize("name", ["flash_fwd", "flash_bwd", "flash_fwd_hopper", "flash_bwd_hopper"])
+@pytest.mark.parametrize("uses_some", [False, True])
+def test_prepared_launches_name_tensors_in_the_order_in_which_calls_give_them(name: str, uses_some: bool) -> None:
+    q, k = torch.zeros(300, 4, 64, dtype=torch.bfloat16), torch.zeros(200, 2, 64, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 100, 200], dtype=torch.int32)
+    packed = Packed(q, k, k.clone(), bounds, bounds.clone(), bounds[:2].clone() if uses_some else None, torch.zeros(2, 4), torch.zeros(4))
+    chosen = family(name)
+    problem = problem_of(packed, PLAIN, chosen.direction)
+    assert problem is not None
+    spec = problem.spec()
+    kernel = loaded(chosen, spec, chosen.default(spec, find_target("h100")))
+    operands = [rows_last(x) for x in (*packed[:3], q.clone())] + [torch.zeros(1, 4, 300)]
+    operands += [rows_last(q.clone()), torch.zeros(1, 4, 300), *map(rows_last, (q.clone(), k.clone(), k.clone()))] * (
+        chosen.direction == "bwd"
+    )
+    lengths = packed.cu_q, packed.cu_k, packed.used
+    parameters = CallParameters(scale=0.1, band=Band(), slopes=packed.slopes, sinks=torch.zeros(2, 4), lengths=lengths)
+    plan = prepared.planned(kernel, operands, parameters)
+    assert plan is not None
+    given = named(operands, launching.counts_of(q.device, kernel.counts_needed(operands[0], operands[1])), parameters)
+    # Counts are made anew.
+    same = [a is b or place == len(operands) for place, (a, b) in enumerate(zip(plan.tensors, given, strict=True))]
+    assert all(same)
+    assert [x.source for x in plan.scratch] == list(range(len(given), len(given) + len(plan.scratch)))
 
 
 def test_it_takes_packed_sequences_without_masks() -> None:

@@ -162,7 +162,7 @@ def _configs(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> It
                 continue
             config = pool.refit(family, family.completed(record.outcome.config), spec).config
             if config is not None:
-                yield family, config, record
+                yield family, family.resized(config, problem, target), record
                 break
     for family in able.values():
         yield family, family.default(spec, target), None
@@ -259,9 +259,8 @@ def _launch(found: Served, operands: Sequence[Tensor | None], packed: Packed, nu
 def _run(found: Served, operands: Sequence[Tensor | None], parameters: CallParameters, numbers: Numbers) -> None:
     """Launch by the driver, with launches that are prepared once for tensors of these sizes and strides."""
     kernel, query, key = found.kernel, operands[0], operands[1]
-    assert query is not None and key is not None and parameters.lengths is not None, "a call has these"
-    others = (parameters.slopes, None, None, None, parameters.sinks)
-    tensors = (*operands, *others, *parameters.lengths)
+    assert query is not None and key is not None, "a call has these"
+    tensors = named(operands, None, parameters)
     signature = (numbers, *(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors))
     program = found.programs.get(signature)
     if program is None:
@@ -277,10 +276,17 @@ def _run(found: Served, operands: Sequence[Tensor | None], parameters: CallParam
     # From a graph's pool under capture: nothing outlives the call.
     scratch = torch.empty(size, dtype=torch.uint8, device=query.device) if size else None
     start = 0 if scratch is None else scratch.data_ptr()
-    held = (query, *operands[1:], counts, None, *others, None, *parameters.lengths)
+    held = named((query, *operands[1:]), counts, parameters)
     addresses = [0 if x is None else x.data_ptr() for x in held]
     addresses += [start + offset for offset in offsets]
     program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index), (parameters.seed, 0))
+
+
+def named(operands: Sequence[Tensor | None], counts: Tensor | None, parameters: CallParameters) -> tuple[Tensor | None, ...]:
+    """The tensors of a call in the order in which a plan's launches name them, without their scratch memory."""
+    assert parameters.lengths is not None, "a packed call has lengths"
+    # In the places of a mask, of fp8's factors and of a bias there is nothing.
+    return (*operands, counts, None, parameters.slopes, None, None, None, parameters.sinks, None, *parameters.lengths)
 
 
 def sink_gradient(packed: Packed, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

@@ -137,7 +137,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="order of a band",
-        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and s.banded),
+        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and (s.banded or s.packed)),
         why="dynamic scheduling needs many tiles of unequal length per program",
         axes=("order", "tiles"),
     ),
@@ -178,7 +178,9 @@ CONSTRAINTS = (
 
 def resized(config: Config, problem: Problem, target: Target) -> Config:
     """The config with pack_gqa of the fewest tiles, or without where that saves too few, or where all tiles run
-    at once anyway."""
+    at once anyway; for packed sequences, whose tiles are unequally long, with dynamic scheduling."""
+    if problem.features.packed:
+        return config.replace(packed_heads=1, order="fixed" if config["tiles"] == "one" else "drawn")
     packed = _heads_to_pack(config.number("BLOCK_M"), problem, target.sms)
     return config if packed_heads(config) == packed else config.replace(packed_heads=packed)
 
@@ -221,7 +223,7 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "pingpong": False,
         "tiles": tiles,
         "section": 8 if spec.banded else 1,
-        "order": "drawn" if tiles != "one" and spec.banded else "fixed",
+        "order": "drawn" if tiles != "one" and (spec.banded or spec.packed) else "fixed",
         "ctas_per_sm": 1,
         "v_columns": "padded",
         "packed_heads": 1,

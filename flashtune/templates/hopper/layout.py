@@ -260,7 +260,7 @@ class HopperLayout(HopperTiles):
 
     @property
     def sequence(self) -> list[str]:
-        """What a tile of packed rows is told of its sequence; `present` is 0 in rows after the last one."""
+        """Fields of a tile of packed rows about its sequence; `present` is 0 in rows after the last one."""
         return ["q_start", "n_q", "k_start", "n_kv"] + ["present"] * self.spec.sinks
 
     @property

@@ -40,6 +40,9 @@ def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand 
     """True if the copy engine takes these tensors and, where it repeats rows, a mask is small enough to be packed."""
     if not all(copyable(x) and x.shape[3] % (16 // x.item_bytes) == 0 for x in tensors):
         return False
+    # Nothing has no address, which a descriptor needs.
+    if spec.packed and not all(x.shape[2] for x in tensors):
+        return False
     if spec.mask == "bool":
         assert mask is not None, "a kernel with a mask needs one"
         matrices = (mask.shape[0] if mask.strides[0] else 1) * (mask.shape[1] if mask.strides[1] else 1)

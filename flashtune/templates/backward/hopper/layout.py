@@ -118,7 +118,7 @@ class HopperBackward(HopperTiles):
 
     @property
     def sequence(self) -> list[str]:
-        """What a tile of packed keys is told of its sequence; `first_block` counts blocks of queries before it."""
+        """Fields of a tile of packed keys about its sequence; `first_block` counts blocks of queries before it."""
         return ["q_start", "n_q", "k_start", "n_kv", "first_block"]
 
     @property
