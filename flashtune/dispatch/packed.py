@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,29 +102,52 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd") -
     )
 
 
+class Prepared(NamedTuple):
+    """Launches that are prepared for tensors of some sizes and strides, the counts that they take, and places in their scratch memory."""
+
+    program: Program
+    counts: int
+    offsets: tuple[int, ...]
+    scratch: int
+
+
 class Served(NamedTuple):
     """A kernel for packed sequences, the dense record whose config it has, or None with its family's default, and its prepared launches."""
 
     variant: Variant
     record: TuningRecord | None
     kernel: LoadedKernel
-    programs: dict[Hashable, Program]
+    launches: dict[Hashable, Prepared]
 
 
 def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Served | None:
     """The best kernel that takes a call; None where none does."""
-    memo, device = memo or layers.current(), packed.query.device
+    memo = memo or layers.current()
+    query, key, value, cu_q, _, used, slopes, sinks = packed
+    aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
+    strides = query.stride(), key.stride(), value.stride()
+    sizes = query.shape[1:], key.shape[1], value.shape[2], cu_q.shape, len(query) > 0, len(key) > 0
+    bounds = next_power_of_two(numbers.max_q), next_power_of_two(numbers.max_k)
+    given = used is None, slopes is None, sinks is None, aligned, torch.are_deterministic_algorithms_enabled()
+    signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
+    if signature not in memo.packed:
+        memo.packed[signature] = _choose(packed, numbers, direction, memo)
+    found: Served | None = memo.packed[signature]
+    return found
+
+
+def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) -> Served | None:
+    device = packed.query.device
     problem = problem_of(packed, numbers, direction)
     if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
         return None
     if device.type == "cpu" and problem.dtype == "bf16":
         # Triton's interpreter can't multiply it.
         return None
-    known = (problem, device)
-    if known not in memo.packed:
-        with memo.lock:
-            memo.packed[known] = list(_loaded(memo, problem, device))
-    found: list[Served] = memo.packed[known]
+    with memo.lock:
+        if (problem, device) not in memo.packed:
+            memo.packed[problem, device] = list(_loaded(memo, problem, device))
+        found: list[Served] = memo.packed[problem, device]
     return next((one for one in found if _takes(one, packed, numbers, direction)), None)
 
 
@@ -202,12 +225,11 @@ def rows_last(x: Tensor) -> Tensor:
 
 def forward(found: Served, packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Tensor]:
     """Output (T_q, Hq, D_v) and LSE (Hq, T_q), float32: 0 and -inf in rows that no sequence has."""
-    query, _, value = packed[:3]
+    query, key, value = packed[:3]
     rows, heads, _ = query.shape
     out = torch.empty((rows, heads, value.shape[2]), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    operands = (*(rows_last(x) for x in (*packed[:3], out)), lse[None])
-    _launch(found, operands, packed, numbers, seed)
+    _launch(found, (query, key, value, out, lse), packed, numbers, seed)
     return out, lse
 
 
@@ -215,15 +237,12 @@ def backward(
     found: Served, packed: Packed, numbers: Numbers, seed: int, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used."""
+    query, key, value = packed[:3]
+    dq, dk, dv = (torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     # Gradients may be expanded scalars, whose rows can't be loaded as whole words.
-    dout = dout.contiguous()
-    grads = [torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in packed[:3]]
-    dq, dk, dv = map(rows_last, grads)
-    q, k, v = (rows_last(x) for x in packed[:3])
-    lse_gradient = None if dlse is None else dlse.contiguous()[None]
-    operands = (q, k, v, rows_last(out), lse[None], rows_last(dout), lse_gradient, dq, dk, dv)
+    operands = (query, key, value, out, lse, dout.contiguous(), None if dlse is None else dlse.contiguous(), dq, dk, dv)
     _launch(found, operands, packed, numbers, seed)
-    return grads[0], grads[1], grads[2]
+    return dq, dk, dv
 
 
 def _dense(x: Tensor) -> bool:
@@ -232,61 +251,69 @@ def _dense(x: Tensor) -> bool:
 
 
 def _launch(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
-    """Launch a kernel on the tensors' device and its current stream."""
+    """Launch a kernel on the tensors' device and its current stream; operands are (T, H, D), and numbers of rows (H, T)."""
     device = packed.query.device
-    sinks = None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1)
-    parameters = CallParameters(
+    if device.type != "cuda" or torch.version.cuda is None:
+        launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
+        return
+    with torch.cuda.device(device) if torch._C._cuda_getDevice() != device.index else contextlib.nullcontext():
+        _run(found, operands, packed, numbers, seed)
+
+
+def _run(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
+    """Launch by the driver, with launches that are prepared once for tensors of these sizes and strides."""
+    tensors = named(operands, None, packed)
+    signature = (numbers[2:], *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+    known = found.launches.get(signature)
+    if known is None:
+        known = _prepared(found.kernel, operands, packed, numbers)
+        if len(found.launches) >= MOST_PROGRAMS:
+            found.launches.clear()
+        found.launches[signature] = known
+    query = packed.query
+    counts = launching.counts_of(query.device, known.counts)
+    if numbers.scale <= 0.0 and found.kernel.host is not None:
+        query, _ = launching.positive_scale(found.kernel.host, query, numbers.scale)
+    # From a graph's pool under capture: nothing outlives the call.
+    scratch = torch.empty(known.scratch, dtype=torch.uint8, device=query.device) if known.scratch else None
+    start = 0 if scratch is None else scratch.data_ptr()
+    addresses = [0 if x is None else x.data_ptr() for x in named((query, *operands[1:]), counts, packed)]
+    addresses += [start + offset for offset in known.offsets]
+    known.program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index), (seed, 0))
+
+
+def _prepared(kernel: LoadedKernel, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
+    views = viewed(operands)
+    program = prepared.program(kernel, None, views, parameters_of(packed, numbers, 0), compiles=True)
+    assert program is not None, "families of packed sequences have host code"
+    offsets, size = placed(program.temporaries)
+    return Prepared(program, kernel.counts_needed(views[0], views[1]), offsets, size)
+
+
+def viewed(operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Operands as kernels take them: with a batch in front, and rows behind heads."""
+    return tuple(None if x is None else rows_last(x) if x.dim() == 3 else x[None] for x in operands)
+
+
+def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters:
+    """Parameters of a launch beside its operands."""
+    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
+    return CallParameters(
         scale=numbers.scale,
-        band=Band(
-            left=None if numbers.left < 0 else numbers.left,
-            right=None if numbers.right < 0 else numbers.right,
-            diagonal=int(numbers.bottom_right),
-        ),
+        band=Band(left=left, right=right, diagonal=int(numbers.bottom_right)),
         softcap=numbers.softcap,
         dropout_p=numbers.dropout_p,
         seed=seed,
         slopes=packed.slopes,
-        sinks=sinks,
+        sinks=None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1),
         lengths=(packed.cu_q, packed.cu_k, packed.used),
     )
-    if device.type != "cuda" or torch.version.cuda is None:
-        launching.launcher(found.kernel)(*operands, **parameters.keywords())
-        return
-    with torch.cuda.device(device) if torch._C._cuda_getDevice() != device.index else contextlib.nullcontext():
-        _run(found, operands, parameters, numbers)
 
 
-def _run(found: Served, operands: Sequence[Tensor | None], parameters: CallParameters, numbers: Numbers) -> None:
-    """Launch by the driver, with launches that are prepared once for tensors of these sizes and strides."""
-    kernel, query, key = found.kernel, operands[0], operands[1]
-    assert query is not None and key is not None, "a call has these"
-    tensors = named(operands, None, parameters)
-    signature = (numbers, *(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors))
-    program = found.programs.get(signature)
-    if program is None:
-        program = prepared.program(kernel, None, operands, parameters, compiles=True)
-        assert program is not None, "families of packed sequences have host code"
-        if len(found.programs) >= MOST_PROGRAMS:
-            found.programs.clear()
-        found.programs[signature] = program
-    counts = launching.counts_of(query.device, kernel.counts_needed(query, key))
-    if kernel.host is not None:
-        query, _ = launching.positive_scale(kernel.host, query, parameters.scale)
-    offsets, size = placed(program.temporaries)
-    # From a graph's pool under capture: nothing outlives the call.
-    scratch = torch.empty(size, dtype=torch.uint8, device=query.device) if size else None
-    start = 0 if scratch is None else scratch.data_ptr()
-    held = named((query, *operands[1:]), counts, parameters)
-    addresses = [0 if x is None else x.data_ptr() for x in held]
-    addresses += [start + offset for offset in offsets]
-    program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index), (parameters.seed, 0))
-
-
-def named(operands: Sequence[Tensor | None], counts: Tensor | None, parameters: CallParameters) -> tuple[Tensor | None, ...]:
+def named(operands: Sequence[Tensor | None], counts: Tensor | None, packed: Packed) -> tuple[Tensor | None, ...]:
     """The tensors of a call in the order in which a plan's launches name them, without their scratch memory."""
-    assert parameters.lengths is not None, "a packed call has lengths"
     # In the places of a mask, of fp8's factors and of a bias there is nothing.
-    return (*operands, counts, None, parameters.slopes, None, None, None, parameters.sinks, None, *parameters.lengths)
+    return (*operands, counts, None, packed.slopes, None, None, None, packed.sinks, None, packed.cu_q, packed.cu_k, packed.used)
 
 
 def sink_gradient(packed: Packed, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
