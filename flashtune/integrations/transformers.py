@@ -121,7 +121,9 @@ def attention_forward(
 
     `attention_mask` is a result of this module's `attention_mask`, or a caller's own of four dimensions, boolean or added to the scores.
     `sliding_window` counts the query's own key. `s_aux` (Hq,) are attention sinks: one more logit for each head, with no value behind it.
-    `position_bias` is added to the scores. Raises InputError for a paged cache.
+    `position_bias` is added to the scores. Sequences that are packed into one row come with `cu_seq_lens_q` and `cu_seq_lens_k`, where each
+    begins, and `max_length_q` and `max_length_k`, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them; no mask is read
+    then. Raises InputError for a paged cache.
     """
     if cache is not None:
         raise InputError(
@@ -130,10 +132,15 @@ def attention_forward(
     if others.get("output_attentions"):
         logger.warning_once("tuned attention computes no attention weights: output_attentions=True needs attn_implementation='eager'")
     mask, window = attention_mask, None
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    band = (None if sliding_window is None else sliding_window - 1, 0) if causal else None
+    if others.get("cu_seq_lens_q") is not None and len(query) == 1 and position_bias is None:
+        return _packed(
+            query, key, value, others, window_size=band, dropout_p=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux
+        ), None
     if mask is None or mask.dim() == 2:
         # Masks of four dimensions include the diagonal.
-        if is_causal if is_causal is not None else getattr(module, "is_causal", True):
-            window = (None if sliding_window is None else sliding_window - 1, 0)
+        window = band
         if mask is not None:
             n = mask.shape[1]
             key, value = key[:, :, :n], value[:, :, :n]
@@ -153,6 +160,16 @@ def attention_forward(
         causal_alignment="bottom_right", sinks=sinks,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: dict[str, Any], *, sinks: torch.Tensor | None, **words: Any
+) -> torch.Tensor:
+    """Attention of sequences that are packed into the only row of a batch: (1, N_q, Hq, D_v)."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    bounds = [lengths[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    out = dispatch.attention_varlen(q, k, v, *bounds, enable_gqa=True, sinks=None if sinks is None else sinks.float(), **words)
+    return out[None]  # type: ignore[no-any-return]
 
 
 def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: int, config: Any) -> bool:
