@@ -15,7 +15,8 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Sides
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch import varlen
+from flashtune.dispatch import packed_ops, varlen
+from flashtune.dispatch.resolve.layers import current
 
 SEED = 11
 
@@ -153,6 +154,8 @@ def agrees(given: Inputs, lengths: tuple[tuple[int, ...], ...], *, kind: str = "
 def forced(branch: Branch) -> Iterator[None]:
     """All packed calls are served by a call for each sequence, or by kernels, which then have to take them."""
     with pytest.MonkeyPatch.context() as patch:
+        # Plans of earlier calls would serve in either case.
+        current().plans.clear()
         choose = varlen.served
 
         def served(*given: Any) -> Any:
@@ -160,5 +163,6 @@ def forced(branch: Branch) -> Iterator[None]:
             assert found is not None or branch == "torch", "no kernel takes the call"
             return found
 
-        patch.setattr(varlen, "served", served)
+        for module in (varlen, packed_ops):
+            patch.setattr(module, "served", served)
         yield

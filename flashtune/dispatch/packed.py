@@ -120,6 +120,17 @@ class Served(NamedTuple):
     launches: dict[Hashable, Prepared]
 
 
+class PackedPlan:
+    """A decided call: its kernels, its numbers, and, once it ran on a GPU, the launches that are prepared for its tensors' layout."""
+
+    __slots__ = ("backward", "fixed", "forward", "memo", "numbers")
+
+    def __init__(self, memo: Memo, forward: Served, backward: Served | None, numbers: Numbers) -> None:
+        """`backward` computes the gradients, where they are needed."""
+        self.memo, self.forward, self.backward, self.numbers = memo, forward, backward, numbers
+        self.fixed: Prepared | None = None
+
+
 def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Served | None:
     """The best kernel that takes a call; None where none does."""
     memo = memo or layers.current()
@@ -223,13 +234,14 @@ def rows_last(x: Tensor) -> Tensor:
     return x.as_strided((1, heads, rows, columns), (0, of_heads, of_rows, of_columns))
 
 
-def forward(found: Served, packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Tensor]:
-    """Output (T_q, Hq, D_v) and LSE (Hq, T_q), float32: 0 and -inf in rows that no sequence has."""
+def forward(found: Served, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor]:
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q), float32: 0 and -inf in rows that no sequence has. With a `plan` for tensors of this layout
+    its launches aren't looked up."""
     query, key, value = packed[:3]
     rows, heads, _ = query.shape
     out = torch.empty((rows, heads, value.shape[2]), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    _launch(found, (query, key, value, out, lse), packed, numbers, seed)
+    _launch(found, (query, key, value, out, lse), packed, numbers, seed, plan)
     return out, lse
 
 
@@ -250,18 +262,23 @@ def _dense(x: Tensor) -> bool:
     return 0 not in (stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
-def _launch(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
+def _launch(
+    found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None
+) -> None:
     """Launch a kernel on the tensors' device and its current stream; operands are (T, H, D), and numbers of rows (H, T)."""
     device = packed.query.device
     if device.type != "cuda" or torch.version.cuda is None:
         launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
         return
     with torch.cuda.device(device) if torch._C._cuda_getDevice() != device.index else contextlib.nullcontext():
-        _run(found, operands, packed, numbers, seed)
+        known = _known(found, operands, packed, numbers) if plan is None or plan.fixed is None else plan.fixed
+        if plan is not None:
+            plan.fixed = known
+        _run(found, known, operands, packed, numbers, seed)
 
 
-def _run(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
-    """Launch by the driver, with launches that are prepared once for tensors of these sizes and strides."""
+def _known(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
+    """Launches that are prepared once for tensors of these sizes and strides."""
     tensors = named(operands, None, packed)
     signature = (numbers[2:], *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
     known = found.launches.get(signature)
@@ -270,8 +287,13 @@ def _run(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbe
         if len(found.launches) >= MOST_PROGRAMS:
             found.launches.clear()
         found.launches[signature] = known
+    return known
+
+
+def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
+    """Launch by the driver."""
     query = packed.query
-    counts = launching.counts_of(query.device, known.counts)
+    counts = launching.counts_of(query.device, known.counts) if known.counts else None
     if numbers.scale <= 0.0 and found.kernel.host is not None:
         query, _ = launching.positive_scale(found.kernel.host, query, numbers.scale)
     # From a graph's pool under capture: nothing outlives the call.
