@@ -5,6 +5,7 @@ the GPU is done, the host's part among them, of calls back to back in turns. The
 """
 
 import functools
+import inspect
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -73,7 +74,9 @@ class Cell:
         """PyTorch's packed call."""
         from torch.nn.attention.varlen import varlen_attn
 
-        words: dict[str, Any] = {"window_size": self.window} | ({"enable_gqa": True} if self.shared else {})
+        # Earlier versions share key heads without being told.
+        told = self.shared and "enable_gqa" in inspect.signature(varlen_attn).parameters
+        words: dict[str, Any] = {"window_size": self.window} | ({"enable_gqa": True} if told else {})
         found: torch.Tensor = varlen_attn(*self.arguments, **words)
         return found
 
