@@ -101,6 +101,13 @@ def test_jagged_tensors_of_other_kinds_are_refused() -> None:
         dispatch.attention_jagged(*given.tensors)
 
 
+def test_the_operator_keeps_torchs_rules_of_operators() -> None:
+    given = inputs({}, SQUARE, padding=0)
+    arguments = (*given.tensors, *given.bounds, None, None, None, None, *given.longest, 0.25, -1, 0, True, 0.0, 0.0, False, False)
+    found = torch.library.opcheck(torch.ops.flashtune_packed.attention.default, arguments)
+    assert set(found.values()) == {"SUCCESS"}
+
+
 def test_it_says_who_serves() -> None:
     given = inputs({}, RAGGED)
     said = dispatch.explain_varlen(*given.arguments, enable_gqa=True)
