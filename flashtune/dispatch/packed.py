@@ -1,6 +1,7 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -187,10 +188,9 @@ def _configs(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> It
     able = {name: one for name, one in families().items() if one.refusal(problem, spec, target) is None}
     if tuned:
         dense = replace(problem, features=replace(problem.features, packed=False))
-        pool = memo.pool(dense.key(target.slug), target)
         key = dense.key(target.slug)
-        near = (record for _, record in pool.near(key, frozenset()))
-        for _, record in zip(range(MOST_RECORDS), (*pool.exact(key, frozenset()), *near), strict=False):
+        pool = memo.pool(key, target)
+        for record in itertools.islice(pool.near_or_exact(key), MOST_RECORDS):
             family = able.get(record.outcome.template)
             if family is None:
                 continue
