@@ -251,8 +251,9 @@ def backward(
     """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used."""
     query, key, value = packed[:3]
     dq, dk, dv = (torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    # Gradients may be expanded scalars, whose rows can't be loaded as whole words.
-    operands = (query, key, value, out, lse, dout.contiguous(), None if dlse is None else dlse.contiguous(), dq, dk, dv)
+    # Gradients may be expanded scalars, or parts of others that begin anywhere.
+    dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
+    operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), dq, dk, dv)
     _launch(found, operands, packed, numbers, seed)
     return dq, dk, dv
 

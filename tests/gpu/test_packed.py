@@ -47,6 +47,13 @@ def test_tensors_that_begin_anywhere_are_read_by_plain_pointers(case: str) -> No
     assert said.template == "flash_fwd" and said.backward is not None and said.backward.template == "flash_bwd"
 
 
+def test_gradients_of_the_output_may_begin_anywhere() -> None:
+    given = inputs({"is_causal": True}, LONG, dtype=torch.bfloat16, device=DEVICE, d=64)
+    memory = torch.empty(given.dout.numel() + 1, dtype=given.dout.dtype, device=DEVICE)[1:].view(given.dout.shape)
+    with forced("kernels"):
+        agrees(given._replace(dout=memory.copy_(given.dout)), LONG, kind="bf16")
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="only kernels on a GPU may vary")
 def test_deterministic_gradients_repeat_their_bits() -> None:
     given = inputs({"is_causal": True, "deterministic": True}, LONG, dtype=torch.bfloat16, device=DEVICE, d=64, heads=16)
