@@ -17,11 +17,10 @@ from flashtune.core.config import Config, settles
 from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch import driver, launch
 from flashtune.dispatch.choose import choose
-from flashtune.dispatch.launch import driver, prepared
-from flashtune.dispatch.plans.forward import Fallback, KernelPlan
-from flashtune.dispatch.plans.misprediction import SHARE, WINDOW, Misprediction, Mispredictions
+from flashtune.dispatch.forward import SHARE, WINDOW, Fallback, KernelPlan, Misprediction, Mispredictions
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
 PROGRAMS = 132
@@ -243,7 +242,7 @@ def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
     inputs = hopper_kernels.make_inputs(wanted, device="cpu", seed=0)
     parameters = CallParameters(scale=0.125, band=wanted.band)
     for told in ((1 << 40, 1 << 41), None):
-        plan = prepared.planned(module, inputs.arguments, parameters, told)
+        plan = launch.planned(module, inputs.arguments, parameters, told)
         assert plan is not None and not plan.scratch
         names = module.flash_fwd_hopper.arg_names
         places = [names.index(name) for name in ("misled_ptr", "host_misled_ptr")]

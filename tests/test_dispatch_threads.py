@@ -8,9 +8,9 @@ import torch
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 from test_dispatch_launch import PROBLEMS, SHIPPED, code_of, host_of_shipped
 
-from flashtune.dispatch.call import Arguments, Options, parse
-from flashtune.dispatch.launch import driver
-from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch import driver
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.parse import Arguments, Options, parse
 
 MASKED = next(
     kernel

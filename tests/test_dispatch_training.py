@@ -18,12 +18,11 @@ from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.core.torch_attention import sound_backends
-from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch import backwards, gradients, pytorch, resolve
 from flashtune.dispatch.choose import Pool
-from flashtune.dispatch.plans import gradients, pytorch
-from flashtune.dispatch.plans.gradients import BackwardInputs, ReferencePlan
-from flashtune.dispatch.resolve import backwards, choosing
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.gradients import BackwardInputs, ReferencePlan
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families, family
 
 H200 = find_target("h200")
@@ -269,12 +268,12 @@ def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels
         record(trained, template=name, config=family(name).default(trained.spec(), H200), framework_us=framework_us)
         for name, framework_us in (("flash_bwd_hopper", 3e4), ("flash_bwd_hopper_split", 2e4))
     ]
-    memo = choosing.Memo()
+    memo = resolve.Memo()
     monkeypatch.setattr(memo, "pool", pooled(rows))
     for repeatable, wanted in ((False, rows[0]), (True, rows[1])):
         found, _ = backwards.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
         assert found is not None and found.record is wanted
-    memo = choosing.Memo()
+    memo = resolve.Memo()
     monkeypatch.setattr(memo, "pool", pooled(rows[:1]))
     assert backwards.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
 

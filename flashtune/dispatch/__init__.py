@@ -5,7 +5,7 @@ from flashtune.core.collector import held_off
 with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem
     from flashtune.dispatch.calls import save_calls
-    from flashtune.dispatch.resolve.explanation import Explanation
-    from flashtune.dispatch.resolve.layers import Use, reload, use
+    from flashtune.dispatch.context import Use, reload, use
+    from flashtune.dispatch.resolve import Explanation
 
 __all__ = ["Explanation", "Use", "attention", "explain", "explain_problem", "reload", "save_calls", "use"]

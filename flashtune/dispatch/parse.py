@@ -16,7 +16,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
-from flashtune.dispatch.call.checked import Call, PerHead, surely
+from flashtune.dispatch.call import Call, PerHead, surely
 
 
 class Arguments(NamedTuple):

@@ -25,7 +25,7 @@ from flashtune.core.torch_attention import (
     vmapped,
 )
 from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits, relaxed
+from flashtune.dispatch.plan import capturing, random_bits, relaxed
 
 FEW_SCORES = 2**20
 """Most scores for which PyTorch's math backend computes gradients, as PyTorch itself would choose."""
@@ -62,10 +62,6 @@ class TorchPlan:
     def _sdpa(self) -> Callable[..., Tensor]:
         """PyTorch's function; on a GPU the one whose backward takes gradients of any layout, which PyTorch's doesn't."""
         return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
-
-    def for_length(self, *_: object) -> "TorchPlan":
-        """This plan, since nothing in it depends on the number of keys."""
-        return self
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE."""

@@ -14,12 +14,11 @@ from flashtune.core.passes import BACKWARD
 from flashtune.core.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
-from flashtune.dispatch.call import Call
+from flashtune.dispatch.call import Call, trained_as
 from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.choose import Choice, Pool, rank
-from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
-from flashtune.dispatch.resolve.code import code_of, tried, variant_of
-from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
+from flashtune.dispatch.context import MOST_PLANS, Memo
+from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
 from flashtune.dispatch.torch_times import HOST_BACKWARD_US, backward_kind, reads_matrix, scaled_backward_us
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -28,11 +27,6 @@ from flashtune.templates.family import Family
 def forward_of(call: Call) -> Call:
     """Forward of a call whose gradients kernels compute: it returns the LSE, and takes tensors as `Call.views` makes them."""
     return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
-
-
-def trained_as(problem: Problem, requested: Sequence[str] = ()) -> Problem:
-    """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
-    return replace(problem, direction="bwd", features=problem.features.asking(requested))
 
 
 def composite(call: Call) -> bool:
@@ -161,11 +155,10 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
     if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
         yield None, GradientPlan(call, pinned)
     for choice in measured_gradients(problem, target, records, known, framework_serves=False):
-        if choice.family is not None:
-            variant = variant_of(choice, choice.family)
-            module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)
-            if module is not None and module.accepts(inputs.query, inputs.key, inputs.value, mask):
-                yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
+        if choice.family is not None and (variant := choice.variant) is not None:
+            code = memo.kernels.code(choice.family, variant, call.device, target)
+            if not isinstance(code, str) and code.module.accepts(inputs.query, inputs.key, inputs.value, mask):
+                yield variant, GradientPlan(call, **code._asdict(), warn=memo.warn_once)
 
 
 def backward(memo: Memo, call: Call) -> Backward:
@@ -190,7 +183,7 @@ def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[Gr
     with memo.lock:
         # Kernels that failed before are skipped.
         for variant, plan in gradient_kernels(memo, call, inputs):
-            found = tried(memo, variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
+            found = memo.kernels.tried(variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
             if found is not None:
                 return plan, found
     formula = ReferencePlan(call, inputs)

@@ -1,8 +1,6 @@
-"""`attention` as PyTorch operators with gradients: opaque nodes of a compiler's graph. Where PyTorch serves, its own path is traced.
+"""Lazy definition of PyTorch operators: only tracers need them, and every new process would wait for them.
 
-Between torch.ops.flashtune.attention and torch.ops.flashtune.attention_gradients pass the output, the LSE and 64 bits that determine
-dropout's mask; nothing is as large as the scores. Where gradients have to be bitwise repeatable, only families that accumulate in a fixed
-order serve.
+Lookups that bypass Python, as from an AOTInductor package, find them after any access to torch.ops.flashtune.
 """
 
 import threading
@@ -13,22 +11,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, seed_bits, signed
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans import pytorch
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
-from flashtune.dispatch.plans.gradients import BackwardInputs
-from flashtune.dispatch.plans.memory import out_strides
-from flashtune.dispatch.resolve import backwards, layers
-from flashtune.dispatch.resolve.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
-from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops import overriding
+from flashtune.dispatch import backwards, context, inspection, pytorch
+from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.gradients import BackwardInputs
+from flashtune.dispatch.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
+from flashtune.dispatch.parse import Arguments, Options, parse, seed_bits, signed
+from flashtune.dispatch.plan import capturing, out_strides, random_bits
+
+
+def define_lazily(define: Callable[[], None]) -> None:
+    """Call `define` at the first lookup of a name in torch.ops.flashtune, in any thread; once more where it was interrupted."""
+    namespace: Any = torch.ops.flashtune
+    lock, state = threading.RLock(), {"defined": False, "defining": False}
+
+    def lookup(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        with lock:
+            # Defining an operator looks it up, too.
+            if not (state["defined"] or state["defining"]):
+                state["defining"] = True
+                try:
+                    define()
+                    state["defined"] = True
+                finally:
+                    state["defining"] = False
+            return type(namespace).__getattr__(namespace, name)
+
+    # PyTorch's namespaces are modules, for which __getattr__ serves missing names (PEP 562).
+    namespace.__getattr__ = lookup
 
 
 class Numbers(NamedTuple):
@@ -77,8 +95,8 @@ _forwards = threading.local()
 
 def traced(arguments: Arguments, options: Options) -> Any:
     """`attention` while a compiler traces it, without a graph break."""
-    if overriding.nested(arguments, options):
-        return overriding.torchs(*arguments[:4], options)
+    if inspection.nested(arguments, options):
+        return inspection.torchs(*arguments[:4], options)
     arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
     call = parse(arguments, options)
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
@@ -165,7 +183,7 @@ def _trainable(
     features = Features(causal=causal, mask=mask, window=(left, right) if windowed else None, **kwargs)
     sizes = {"batch": 1, "heads": ratio, "kv_heads": 1, "n_q": 1, "n_kv": 1, "d": d, "d_v": d_v}
     problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
-    memo = layers.current()
+    memo = context.current()
     with memo.lock:
         repeatable = backwards.repeatable_requested(deterministic)
         return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
@@ -262,7 +280,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(query, key, value, *output, attn_mask, given.alibi_slopes, given.sinks)
     ctx.numbers = inputs[5 + len(PER_HEAD) :]
     # Autograd's threads have no layers of their own.
-    ctx.memo = layers.current()
+    ctx.memo = context.current()
     ctx.set_materialize_grads(False)
 
 
@@ -302,7 +320,7 @@ def _twice(ctx: Any, *_: object) -> None:
 def _gradients(dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     """Gradients by the best backward kernel that takes the call, else by the reference."""
     query, key, value, out, lse, state, attn_mask, alibi_slopes, sinks, *rest = others
-    memo = getattr(_forwards, "memo", None) or layers.current()
+    memo = getattr(_forwards, "memo", None) or context.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
     requested, numbers = rest[:5], Numbers(*rest[5:])
