@@ -130,7 +130,7 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     monkeypatch.setattr(allowed, "pool", pooled([]))
     found, _ = backwards.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
-    found, _ = backwards.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
+    found, _ = backwards.gradient_choice(allowed, PROBLEM, H200, deterministic=True)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_split"
     wide, _ = backwards.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
     assert wide is not None and wide.family is found.family
@@ -271,11 +271,11 @@ def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels
     memo = resolve.Memo()
     monkeypatch.setattr(memo, "pool", pooled(rows))
     for repeatable, wanted in ((False, rows[0]), (True, rows[1])):
-        found, _ = backwards.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
+        found, _ = backwards.gradient_choice(memo, PROBLEM, H200, deterministic=repeatable)
         assert found is not None and found.record is wanted
     memo = resolve.Memo()
     monkeypatch.setattr(memo, "pool", pooled(rows[:1]))
-    assert backwards.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
+    assert backwards.gradient_choice(memo, PROBLEM, H200, deterministic=True)[0] is None
 
 
 def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeyp
     longer = replace(PROBLEM, n_q=8192, n_kv=8192)
     for problem in (PROBLEM, longer):
         for repeatable, wanted in ((False, fast), (True, above)):
-            found, _ = backwards.gradient_choice(memo, problem, H200, repeatable=repeatable)
+            found, _ = backwards.gradient_choice(memo, problem, H200, deterministic=repeatable)
             assert found is not None and found.record is wanted
     # One that raced against it was meant to serve, and one alone does.
     for rows in ([fast, replace(slow, precedence=1)], [above]):

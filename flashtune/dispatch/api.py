@@ -23,7 +23,7 @@ from flashtune.dispatch.forward import KernelPlan
 from flashtune.dispatch.inspection import GRADIENT, ON_THE_CPU, PERHAPS_FAKE, flash_attention_on, places_in_memory, prepared, why_torch_now
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.parse import Arguments, Options, parse, unwrapped
-from flashtune.dispatch.plan import Plan, capturing, restorer
+from flashtune.dispatch.plan import Plan, Plans, capturing, restorer
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.dispatch.resolve import Explanation
 
@@ -144,21 +144,7 @@ def attention(
                 query, key, value, attn_mask = prepared(query, key, value, attn_mask)
             if per_head is not None:
                 per_head = per_head.resolved()
-            why_torch = why_torch_now(query, key, value, attn_mask, per_head)
-            memory = None
-            if attn_mask is not None or (
-                why_torch is not ON_THE_CPU and (why_torch in PERHAPS_FAKE or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16)
-            ):
-                memory = places_in_memory(query, key, value, attn_mask, why_torch)
-            signature = (
-                query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
-                query.device, key.device, value.device, options, seed is not None, memory, why_torch,
-                None if per_head is None else per_head.signature(),
-            )  # fmt: skip
-            plan = plans.get(signature)
-            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
-                cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
-                plans.served(signature, plan, options, seeded=seed is not None, cast_to=cast_to, tensors=(query, key, value))
+            signature, plan = _looked_up(plans, query, key, value, attn_mask, per_head, options, seed is not None, cast)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # An argument isn't a tensor, has no sizes or memory, or can't be hashed or compared; parsing raises the error.
         signature, plan = None, None
@@ -169,6 +155,27 @@ def attention(
     else:
         out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
     return (out, lse) if return_lse else out
+
+
+def _looked_up(
+    plans: Plans, query: Any, key: Any, value: Any, attn_mask: Any, per_head: Any, options: Any, seeded: bool, cast: bool
+) -> tuple[tuple[Any, ...], Plan | None]:
+    """Signature of a call, and its plan, if it is cached: it is put on the fast path then, where it has one."""
+    why_torch = why_torch_now(query, key, value, attn_mask, per_head)
+    memory = None
+    if attn_mask is not None or (
+        why_torch is not ON_THE_CPU and (why_torch in PERHAPS_FAKE or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16)
+    ):
+        memory = places_in_memory(query, key, value, attn_mask, why_torch)
+    signature = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device, options, seeded, memory, why_torch, None if per_head is None else per_head.signature(),
+    )  # fmt: skip
+    plan = plans.get(signature)
+    if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
+        cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
+        plans.served(signature, plan, options, seeded=seeded, cast_to=cast_to, tensors=(query, key, value))
+    return signature, plan
 
 
 def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:

@@ -39,19 +39,19 @@ def composite(call: Call) -> bool:
 
 
 def gradient_choice(
-    memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False, composite: bool = False
+    memo: Memo, problem: Problem, target: Target, *, deterministic: bool = False, composite: bool = False
 ) -> tuple[Choice | None, str]:
     """Kernel for the backward of `problem` on `target`, or None and the reason for PyTorch.
 
-    `repeatable` requires bitwise repeatable gradients; `composite` is the result of the function of that name. A kernel serves where it is
-    expected to take less time than PyTorch, the host's included (`torch_us_of`). Kernels without measurements on the GPU's architecture
+    `deterministic` requires bitwise repeatable gradients; `composite` is the result of the function of that name. A kernel serves where it
+    is expected to take less time than PyTorch, the host's included (`torch_us_of`). Kernels without measurements on the GPU's architecture
     serve only where unmeasured ones are allowed, in the interpreter, too, or PyTorch has no fused kernel.
     """
     trained = replace(problem, direction="bwd")
     if "bwd" in memo.pinned:
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     key = trained.key(target.slug)
-    pool, known = memo.pool(key, target), _repeatable(families()) if repeatable else families()
+    pool, known = memo.pool(key, target), _allowed(families(), deterministic)
     unmeasured = memo.unmeasured or composite
     chosen = next(measured_gradients(trained, target, pool, known, framework_serves=not composite, unmeasured=unmeasured), None)
     if chosen is None:
@@ -131,12 +131,10 @@ def _informs(theirs: Problem, ours: Problem, *, alike: bool) -> bool:
     return fewer and all(getattr(b, name) >= getattr(a, name) for name in FLAGS)
 
 
-def repeatable_requested(deterministic: bool) -> bool:
-    """True where gradients have to be bitwise repeatable: by the call, or by PyTorch's deterministic mode."""
-    return deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
+def _allowed(found: Mapping[str, Family], deterministic: bool) -> Mapping[str, Family]:
+    """Repeatable families alone where gradients have to be: by the call, or by PyTorch's deterministic mode."""
+    if not (deterministic or torch.are_deterministic_algorithms_enabled()):
+        return found
     return {name: family for name, family in found.items() if family.repeatable}
 
 
@@ -146,15 +144,13 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
         return
     problem = trained_as(call.problem, inputs.requested)
     target, known, records = memo.surroundings(call.device, problem)
-    if repeatable_requested(call.deterministic):
-        known = _repeatable(known)
     mask = call.full_mask(inputs.mask)
     pinned = memo.pinned.get("bwd")
     written = operand_names(pinned.host.spec) if pinned is not None and pinned.host is not None else ()
     writes_all = written[len(BACKWARD.operands) :] == inputs.requested
     if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
         yield None, GradientPlan(call, pinned)
-    for choice in measured_gradients(problem, target, records, known, framework_serves=False):
+    for choice in measured_gradients(problem, target, records, _allowed(known, call.deterministic), framework_serves=False):
         if choice.family is not None and (variant := choice.variant) is not None:
             code = memo.kernels.code(choice.family, variant, call.device, target)
             if not isinstance(code, str) and code.module.accepts(inputs.query, inputs.key, inputs.value, mask):

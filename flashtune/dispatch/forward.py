@@ -259,8 +259,7 @@ class KernelPlan(ModulePlan, Plan):
             if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)
         call, program = self.call, self.program
-        device = call.device
-        index = device.index
+        device, index = call.device, call.device.index
         if program is not None and torch._C._cuda_getDevice() != index:
             # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
@@ -277,10 +276,8 @@ class KernelPlan(ModulePlan, Plan):
             query, key, value = call.views(query, key, value)
         if self._moves_sign and self.module.host is not None:
             query, _ = launching.positive_scale(self.module.host, query, call.scale)
-        if self._like_query:
-            out = torch.empty_like(query)
-        else:
-            out = torch.empty_strided(self._layout[0], self._layout[1], dtype=call.out_dtype, device=device)
+        shape, strides, lse_shape, lse_strides = self._layout
+        out = torch.empty_like(query) if self._like_query else torch.empty_strided(shape, strides, dtype=call.out_dtype, device=device)
         stream = torch._C._cuda_getCurrentRawStream(index)
         counts, scratch, rest = 0, 0, self._rest
         held: Tensor | None = None
@@ -292,7 +289,7 @@ class KernelPlan(ModulePlan, Plan):
                 rest = self._behind(scratch)
         lse: Tensor | None = None
         if call.return_lse:
-            lse = torch.empty_strided(self._layout[2], self._layout[3], dtype=torch.float32, device=device)
+            lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
             lse_at = lse.data_ptr()
         else:
             lse_at = scratch + self._lse_offset

@@ -15,7 +15,7 @@ from flashtune.core import devices, reference
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
-from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
+from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import backwards, context, inspection, pytorch
 from flashtune.dispatch.call import Call, Outputs, PerHead
@@ -136,24 +136,14 @@ def _trains(call: Call, requested: Sequence[str]) -> bool:
     if problem is None:
         return False
     # Sizes don't matter: only the existence of a measured record counts.
-    features, place = problem.features, -1 if call.device.index is None else call.device.index
-    left, right = (None if side is None else index(side) for side in features.window or (None, None))
-    flags = [getattr(features, name) for name in FLAGS] + [name in requested for name in ASKED]
+    f, device = problem.features, call.device
     # A tracer may hold symbolic truth values, which a branch makes constants, and sizes, for which `index` does and `int` doesn't.
-    flags = [True if flag else False for flag in (features.causal, call.deterministic, backwards.composite(call), *flags)]  # noqa: SIM210
-    ratio = index(problem.heads) // index(problem.kv_heads)
+    flags = [name for name, flag in (("causal", f.causal), *((name, getattr(f, name)) for name in FLAGS)) if flag]
+    window = None if f.window is None else [None if side is None else index(side) for side in f.window]
+    deterministic, composite = (True if flag else False for flag in (call.deterministic, backwards.composite(call)))  # noqa: SIM210
+    place, ratio = -1 if device.index is None else device.index, index(problem.heads) // index(problem.kv_heads)
     return _trainable(
-        call.device.type,
-        place,
-        problem.dtype,
-        problem.d,
-        problem.d_v,
-        ratio,
-        features.mask,
-        features.window is not None,
-        left,
-        right,
-        *flags,
+        device.type, place, problem.dtype, problem.d, problem.d_v, ratio, f.mask, window, [*flags, *requested], deterministic, composite
     )
 
 
@@ -165,28 +155,24 @@ def _trainable(
     d_v: int,
     ratio: int,
     mask: MaskKind,
-    windowed: bool,
-    left: int | None,
-    right: int | None,
-    causal: bool,
+    window: Sequence[int | None] | None,
+    flags: Sequence[str],
     deterministic: bool,
     composite: bool,
-    *flags: bool,
 ) -> bool:
     """True where backward kernels may serve problems like this one, of usual sizes.
 
-    `composite` is the result of `backwards.composite`; `flags` are those of FLAGS and ASKED. A compiler that traces treats the result as a
-    constant, and passes plain values alone.
+    `flags` are the features and requested gradients that are True; `composite` is the result of `backwards.composite`. A compiler that
+    traces treats the result as a constant, and passes plain values alone.
     """
     target = devices.target_of(torch.device(device, index) if index >= 0 else torch.device(device))
-    kwargs: dict[str, Any] = dict(zip((*FLAGS, *ASKED), flags, strict=True))
-    features = Features(causal=causal, mask=mask, window=(left, right) if windowed else None, **kwargs)
+    left, right = window or (None, None)
+    features = Features(mask=mask, window=None if window is None else (left, right), **dict.fromkeys(flags, True))  # type: ignore[arg-type]
     sizes = {"batch": 1, "heads": ratio, "kv_heads": 1, "n_q": 1, "n_kv": 1, "d": d, "d_v": d_v}
     problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
     memo = context.current()
     with memo.lock:
-        repeatable = backwards.repeatable_requested(deterministic)
-        return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
+        return backwards.gradient_choice(memo, problem, target, deterministic=deterministic, composite=composite)[0] is not None
 
 
 # As torch.compiler.assume_constant_result sets it, whose import brings the compiler.

@@ -1,7 +1,7 @@
 """Plans of a call: the policy's choices in their order, with their kernels, and the explanation of each."""
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from flashtune.core import devices
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Problem, ProblemKey
-from flashtune.core.results import Source
+from flashtune.core.results import Source, TuningRecord
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
@@ -24,6 +24,7 @@ from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.templates import families
+from flashtune.templates.family import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +166,8 @@ def candidates(
     fused = call.fused_by_torch
     if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
         # A forward without gradients may be recomputed with them, and has to drop the same pairs.
-        repeatable = backwards.repeatable_requested(call.deterministic)
-        chosen, why = backwards.gradient_choice(memo, trained_as(problem), devices.target_of(call.device), repeatable=repeatable)
+        target = devices.target_of(call.device)
+        chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic)
         fused = fused and chosen is None
         if chosen is None:
             torch_only = f"unseeded dropout is served as in training, and there {why}"
@@ -199,8 +200,8 @@ def _out_of_reach(call: Call) -> str | None:
 def _trained(memo: Memo, call: Call, problem: Problem, tensors: Tensors, requested: Sequence[str]) -> Generator[Candidate, None, str]:
     """Plans of kernels for a call that needs gradients, `requested` beside dQ, dK and dV; returns the reason why there are no more."""
     target, trained = devices.target_of(call.device), trained_as(problem, requested)
-    repeatable = backwards.repeatable_requested(call.deterministic)
-    chosen, why = backwards.gradient_choice(memo, trained, target, repeatable=repeatable, composite=backwards.composite(call))
+    words = {"deterministic": call.deterministic, "composite": backwards.composite(call)}
+    chosen, why = backwards.gradient_choice(memo, trained, target, **words)
     if chosen is not None:
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
             if forward.kind == "framework":
@@ -209,13 +210,16 @@ def _trained(memo: Memo, call: Call, problem: Problem, tensors: Tensors, request
     return why
 
 
-def _ranked(memo: Memo, call: Call, problem: Problem, framework_serves: bool, by_bucket: bool) -> Iterator[Choice | Refusal]:
-    """The policy's order for a call, before it the choice for its length bucket, where it is a decode step of one (`by_bucket`)."""
-    target, known, records = memo.surroundings(call.device, problem)
-    words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or call.device.type == "cpu"}
-    words["compiled"] = compiled_on(target)
-    if by_bucket and isinstance(records, Pool) and problem.n_q <= DECODE_ROWS and not call.band.bounded:
-        bucket = (replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET), target.slug, framework_serves)
+def _ranked(
+    memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: Any
+) -> Iterator[Choice | Refusal]:
+    """The policy's order, and before it the choice for the length bucket of a decode step.
+
+    Not with a mask or a bounded band, which may hide keys at some lengths only.
+    """
+    plain = problem.features.mask == "none" and not problem.features.banded
+    if problem.n_q <= DECODE_ROWS and plain and isinstance(records, Pool) and not memo.pinned:
+        bucket = (replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET), target.slug, words["framework_serves"])
         if bucket not in memo.buckets:
             memo.buckets[bucket] = choice_of_bucket(problem, target, records, known, **words)
         if (choice := memo.buckets[bucket]) is not None:
@@ -225,20 +229,24 @@ def _ranked(memo: Memo, call: Call, problem: Problem, framework_serves: bool, by
 
 def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, framework_serves: bool, by_bucket: bool) -> Iterator[Candidate]:
     """Plans in the policy's order, of kernels that can be built and accept these tensors."""
-    target = memo.surroundings(call.device, problem)[0]
+    target, known, records = memo.surroundings(call.device, problem)
     q, k, v = call.views(*tensors[:3])
     mask = call.full_mask(tensors[3])
+    interpreted = call.device.type == "cpu"
     refused: list[str] = []
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
-    for choice in _ranked(memo, call, problem, framework_serves, by_bucket and not memo.pinned):
+    words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
+    words["compiled"] = compiled_on(target)
+    surroundings = (problem, target, records, known)
+    for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
         if isinstance(choice, Refusal):
             refused.append(_refusal(memo, choice))
             continue
         family, variant = choice.family, choice.variant
-        said = functools.partial(explained, choice, problem, target, tuple(refused), interpreted=call.device.type == "cpu")
+        said = functools.partial(explained, choice, problem, target, tuple(refused), interpreted=interpreted)
         if family is None or variant is None:
             yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
             continue
@@ -278,8 +286,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
     if problem.direction == "bwd":
-        repeatable = backwards.repeatable_requested(deterministic=False)
-        chosen, why = backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=problem.features.softcap)
+        chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
             reason = f"{why}, so PyTorch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
