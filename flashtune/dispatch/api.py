@@ -136,7 +136,7 @@ def attention(
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
         ):
             plan: Plan | None = recent.plan
-            direct = recent.direct
+            direct = recent.plan.direct
         else:
             # Without an argument it queries CUDA, in a quarter of the time.
             cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)

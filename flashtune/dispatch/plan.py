@@ -20,6 +20,8 @@ class Plan(Protocol):
     """Interface of a plan: prepared execution of calls with equal signatures."""
 
     __slots__ = ()
+    direct: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """PyTorch's function with the call's options, where the plan does nothing else for calls without a mask and per-head arguments."""
 
     def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Load or compile machine code for calls like this one."""
@@ -28,10 +30,6 @@ class Plan(Protocol):
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE."""
         ...
-
-    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """PyTorch's function with the call's options, where the plan does nothing else for calls without a mask and per-head arguments."""
-        return None
 
 
 _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
@@ -48,8 +46,7 @@ class Recent:
     `check` is True where three tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served, under the modes, transforms and autocast of this thread. The need for a gradient depends on the grad mode, too: `grad_mode`
     is the one in which the plan served, None where no tensor requires a gradient. `check` doesn't see the dtype to which autocast casts:
-    `cast_to` is the one under which the plan served, None without autocast. `direct` is PyTorch's function with the plan's options, where
-    the plan does nothing else.
+    `cast_to` is the one under which the plan served, None without autocast.
     """
 
     options: tuple[Any, ...]
@@ -58,7 +55,6 @@ class Recent:
     cast_to: torch.dtype | None
     check: Callable[[Tensor, Tensor, Tensor], bool]
     plan: Plan
-    direct: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 class Plans(dict[Hashable, Plan]):
@@ -97,8 +93,7 @@ class Plans(dict[Hashable, Plan]):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            direct = plan.direct()
-            made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan, direct)
+            made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan)
         self.recent = made
         if signature not in self:
             # Another thread cleared the cache meanwhile.
