@@ -157,18 +157,13 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
                 yield variant, GradientPlan(call, **code._asdict(), warn=memo.warn_once)
 
 
-def backward(memo: Memo, call: Call) -> Backward:
-    """Gradients of calls like this one, by kernels that are chosen at first use."""
-    return Backward(call, functools.partial(_first_gradients, memo))
-
-
 def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
-    """Cached result of `backward` for a signature; `call` makes the call where there is none."""
+    """Gradients of calls like the one that `call` makes, by kernels that are chosen at first use; cached by signature."""
     if (known := memo.backwards.get(signature)) is not None:
         return known
     if len(memo.backwards) >= MOST_PLANS:
         memo.backwards.clear()
-    return memo.backwards.setdefault(signature, backward(memo, call()))
+    return memo.backwards.setdefault(signature, Backward(call(), functools.partial(_first_gradients, memo)))
 
 
 def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[GradientPlan | ReferencePlan, Gradients]:

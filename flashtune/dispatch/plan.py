@@ -150,7 +150,7 @@ def random_bits(seed: int | None, device: torch.device) -> tuple[int, int]:
         with _DRAWING:
             position = generator.get_offset()
             generator.set_offset(position + 4)
-        return _bits_at(generator, position), 0
+        return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32), 0
     return int(torch.randint(2**63 - 1, ()).item()), 0
 
 
@@ -203,11 +203,6 @@ def _generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-
-
-def _bits_at(generator: torch.Generator, position: int) -> int:
-    """Seed derived from a position of a GPU's generator."""
-    return _mixed(generator.initial_seed() % 2**64, position // 4 % 2**32)
 
 
 def _mixed(seed: int, offset: int) -> int:

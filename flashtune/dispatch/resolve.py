@@ -115,15 +115,6 @@ def _uncompiled(variant: Variant, target: Target) -> str | None:
     return "there is no machine code of it"
 
 
-def described(refusal: Refusal) -> str:
-    """A refusal as a line."""
-    record = refusal.record
-    if record is None:
-        return refusal.reason
-    key = record.key
-    return f"record of {record.origin or 'a database'} (gpu {key.gpu}, n {key.n}, d {key.d}, {key.dtype}): {refusal.reason}"
-
-
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask of the caller."""
 
@@ -243,7 +234,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
     surroundings = (problem, target, records, known)
     for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
         if isinstance(choice, Refusal):
-            refused.append(_refusal(memo, choice))
+            refused.append(_refusal(choice, memo.warn_once))
             continue
         family, variant = choice.family, choice.variant
         said = functools.partial(explained, choice, problem, target, tuple(refused), interpreted=interpreted)
@@ -296,7 +287,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
     for choice in rank(problem, target, pool, families(), **words, compiled=compiled_on(target)):
         if isinstance(choice, Choice):
             return explained(choice, problem, target, refused)
-        refused.append(described(choice))
+        refused.append(_refusal(choice))
     raise AssertionError("the ranking ends with PyTorch")
 
 
@@ -310,11 +301,15 @@ def compiled_on(target: Target) -> Compiled:
     return functools.partial(kernels.compiled, arch=target.arch)
 
 
-def _refusal(memo: Memo, refusal: Refusal) -> str:
+def _refusal(refusal: Refusal, warn: Callable[[str], None] | None = None) -> str:
     """A refusal as a line; invalid records are warned of once."""
-    text = described(refusal)
-    if refusal.invalid and refusal.record is not None:
-        memo.warn_once(f"flashtune: {text} (search it again or delete the record)")
+    record = refusal.record
+    if record is None:
+        return refusal.reason
+    key = record.key
+    text = f"record of {record.origin or 'a database'} (gpu {key.gpu}, n {key.n}, d {key.d}, {key.dtype}): {refusal.reason}"
+    if refusal.invalid and warn is not None:
+        warn(f"flashtune: {text} (search it again or delete the record)")
     return text
 
 

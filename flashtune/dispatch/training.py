@@ -27,7 +27,8 @@ class TrainingPlan(Plan):
     def __init__(self, memo: Memo, call: Call, forward: TorchPlan | KernelPlan) -> None:
         """`forward` serves `backwards.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
-        self.backward = backwards.backward(memo, backwards.forward_of(call))
+        of_forward = backwards.forward_of(call)
+        self.backward = backwards.backward_of(memo, of_forward, lambda: of_forward)
         alignment = "bottom_right" if call.band.diagonal else "top_left"
         self.numbers = operators.Numbers.of(call, alignment, trains=True)
 
