@@ -313,7 +313,7 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     q = torch.zeros(2, 4, 9, 64, dtype=torch.float8_e4m3fn)
     given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
-    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), LoadedKernel(None), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), LoadedKernel(None), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
@@ -333,7 +333,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     kernel = hopper(Features(mask="bias"))
     q, k = torch.zeros(2, 4, 9, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 21, 64, dtype=torch.bfloat16)
-    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), kernel, q)
+    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), kernel, q.stride())
     copied: list[torch.Tensor] = []
     known = launching.bias_copy
 
@@ -382,7 +382,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
     taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
     monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
     q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
-    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), LoadedKernel(None), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), LoadedKernel(None), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)
@@ -442,7 +442,7 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     warned: list[str] = []
-    plan = KernelPlan(parse(Arguments(q, q, q), Options(is_causal=True)), module, q, manifest=manifest, warn=warned.append)
+    plan = KernelPlan(parse(Arguments(q, q, q), Options(is_causal=True)), module, q.stride(), manifest=manifest, warn=warned.append)
     operands, parameters = plan._given(q, q, q, None, None)
     assert plan._prepared(operands, parameters, compiles=False) is None, "host code alone can't compile"
     assert plan._prepared(operands, parameters, compiles=True) is not None

@@ -157,15 +157,17 @@ class KernelPlan(ModulePlan, Plan):
         "misprediction",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, fallback: Fallback | None = None, **others: Any) -> None:
-        """`q` is (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch. `others` are the
-        arguments of ModulePlan."""
+    def __init__(
+        self, call: Call, module: LoadedKernel, q_strides: tuple[int, ...], *, fallback: Fallback | None = None, **others: Any
+    ) -> None:
+        """`q_strides` are those of q (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch.
+        `others` are the arguments of ModulePlan."""
         super().__init__(call, module, **others)
         self.fallback = fallback
         self._other: KernelPlan | None = None
         self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
-        self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
+        self._layout = (shape, out_strides(shape, q_strides), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._counters = 0
         self._copies_mask = self._moves_sign = False
         # Addresses of per-head arguments that aren't tensors.

@@ -111,16 +111,16 @@ def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         or (per_head is not None and any(x.requires_grad for x in per_head.tensors()))
     ):
         wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
-        wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
+        wanted += (
+            []
+            if per_head is None
+            else [name for name, x in zip(PER_HEAD, per_head, strict=True) if isinstance(x, Tensor) and x.requires_grad]
+        )
         if not wanted:
             return GRADIENT
         why = f"a gradient of {' and '.join(wanted)} is needed"
         return why if all(name in WITH_GRADIENTS for name in wanted) else f"{why}, which kernels don't compute"
     return None
-
-
-def _differentiable(x: Tensor | float | None) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, why_torch: str | None) -> Hashable:

@@ -74,8 +74,9 @@ def parse(given: Arguments, options: Options) -> Call:
     dropout_p, softcap, scale = _scalars(options, wide=query.dtype == torch.float64)
     if seed is not None:
         seed_bits(seed)
+    if per_head is not None:
+        _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
     per_head = per_head or PerHead()
-    _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
     sizes = {"batch": math.prod(batch_dims), "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     problem = None
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= MAX_HEAD_DIM:

@@ -228,7 +228,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
-        yield Candidate(plan=KernelPlan(call, pinned, q), kind="exact", said=said)
+        yield Candidate(plan=KernelPlan(call, pinned, q.stride()), kind="exact", said=said)
     words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
     words["compiled"] = compiled_on(target)
     surroundings = (problem, target, records, known)
@@ -250,7 +250,8 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         elif code.module.accepts(q, k, v, mask):
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
-            plan = KernelPlan(call, q=q, **code._asdict(), fallback=_fallback(memo, call, choice, target, q), warn=memo.warn_once)
+            fallback = _fallback(memo, call, choice, target, q.stride())
+            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller resumes the generator only after this candidate failed.
             why = memo.kernels.failure(variant, call.device) or "it failed"
@@ -258,17 +259,16 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         failed.add(family.name)
 
 
-def _fallback(memo: Memo, call: Call, choice: Choice, target: Target, q: Tensor) -> Fallback | None:
+def _fallback(memo: Memo, call: Call, choice: Choice, target: Target, q_strides: tuple[int, ...]) -> Fallback | None:
     """Fallback kernel of a choice; its code is loaded at the first switch to it."""
     family, config, record = choice.family, choice.fallback, choice.record
     if family is None or config is None or record is None or record.fallback is None:
         return None
-    like = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="meta")
 
     def plan() -> KernelPlan | None:
         with memo.lock:
             code = memo.kernels.code(family, kernels.variant(family, choice.spec, config), call.device, target)
-            return None if isinstance(code, str) else KernelPlan(call, q=like, **code._asdict(), warn=memo.warn_once)
+            return None if isinstance(code, str) else KernelPlan(call, q_strides=q_strides, **code._asdict(), warn=memo.warn_once)
 
     return Fallback(config=config, plan=plan)
 
