@@ -32,6 +32,9 @@ LIKELY = 6
 AHEAD = 12
 """Most candidates of a measured search that are compiled ahead of timing: early proposals rest on few observations."""
 
+UNLEARNING = ("random", "exhaustive")
+"""Samplers whose proposals don't depend on observations, so that every compiler may work ahead."""
+
 
 class Shared:
     """State that the problems of one search share on all GPUs: plan, listener, schedule, known records and compilations."""
@@ -128,7 +131,7 @@ class ProblemSearch:
         self.proposals = Proposals(
             self.study,
             self.trials.compile,
-            ahead=min(ahead, AHEAD) if beside else ahead,
+            ahead=min(ahead, AHEAD) if beside and self.plan.sampler not in UNLEARNING else ahead,
             limit=None if self.plan.sampler == "exhaustive" else self.plan.trials,
             beside=beside,
             compile_ahead=self.plan.sampler == "gp",
