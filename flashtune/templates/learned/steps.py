@@ -21,9 +21,10 @@ from flashtune.templates.learned.residual import Likeness, Tried
 def _of_problem(problem: Problem) -> list[float]:
     f, size = problem.features, ITEMSIZE[problem.dtype]
     heads = problem.batch * problem.kv_heads
+    keys = max(1, problem.keys_read)
     return [
         math.log2(heads),
-        math.log2(problem.n_kv),
+        math.log2(keys),
         math.log2(problem.d),
         math.log2(padded(problem.d)),
         math.log2(problem.d_v / problem.d),
@@ -35,7 +36,7 @@ def _of_problem(problem: Problem) -> list[float]:
         f.alibi,
         f.sinks,
         math.log2(size),
-        math.log2(heads * problem.n_kv * (problem.d + problem.d_v) * size),
+        math.log2(heads * keys * (problem.d + problem.d_v) * size),
     ]
 
 
@@ -47,7 +48,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     # Kernels for many rows don't split keys, and read shared ones once per tile.
     tiles, splits, share = (
-        sharing(config, problem, target) if decodes else (tiles_of(config, problem), 1, math.ceil(problem.n_kv / block_n))
+        sharing(config, problem, target) if decodes else (tiles_of(config, problem), 1, math.ceil(max(1, problem.keys_read) / block_n))
     )
     programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms
     on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
@@ -81,7 +82,7 @@ STEPS = Likeness(
     file="steps.npz",
     problem_scales={
         "log key heads": 2.0,
-        "log N_kv": 4.0,
+        "log keys": 4.0,
         "log D": 1.0,
         "log padded D": 1.0,
         "log D_v of D": 1.0,
@@ -112,7 +113,7 @@ STEPS = Likeness(
         "log bytes in flight": 1.5,
         "log blocks of a split": 6.0,
     },
-    lengths=frozenset({"log key heads", "log N_kv", "log bytes"}),
+    lengths=frozenset({"log key heads", "log keys", "log bytes"}),
     of_problem=_of_problem,
     of_config=_of_config,
     together=0.2,
