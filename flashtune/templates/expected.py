@@ -11,7 +11,8 @@ from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family, blocks_of_head
 from flashtune.templates.hopper.layout import HopperLayout, tile_queries
 from flashtune.templates.learned.forwards import FORWARDS
-from flashtune.templates.learned.residual import learned
+from flashtune.templates.learned.gradients import GRADIENTS
+from flashtune.templates.learned.residual import Likeness, Residual, learned
 from flashtune.templates.learned.steps import STEPS
 
 LEFT_OUT = {
