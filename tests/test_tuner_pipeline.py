@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import simulated
@@ -327,8 +328,8 @@ class Asked:
     def left_to_gain(self) -> float:
         return 0.1 + len(self.outcomes)
 
-    def expected_regret(self) -> float:
-        return 0.2 + len(self.outcomes)
+    def regrets(self) -> np.ndarray[Any, Any]:
+        return np.full(3, 0.2 + len(self.outcomes))
 
 
 def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever() -> None:

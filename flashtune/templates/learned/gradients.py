@@ -2,7 +2,6 @@
 
 import math
 
-from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import divisions_of
