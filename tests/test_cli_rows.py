@@ -16,6 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
+from flashtune.cli.records import doubts_of
+from flashtune.core.results import Conditions
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
@@ -26,7 +28,7 @@ from flashtune.tuner.publish.winners import variant_for
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finalist raced while the GPU was throttled, and a prediction that nothing checked; both can be served."""
+    """A finalist raced while the GPU was at its power limit, and a prediction that nothing checked; both can be served."""
     config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
     results = [
         replace(one, outcomes=tuple(replace(outcome, config=config) for outcome in one.outcomes)) for one in samples.RESULTS_SINCE_0002
@@ -52,9 +54,29 @@ def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(data
 
 def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Path) -> None:
     shown = CliRunner().invoke(main, ["show", "--db", str(database)]).stdout
-    assert "unchecked: predicted, without a check of its results" in shown and "throttled: the GPU's clocks were throttled" in shown
+    assert "unchecked: predicted, without a check of its results" in shown
+    assert "power-limited: the card's power limit" in shown and "throttled" not in shown
     wide = CliRunner().invoke(main, ["show", "--db", str(database), "--wide"]).stdout
-    assert "predicted, unchecked" in wide and "measured, throttled" in wide
+    assert "predicted, unchecked" in wide and "measured, power-limited" in wide
+
+
+@pytest.mark.parametrize(
+    ("throttled_by", "others", "said"),
+    [
+        (None, None, ()),
+        ("", 0, ()),
+        ("SwPowerCap", 0, ("power-limited",)),
+        ("SwPowerCap", 2, ("power-limited", "shared")),
+        ("SwThermalSlowdown", 0, ("throttled",)),
+        ("HwSlowdown,SwPowerCap", 0, ("throttled",)),
+    ],
+)
+def test_a_cards_power_limit_is_told_from_other_reasons_for_lower_clocks(
+    database: Path, throttled_by: str | None, others: int | None, said: tuple[str, ...]
+) -> None:
+    record = next(iter(Library.of(database).records()))
+    conditions = Conditions(samples=3, throttled_by=throttled_by, other_processes=others)
+    assert doubts_of(replace(record, provenance=replace(record.provenance, conditions=conditions)), None) == said
 
 
 def test_the_source_of_a_kernel_is_shown_by_its_recorded_id_and_by_the_one_it_has_today(database: Path) -> None:
@@ -130,14 +152,13 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     assert max(len(line) for line in lines) <= columns
     filled = [line for line in lines if line.strip()]
     throttled = [record for record in records if record.provenance.conditions and record.provenance.conditions.throttled_by]
-    # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what throttled means, if any row is.
-    legend = next((place for place, line in enumerate(filled) if line.startswith("throttled: ")), len(filled))
+    # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what power-limited means, if any row is.
+    legend = next((place for place, line in enumerate(filled) if line.startswith("power-limited: ")), len(filled))
     names = {record.key.gpu for record in records}
     measured = [line for line in filled[:legend] if line.strip() not in names and "B x H" not in line and "──" not in line]
     assert len(filled[:legend]) == len(measured) + 3 * len(names)
     assert len(measured) == len(records)
-    assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
-    assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == len(throttled)
+    assert all(line.rstrip().endswith(" measured") for line in measured), "a power limit is no doubt"
     assert (legend < len(filled)) == bool(throttled)
     for record in records:
         assert any(line.startswith(record.problem.label()[:12]) and f"{record.median_us:.1f}" in line for line in measured)

@@ -122,6 +122,10 @@ class Baseline:
     """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
 
 
+POWER_CAP = "SwPowerCap"
+"""NVML's name of the power limit as a reason for lowered clocks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """The GPU's state during the closing A/B timing: medians over `samples` readings; None for values that its driver doesn't report."""
@@ -135,6 +139,11 @@ class Conditions:
     """NVML's reasons for throttled clocks in any reading, with commas between; empty where there were none."""
     other_processes: int | None = None
     """The greatest number of other processes on this GPU in any reading."""
+
+    @property
+    def power_limited(self) -> bool:
+        """True if the card's power limit alone lowered its clocks, as it does under any sustained load: a fact of the card, not a fault."""
+        return self.throttled_by == POWER_CAP
 
     @property
     def doubts(self) -> tuple[str, ...]:
