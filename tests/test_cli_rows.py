@@ -151,15 +151,18 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     records = Library.of(shipped_path()).records()
     assert max(len(line) for line in lines) <= columns
     filled = [line for line in lines if line.strip()]
-    throttled = [record for record in records if record.provenance.conditions and record.provenance.conditions.throttled_by]
+    reasons = [record.provenance.conditions.throttled_by for record in records if record.provenance.conditions]
+    limited, throttled = sum(reason == "SwPowerCap" for reason in reasons), sum(reason not in (None, "", "SwPowerCap") for reason in reasons)
     # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what power-limited means, if any row is.
     legend = next((place for place, line in enumerate(filled) if line.startswith("power-limited: ")), len(filled))
     names = {record.key.gpu for record in records}
     measured = [line for line in filled[:legend] if line.strip() not in names and "B x H" not in line and "──" not in line]
     assert len(filled[:legend]) == len(measured) + 3 * len(names)
     assert len(measured) == len(records)
-    assert all(line.rstrip().endswith(" measured") for line in measured), "a power limit is no doubt"
-    assert (legend < len(filled)) == bool(throttled)
+    # A power limit is no doubt.
+    assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
+    assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == throttled
+    assert (legend < len(filled)) == bool(limited)
     for record in records:
         assert any(line.startswith(record.problem.label()[:12]) and f"{record.median_us:.1f}" in line for line in measured)
 

@@ -69,9 +69,9 @@ def share(stops: list[Stop]) -> float:
 
 def said(name: str, stops: list[Stop]) -> str:
     """A line of the table."""
-    figures = [median(getattr(stop, field) for stop in stops) for field in ("trials", "regret", "stated", "worst")]
-    worst = max(stop.regret for stop in stops)
-    return f"{name:42s} {len(stops):5d} {figures[0]:7.0f} {figures[1]:8.2%} {worst:8.2%} {figures[2]:8.2%} {figures[3]:8.2%} {share(stops):7.0%}"
+    trials, regret, stated, at_most = (median(getattr(stop, field) for stop in stops) for field in ("trials", "regret", "stated", "worst"))
+    largest = max(stop.regret for stop in stops)
+    return f"{name:42s} {len(stops):5d} {trials:7.0f} {regret:8.2%} {largest:8.2%} {stated:8.2%} {at_most:8.2%} {share(stops):7.0%}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Fit of a learned regression's length scales and deviations to committed trials, by their marginal likelihood (type II maximum likelihood).
+"""Fit of a learned regression's length scales and deviations to committed trials, by their marginal likelihood.
 
 The likelihood of a Gaussian process over `--most` trials of whole problems, drawn evenly, is maximised by L-BFGS from the scales in
 `flashtune/templates/learned`; torch differentiates it. Prints what to write there, rounded to two digits, and the log likelihood of trials

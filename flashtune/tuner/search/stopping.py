@@ -16,11 +16,11 @@ Reason = Literal["trials", "budget", "space", "gain", "patience"]
 UNTIL = 0.005
 """Default least expected gain of a further candidate, as a share of the best time."""
 
-PATIENCE = 12
+PATIENCE = 8
 """Trials in a row without that gain that end a search; twice as many where the surrogate expects it of the next one, or much of all."""
 
-LEFT = 0.02
-"""Largest expected gain of all candidates together at which a search stops when none alone is worth a trial."""
+LEFT = 0.01
+"""Largest expected gain of all candidates together at which a search stops when none alone is worth a trial (benchmarks/run.py stops)."""
 
 NEARLY = 4
 """Trials before the earliest end at which the preparations of a race may begin."""
