@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,16 @@ from click.testing import CliRunner
 
 from flashtune.cli.main import main
 from flashtune.cli.records import doubts_of
-from flashtune.core.results import Conditions
+from flashtune.core.problem import Problem
+from flashtune.core.results import Conditions, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner import machine
+from flashtune.tuner.publish import winners
 from flashtune.tuner.publish.winners import variant_for
+from flashtune.tuner.replies import Checked
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,38 @@ def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str
     assert CliRunner().invoke(main, [*words, "--d", "32"]).exit_code == 5
 
 
+@pytest.mark.parametrize("sample", [None, 2, 50])
+def test_verify_counts_what_it_checks_and_folds_what_it_skips(
+    sample: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without a GPU, where most records are of kernels that no interpreter runs."""
+    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
+    hopper = next(record for record in Library.of(shipped_path()).records(d=64, n=512) if record.outcome.template == "flash_fwd_hopper")
+    able = [
+        samples.result(replace(samples.outcome(f"{n:016x}"), config=config), gpu="h200", of=samples.problem(n), framework_us=None)
+        for n in (64, 128, 192)
+    ]
+    others = [samples.result(hopper.outcome, gpu="h200", of=replace(hopper.problem, n_q=n, n_kv=n), framework_us=None) for n in (512, 640)]
+    path = samples.write(tmp_path / "a.sqlite", (*able, *others))
+    asked: list[Problem] = []
+
+    def checked(records: Sequence[TuningRecord], **_: object) -> Iterator[tuple[TuningRecord, Checked]]:
+        for record in records:
+            asked.append(record.problem)
+            yield record, Checked(error=0.5)
+
+    monkeypatch.setattr(machine, "local_gpu", lambda: None)
+    monkeypatch.setattr(winners, "recheck", checked)
+    result = CliRunner().invoke(main, ["verify", "--db", str(path), *(["--sample", str(sample)] if sample else [])])
+    count = min(sample or 3, 3)
+    assert result.exit_code == 0 and len(asked) == count == len({problem.n_kv for problem in asked} & {64, 128, 192})
+    first, *lines = result.stderr.splitlines()
+    assert first.startswith(f"checking {count} records in Triton's interpreter; 2 skipped: no interpreter runs flash_fwd_hopper")
+    assert ("1 left out by --sample" in first) == (count < 3)
+    assert [line.split("]")[0].split(",")[0] for line in lines] == [f"[{n}/{count}" for n in range(1, count)] + [f"[{count}/{count}"]
+    assert all(", about " in line for line in lines[:-1]) and f"{count} correct, 0 wrong, 2 skipped" in result.stdout
+
+
 def test_a_prediction_of_a_family_that_no_interpreter_runs_is_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     where = ["--db", str(tmp_path / "a.sqlite")]
@@ -152,7 +188,8 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     assert max(len(line) for line in lines) <= columns
     filled = [line for line in lines if line.strip()]
     reasons = [record.provenance.conditions.throttled_by for record in records if record.provenance.conditions]
-    limited, throttled = sum(reason == "SwPowerCap" for reason in reasons), sum(reason not in (None, "", "SwPowerCap") for reason in reasons)
+    limited = reasons.count("SwPowerCap")
+    throttled = sum(bool(reason) for reason in reasons) - limited
     # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what power-limited means, if any row is.
     legend = next((place for place, line in enumerate(filled) if line.startswith("power-limited: ")), len(filled))
     names = {record.key.gpu for record in records}
