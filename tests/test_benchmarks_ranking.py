@@ -40,7 +40,7 @@ def test_first_choices_lose_little_without_a_record_of_the_same_sizes_and_featur
 
 def test_first_choices_of_forwards_with_features_lose_little_without_their_neighbours() -> None:
     every = trials(FORWARDS)
-    places = [place for place in fit.kinds(every)["with features"] if len(every[place].wrong) >= fit.CHOSEN_OF]
+    places = [place for place in fit.kinds(every)["with features"] if len(every[place].wrong) >= fit.LEAST[FORWARDS]]
     drawn = [every[place] for place in random.Random(0).sample(places, DRAWN)]
     shares = [rate for one in drawn for rate in fit.chosen(FORWARDS, one, fit.without_neighbours(FORWARDS, every, one.problem, 600))]
     assert len(shares) > 0.8 * DRAWN and fit.percentile(shares) <= 0.08
@@ -57,5 +57,5 @@ def test_regressions_are_without_the_problem_and_its_neighbours() -> None:
     mine = every[0].problem
     known = fit.without_neighbours(STEPS, every, mine, 300)
     gone = [one for one in every if fit.neighbours(one.problem, mine)]
-    left = {tuple(np.float32(STEPS.problem(one.problem)).tolist()) for one in gone}
+    left = {tuple(np.array(STEPS.problem(one.problem), dtype=np.float32).tolist()) for one in gone}
     assert gone and not left & {tuple(row) for row in known._problems.tolist()}

@@ -67,7 +67,8 @@ def likelihood(logs: torch.Tensor, data: Data) -> torch.Tensor:
     covariance = covariance + (noise + 1e-8) * torch.eye(len(data.wrong), dtype=torch.float64)
     factor = torch.linalg.cholesky(covariance)
     explained = torch.cholesky_solve(data.wrong[:, None], factor)[:, 0]
-    return -0.5 * data.wrong @ explained - factor.diagonal().log().sum() - 0.5 * len(data.wrong) * math.log(2 * math.pi)
+    found: torch.Tensor = -0.5 * data.wrong @ explained - factor.diagonal().log().sum() - 0.5 * len(data.wrong) * math.log(2 * math.pi)
+    return found
 
 
 def start_of(likeness: Likeness) -> torch.Tensor:
@@ -89,7 +90,7 @@ def fitted(likeness: Likeness, data: Data, rounds: int) -> torch.Tensor:
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
-    optimiser.step(loss)
+    optimiser.step(loss)  # type: ignore[no-untyped-call]
     return logs.detach()
 
 

@@ -28,14 +28,26 @@ if TYPE_CHECKING:
 @click.option(
     "--sample", type=click.IntRange(min=1), metavar="K", help="Check K records, drawn by the seed from those that can be checked here."
 )
+@click.option(
+    "--requalify", is_flag=True, help="Time this GPU's records again, worst suspects first, and store what is found in place of them."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def verify(*, location: str | None, filters: "KeyFilter", sample: int | None, seed: int, as_json: bool) -> None:
+def verify(*, location: str | None, filters: "KeyFilter", sample: int | None, requalify: bool, seed: int, as_json: bool) -> None:
     """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
     Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
     (another architecture's, or Gluon kernels without a GPU) are counted as skipped.
+
+    With --requalify, on a GPU, each of its measured records races again with the runners-up of its key and PyTorch, some seconds a key.
+    Records from elsewhere (another torch, Triton, driver or card) come first. What is found takes a record's place in the database (your
+    own, or --db): where another kernel is faster, or PyTorch, that serves from then on. --sample bounds the number of records.
     """
+    if requalify:
+        from flashtune.cli.requalify import run_requalify
+
+        run_requalify(location, filters, most=sample, seed=seed, as_json=as_json)
+        return
     from flashtune.cli.progress import lasting
     from flashtune.db.library import Library
     from flashtune.templates import BITS, unservable

@@ -67,7 +67,8 @@ class Surrogate:
             self._covariances = Covariances(pool)
         self._log_scale = 0.0
         self._known: list[int] = []
-        self._factor, self._weights = np.zeros((0, 0)), np.zeros(0)
+        self._factor: Array = np.zeros((0, 0))
+        self._weights: Array = np.zeros(0)
 
     def learn(self, times: Mapping[int, float], believed: Sequence[int] = ()) -> None:
         """Fit to the log times of candidates by their places; `believed` ones (pending) count with their expected times."""
