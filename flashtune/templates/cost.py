@@ -169,7 +169,8 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
 def overlapped(one: float, other: float, sharpness: float) -> float:
     """The time of two works side by side: a smooth maximum, since a kernel near a limit doesn't reach it."""
     longer = max(one, other)
-    return longer * (1.0 + (min(one, other) / longer) ** sharpness) ** (1.0 / sharpness)
+    found: float = longer * (1.0 + (min(one, other) / longer) ** sharpness) ** (1.0 / sharpness)
+    return found
 
 
 def _edge_blocks(problem: Problem, block_m: int, block_n: int) -> int:

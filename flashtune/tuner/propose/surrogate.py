@@ -105,7 +105,7 @@ class Surrogate:
         self._known = places
         if places:
             with _BLAS.limit(limits=1):
-                self._factor = np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places)))
+                self._factor = np.asarray(np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places))))
                 self._weights = cho_solve((self._factor, True), errors, check_finite=False)
 
     def _across(self, places: list[int]) -> Array:
