@@ -103,7 +103,7 @@ def _parted(
 
 
 def _begun(checked: int, skipped: "Sequence[tuple[TuningRecord, str]]", left_out: int, where: str) -> str:
-    """What is about to be checked, and what is not, in a line."""
+    """Line about the records that are checked, and those that are not."""
     reasons = Counter(why for _, why in skipped)
     others = [f"{number} skipped: {why}" for why, number in reasons.most_common()] + [f"{left_out} left out by --sample"] * (left_out > 0)
     return "; ".join([f"checking {counted(checked, 'record')} {where}", *others])
