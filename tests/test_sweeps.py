@@ -53,7 +53,7 @@ def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sw
 
 @of_every_sweep
 def test_twenty_trials_without_any_start_or_near_trial_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
-    """With every seed: noise in the times differs, and so do the proposals. What is learned is of neither the problem nor its neighbours."""
+    """With every seed: noise in the times differs, and so do the proposals, nothing learned of the problem or its neighbours."""
     place = sweeps.swept(sweep)
     for seed in range(3):
         regrets = sweeps.replayed(place, "gp", "none", 40, seed).regrets
