@@ -7,14 +7,13 @@ from typing import Any, Literal
 import pytest
 
 from flashtune import dispatch
-from flashtune.dispatch import api
-from flashtune.dispatch.plans.gradients import GradientPlan
-from flashtune.dispatch.plans.plan_cache import Plan
-from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.resolve import backwards, choosing
-from flashtune.dispatch.resolve.inspection import GRADIENTS
-from flashtune.dispatch.resolve.layers import current
-from flashtune.dispatch.torch_ops.training import TrainingPlan
+from flashtune.dispatch import api, backwards, resolve
+from flashtune.dispatch.context import current
+from flashtune.dispatch.gradients import GradientPlan
+from flashtune.dispatch.inspection import GRADIENTS
+from flashtune.dispatch.plan import Plan
+from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch.training import TrainingPlan
 
 Branch = Literal["torch", "kernels"]
 
@@ -43,8 +42,8 @@ def _force(patch: pytest.MonkeyPatch, branch: Branch) -> None:
 
         patch.setattr(api, "why_torch_now", why_torch)
         return
-    ranked, gradient_choice = choosing.rank, backwards.gradient_choice
-    patch.setattr(choosing, "rank", lambda *given, **words: ranked(*given, **{**words, "framework_serves": False}))
+    ranked, gradient_choice = resolve.rank, backwards.gradient_choice
+    patch.setattr(resolve, "rank", lambda *given, **words: ranked(*given, **{**words, "framework_serves": False}))
     patch.setattr(backwards, "gradient_choice", lambda *given, **words: gradient_choice(*given, **{**words, "composite": True}))
 
 

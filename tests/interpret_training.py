@@ -19,8 +19,8 @@ from flashtune.core.band import Band
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.plans.forward import KernelPlan
-from flashtune.dispatch.resolve import backwards
+from flashtune.dispatch import backwards
+from flashtune.dispatch.forward import KernelPlan
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -44,7 +44,7 @@ def raced(sources: list[Source], problem: Problem, target: Target, *rest: object
     return Rounds(times=tuple((time_us(source),) * 9 for source in sources), backend=None, began=1.0, ended=2.0, pid=os.getpid())
 
 
-def compiled(source: Source, problem: Problem, target: Target) -> Compiled | Failed:
+def compiled(source: Source, problem: Problem, target: Target, *rest: object) -> Compiled | Failed:
     """In place of a compiler."""
     return quick_compile(source, problem, target)
 

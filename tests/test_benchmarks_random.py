@@ -214,6 +214,15 @@ def test_children_answer_in_order_cost_themselves_alone_and_end_in_time() -> Non
         assert children.by(math.inf, some, late="late", enough=lambda ended: ended > 0) == [(4, ""), (None, "late"), (None, "late")]
 
 
+def test_half_of_what_a_choice_is_compared_with_is_drawn_evenly() -> None:
+    """The rest is proposed by what dispatch chooses by, and would agree with it."""
+    problem = drawn(1)[0].problem
+    found, again, other = (searches.compared_candidates(problem, H200, count=60, seed=seed) for seed in (0, 0, 1))
+    first = set(searches.first_candidates(problem, H200, count=30, seed=0))
+    assert len(set(found)) == 60 and found == again and len(first & set(found[:20])) == 10
+    assert first <= set(found) and len(set(found) - first) >= 30 and len((set(found) - first) & set(other)) < 15
+
+
 def test_a_search_in_parts_tries_winners_of_near_rows_first_and_then_what_the_surrogate_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
@@ -227,11 +236,13 @@ def test_a_search_in_parts_tries_winners_of_near_rows_first_and_then_what_the_su
     space = SearchSpace(families(), problem, H200)
     near = transfer_candidates(space, problem, searches.shipped(), "measured")
     assert len(set(first)) == 6 and first[: len(near)] == near
-    wrong = searches.text_of(first[4], problem)
+    wrong: tasks.Source
     monkeypatch.setattr(
         tasks, "recheck_on_device", lambda source, *_: Failed(fate=Fate.CORRECTNESS, reason="") if source == wrong else None
     )
-    assert searches.check_first(problem, H200, 0, 3, 6) == [first[3], first[5]], "what is wrong isn't timed"
+    compared = searches.compared_candidates(problem, H200, count=6, seed=0)
+    wrong = searches.text_of(compared[4], problem)
+    assert searches.check_first(problem, H200, 0, 3, 6) == [compared[3], compared[5]], "what is wrong isn't timed"
     proposed = searches.propose(problem, H200, 0, {candidate: 100.0 for candidate in first}, 2)
     assert len(proposed) == 2 == len(compiled) and not set(proposed) & set(first)
 

@@ -33,6 +33,8 @@ WORDS = [
     "1",
     "--sampler",
     "random",
+    "--until",
+    "0",
 ]
 
 

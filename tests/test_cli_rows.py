@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +17,22 @@ import pytest
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
+from flashtune.cli.records import doubts_of
+from flashtune.core.problem import Problem
+from flashtune.core.results import Conditions, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner import machine
+from flashtune.tuner.publish import winners
 from flashtune.tuner.publish.winners import variant_for
+from flashtune.tuner.replies import Checked
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finalist raced while the GPU was throttled, and a prediction that nothing checked; both can be served."""
+    """A finalist raced while the GPU was at its power limit, and a prediction that nothing checked; both can be served."""
     config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
     results = [
         replace(one, outcomes=tuple(replace(outcome, config=config) for outcome in one.outcomes)) for one in samples.RESULTS_SINCE_0002
@@ -52,9 +58,29 @@ def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(data
 
 def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Path) -> None:
     shown = CliRunner().invoke(main, ["show", "--db", str(database)]).stdout
-    assert "unchecked: predicted, without a check of its results" in shown and "throttled: the GPU's clocks were throttled" in shown
+    assert "unchecked: predicted, without a check of its results" in shown
+    assert "power-limited: the card's power limit" in shown and "throttled" not in shown
     wide = CliRunner().invoke(main, ["show", "--db", str(database), "--wide"]).stdout
-    assert "predicted, unchecked" in wide and "measured, throttled" in wide
+    assert "predicted, unchecked" in wide and "measured, power-limited" in wide
+
+
+@pytest.mark.parametrize(
+    ("throttled_by", "others", "said"),
+    [
+        (None, None, ()),
+        ("", 0, ()),
+        ("SwPowerCap", 0, ("power-limited",)),
+        ("SwPowerCap", 2, ("power-limited", "shared")),
+        ("SwThermalSlowdown", 0, ("throttled",)),
+        ("HwSlowdown,SwPowerCap", 0, ("throttled",)),
+    ],
+)
+def test_a_cards_power_limit_is_told_from_other_reasons_for_lower_clocks(
+    database: Path, throttled_by: str | None, others: int | None, said: tuple[str, ...]
+) -> None:
+    record = next(iter(Library.of(database).records()))
+    conditions = Conditions(samples=3, throttled_by=throttled_by, other_processes=others)
+    assert doubts_of(replace(record, provenance=replace(record.provenance, conditions=conditions)), None) == said
 
 
 def test_the_source_of_a_kernel_is_shown_by_its_recorded_id_and_by_the_one_it_has_today(database: Path) -> None:
@@ -93,6 +119,38 @@ def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str
     assert CliRunner().invoke(main, [*words, "--d", "32"]).exit_code == 5
 
 
+@pytest.mark.parametrize("sample", [None, 2, 50])
+def test_verify_counts_what_it_checks_and_folds_what_it_skips(
+    sample: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without a GPU, where most records are of kernels that no interpreter runs."""
+    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
+    hopper = next(record for record in Library.of(shipped_path()).records(d=64, n=512) if record.outcome.template == "flash_fwd_hopper")
+    able = [
+        samples.result(replace(samples.outcome(f"{n:016x}"), config=config), gpu="h200", of=samples.problem(n), framework_us=None)
+        for n in (64, 128, 192)
+    ]
+    others = [samples.result(hopper.outcome, gpu="h200", of=replace(hopper.problem, n_q=n, n_kv=n), framework_us=None) for n in (512, 640)]
+    path = samples.write(tmp_path / "a.sqlite", (*able, *others))
+    asked: list[Problem] = []
+
+    def checked(records: Sequence[TuningRecord], **_: object) -> Iterator[tuple[TuningRecord, Checked]]:
+        for record in records:
+            asked.append(record.problem)
+            yield record, Checked(error=0.5)
+
+    monkeypatch.setattr(machine, "local_gpu", lambda: None)
+    monkeypatch.setattr(winners, "recheck", checked)
+    result = CliRunner().invoke(main, ["verify", "--db", str(path), *(["--sample", str(sample)] if sample else [])])
+    count = min(sample or 3, 3)
+    assert result.exit_code == 0 and len(asked) == count == len({problem.n_kv for problem in asked} & {64, 128, 192})
+    first, *lines = result.stderr.splitlines()
+    assert first.startswith(f"checking {count} records in Triton's interpreter; 2 skipped: no interpreter runs flash_fwd_hopper")
+    assert ("1 left out by --sample" in first) == (count < 3)
+    assert [line.split("]")[0].split(",")[0] for line in lines] == [f"[{n}/{count}" for n in range(1, count)] + [f"[{count}/{count}"]
+    assert all(", about " in line for line in lines[:-1]) and f"{count} correct, 0 wrong, 2 skipped" in result.stdout
+
+
 def test_a_prediction_of_a_family_that_no_interpreter_runs_is_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     where = ["--db", str(tmp_path / "a.sqlite")]
@@ -129,16 +187,19 @@ def test_a_row_is_one_line_of_a_terminal(columns: int) -> None:
     records = Library.of(shipped_path()).records()
     assert max(len(line) for line in lines) <= columns
     filled = [line for line in lines if line.strip()]
-    throttled = [record for record in records if record.provenance.conditions and record.provenance.conditions.throttled_by]
-    # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what throttled means, if any row is.
-    legend = next((place for place, line in enumerate(filled) if line.startswith("throttled: ")), len(filled))
+    reasons = [record.provenance.conditions.throttled_by for record in records if record.provenance.conditions]
+    limited = reasons.count("SwPowerCap")
+    throttled = sum(bool(reason) for reason in reasons) - limited
+    # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what power-limited means, if any row is.
+    legend = next((place for place, line in enumerate(filled) if line.startswith("power-limited: ")), len(filled))
     names = {record.key.gpu for record in records}
     measured = [line for line in filled[:legend] if line.strip() not in names and "B x H" not in line and "──" not in line]
     assert len(filled[:legend]) == len(measured) + 3 * len(names)
     assert len(measured) == len(records)
+    # A power limit is no doubt.
     assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
-    assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == len(throttled)
-    assert (legend < len(filled)) == bool(throttled)
+    assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == throttled
+    assert (legend < len(filled)) == bool(limited)
     for record in records:
         assert any(line.startswith(record.problem.label()[:12]) and f"{record.median_us:.1f}" in line for line in measured)
 

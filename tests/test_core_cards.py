@@ -17,14 +17,13 @@ from click.testing import CliRunner
 from flashtune.cli.main import main
 from flashtune.cli.options import gpu_of
 from flashtune.cli.search import choose_source
-from flashtune.core import cards, target
+from flashtune.core import cards, devices, target
 from flashtune.core.cards import Facts, described, slug_of
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.core.target import find_target, targets
 from flashtune.db.store import Store
-from flashtune.dispatch.launch import devices
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner import machine

@@ -75,3 +75,24 @@ def test_fp8_reads_one_byte_an_element_and_writes_two() -> None:
     q_rows, kv_rows = 2 * 4 * 100, 2 * 2 * 140
     assert p.io_bytes() == q_rows * 64 + kv_rows * (64 + 32) + q_rows * 2 * 32 + 4 * q_rows
     assert PROBLEM.io_bytes() == 2 * (q_rows * 64 + kv_rows * (64 + 32) + q_rows * 32) + 4 * q_rows
+
+
+@pytest.mark.parametrize(
+    ("n_q", "features", "seen"),
+    [
+        (1, Features(causal=True, window=(1023, 0), alignment="bottom_right"), 1024),
+        (1, Features(causal=True), 1),
+        (16, Features(window=(100, 20)), 36),
+        (4, Features(window=(100, 0), alignment="bottom_right"), 104),
+        (4000, Features(causal=True, window=(100, 0)), 4000),
+        (1, Features(mask="bool"), 8192),
+    ],
+)
+def test_keys_that_no_query_sees_are_not_read(n_q: int, features: Features, seen: int) -> None:
+    """A windowed decoding step reads its window, of a long cache too; the gradients of all keys are written."""
+    p = replace(PROBLEM, n_q=n_q, n_kv=8192, features=features)
+    rows = 2 * 4 * n_q
+    reads = 2 * (rows * 64 + 2 * 2 * seen * (64 + 32))
+    assert p.io_bytes() == reads + rows * 32 * 2 + 4 * rows
+    backward = replace(p, direction="bwd")
+    assert backward.io_bytes() == p.io_bytes() + 2 * rows * (32 + 64) + 4 * rows + 2 * 2 * 2 * 8192 * (64 + 32)

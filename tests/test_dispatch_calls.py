@@ -20,10 +20,9 @@ from flashtune import dispatch
 from flashtune.core.calls import read
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
-from flashtune.dispatch import calls
+from flashtune.dispatch import calls, context
 from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.resolve import layers, recorder
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch.context import Memo
 from flashtune.integrations import torchs_place
 from flashtune.templates import families
 
@@ -66,7 +65,7 @@ def test_what_kernels_serve_is_met_too_and_what_is_pinned_for_a_measurement_is_n
     attend()
     assert machine.launched and CALLS.met() == [PROBLEM]
     CALLS.forget()
-    with layers.serving(Memo(layers.current().settings, pinned=("fwd", machine.load(pretended.POINTERS, machine.launched[0])))):
+    with context.serving(Memo(context.current().settings, pinned=("fwd", machine.load(pretended.POINTERS, machine.launched[0])))):
         attend()
     assert CALLS.met() == []
 
@@ -86,8 +85,7 @@ def test_a_call_that_is_known_reaches_nothing_of_it(monkeypatch: pytest.MonkeyPa
     for words in kinds:
         attend(**words)
     CALLS.forget()
-    for name in ("meet", "meet_step"):
-        monkeypatch.setattr(recorder, name, lambda *_: pytest.fail("a known call was met again"))
+    monkeypatch.setattr(calls, "meet", lambda *_: pytest.fail("a known call was met again"))
     monkeypatch.setattr(calls.Calls, "meet", lambda *_: pytest.fail("a known call was met again"))
     for words in kinds * 2:
         attend(**words)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from flashtune import dispatch
-from flashtune.dispatch import api
-from flashtune.dispatch.call import Arguments, Options, parse
-from flashtune.dispatch.plans.dropout_seed import random_bits
-from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.core import devices
+from flashtune.core.target import find_target
+from flashtune.dispatch import backwards, resolve
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.plan import random_bits
 
 GPU = torch.device("cuda", 0)
 Q = torch.zeros(1, 2, 8, 16)
@@ -71,7 +75,7 @@ def test_a_call_draws_once_wherever_its_device_is(generator: Generator, monkeypa
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     call = parse(Arguments(Q, Q, Q), Options(dropout_p=0.5))
-    plan = KernelPlan(call, SimpleNamespace(), Q)  # type: ignore[arg-type]
+    plan = KernelPlan(call, SimpleNamespace(), Q.stride())  # type: ignore[arg-type]
     # Tensors of the CPU stand for the GPU's.
     monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, **_: torch.zeros(shape))
     values = {name: getattr(call, name) for name in call.__slots__} | {"device": GPU}
@@ -86,13 +90,16 @@ def test_a_call_draws_once_wherever_its_device_is(generator: Generator, monkeypa
 
 def test_a_decoding_step_that_draws_isnt_served_as_one_of_another_length_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch may train the one and kernels the other."""
-    asked: list[bool] = []
-    monkeypatch.setattr(api.length_buckets, "bucket_of", lambda _: asked.append(True))
-    k = torch.zeros(1, 2, 37, 16)
-    dispatch.attention(Q[:, :, :1], k, k, dropout_p=0.5)
-    assert not asked
-    dispatch.attention(Q[:, :, :1], k, k, dropout_p=0.5, seed=1)
-    assert asked
+    asked: list[int] = []
+    monkeypatch.setattr(devices, "target_of", lambda _: find_target("h200"))
+    monkeypatch.setattr(backwards, "gradient_choice", lambda _, one, *__, **___: (asked.append(one.n_kv), (None, "torch trains"))[1])
+    memo, q = Memo(), Q[:, :, :1]
+    for n in (37, 38):
+        k = torch.zeros(1, 2, n, 16)
+        call = replace(parse(Arguments(q, k, k), Options(dropout_p=0.5)), device=torch.device("cuda", 0))
+        [candidate] = resolve.candidates(memo, call, q, k, k, None, None, by_bucket=True)
+        assert candidate.kind == "framework" and "torch trains" in candidate.explanation.reason
+    assert asked == [37, 38]
 
 
 def test_a_rate_in_a_tensor_of_no_dimensions_is_a_number_as_in_torch() -> None:

@@ -185,8 +185,8 @@ def test_explain_names_no_kernel_that_cannot_be_built_here(monkeypatch: pytest.M
 
     variant = SimpleNamespace(id="0" * 16, template="flash_decode", config=SimpleNamespace(label=lambda: "BLOCK_M=64"))
     kernel = SimpleNamespace(plan=SimpleNamespace(build=build), variant=variant, trains=False)
-    found = api.choosing.candidates
-    monkeypatch.setattr(api.choosing, "candidates", lambda *given: itertools.chain([kernel], found(*given)))
+    found = api.resolve.candidates
+    monkeypatch.setattr(api.resolve, "candidates", lambda *given: itertools.chain([kernel], found(*given)))
     with (
         dispatch.use(unmeasured=False),
         pytest.warns(RuntimeWarning, match="flash_decode with BLOCK_M=64 failed on cpu.*out of shared memory"),

@@ -13,15 +13,16 @@ import pytest
 import torch
 from test_dispatch_launch import PROBLEMS, SHIPPED, Library, code_of, host_of_shipped
 
-from flashtune.core import launching
+from flashtune.core import devices, launching
 from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest
 from flashtune.core.kernel_index import GeneratedKernel
 from flashtune.core.launches import Operand
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.call import Arguments, Options, PerHead, parse
-from flashtune.dispatch.launch import devices, driver, prepared
-from flashtune.dispatch.plans.gradients import BackwardInputs, GradientPlan
+from flashtune.dispatch import driver, launch
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.gradients import BackwardInputs, GradientPlan
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
@@ -75,7 +76,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Decoding:
 
     monkeypatch.setattr(driver, "library", lambda: library)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
-    monkeypatch.setattr(prepared, "_function", function)
+    monkeypatch.setattr(launch, "_function", function)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -168,7 +169,7 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
         for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5)):
             patch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
         *_, dbias, dslopes = plan.run(one)
-    planned = prepared.planned(module, plan._operands(one), one.parameters(call))
+    planned = launch.planned(module, plan._operands(one), one.parameters(call))
     assert planned is not None and dbias is not None and dslopes is not None
     assert dbias.shape == bias.shape and dslopes.shape == slopes.shape and len(met[0]) == len(planned.tensors) + 1
     of_bias, of_slopes = (step for step in planned.launches if step.kernel == "score_gradients")

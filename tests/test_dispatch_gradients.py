@@ -11,14 +11,13 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.band import Band
 from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.call import Arguments, Options, parse
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans import pytorch
+from flashtune.dispatch import pytorch
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
 

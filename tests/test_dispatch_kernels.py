@@ -20,8 +20,8 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.kernel_archive import archive_bytes, pack
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch.launch import kernels
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch import kernels
+from flashtune.dispatch.context import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 
@@ -114,8 +114,8 @@ def test_a_damaged_archive_is_warned_of_once_and_leaves_the_kernel_to_triton(shi
     (shipped / "index.json").write_text(json.dumps(fields))
     memo = Memo()
     with pytest.warns(RuntimeWarning, match=r"sm90\.kernels.*install flashtune.*; until then Triton compiles flash_fwd") as warned:
-        served = [memo.machine_code(POINTERS, found, H200) for _ in range(2)]
-    assert served == [(None, None)] * 2 and len(warned) == 1
+        served = [memo.kernels.machine_code(POINTERS, found, H200) for _ in range(2)]
+    assert served == [None] * 2 and len(warned) == 1
     assert kernels.load(POINTERS, found).module is not None
 
 
@@ -134,7 +134,7 @@ def test_serving_one_shipped_kernel_imports_neither_triton_nor_sql_nor_jinja() -
     code = """
 import sys
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.launch import kernels
+from flashtune.dispatch import kernels
 from flashtune.templates import family
 before = set(sys.modules)
 record = next(r for r in Library.of(shipped_path()).records() if r.outcome.template == "flash_decode")

@@ -10,16 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
+from flashtune.core import devices
 from flashtune.dispatch import api
-from flashtune.dispatch.call import Arguments, Options, parse
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.plan_cache import Plans
-from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.plan import Plan, Plans
+from flashtune.dispatch.pytorch import TorchPlan
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 
 
-class Served:
+class Served(Plan):
     """Stands in for a plan: its output is its name."""
 
     def __init__(self, name: object) -> None:
@@ -219,7 +219,7 @@ def test_a_dict_that_another_thread_emptied_stays_empty(plans: Plans) -> None:
 
 
 def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.plans.plan_cache._guards", None)
+    monkeypatch.setattr("flashtune.dispatch.plan._guards", None)
     first = attend()
     assert attend() is first and attend() is first and plans.recent is None
 
@@ -227,11 +227,11 @@ def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pyt
 def test_torch_is_told_of_nothing_that_it_would_take_anyway() -> None:
     def told(**words: Any) -> Any:
         call = parse(Arguments(Q, K, V), Options(enable_gqa=True, **words))
-        return TorchPlan.of(call, Q, K, V, None).kwargs
+        return TorchPlan.of(call, Q, K, V, None).direct.keywords  # type: ignore[union-attr]
 
     assert told() == told(scale=0.25) == {"enable_gqa": True}
     assert told(scale=0.5, dropout_p=0.1) == {"enable_gqa": True, "scale": 0.5, "dropout_p": 0.1}
-    assert TorchPlan.of(parse(Arguments(K, K, K), Options(is_causal=True)), K, K, K, None).kwargs == {"is_causal": True}
+    assert TorchPlan.of(parse(Arguments(K, K, K), Options(is_causal=True)), K, K, K, None).direct.keywords == {"is_causal": True}  # type: ignore[union-attr]
 
 
 def test_seeded_dropout_is_decided_for_all_seeds_and_apart_from_unseeded(plans: Plans) -> None:
@@ -252,6 +252,6 @@ def test_torchs_own_function_is_called_with_all_that_its_plan_would_tell_it(plan
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.7, enable_gqa=True)
     for _ in range(3):
         assert torch.equal(attend(q, k, v, scale=0.7), wanted)
-    assert plans.recent is not None and plans.recent.direct is not None
+    assert plans.recent is not None and plans.recent.plan.direct is not None
     monkeypatch.setattr(TorchPlan, "run", lambda *_: pytest.fail("ran"))
     assert torch.equal(attend(q, k, v, scale=0.7), wanted)

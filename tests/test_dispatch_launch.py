@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.core import launching
+from flashtune.core import devices, launching
 from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.kernel_archive import HEADER_BYTES, Place
@@ -27,12 +27,12 @@ from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manif
 from flashtune.core.target import find_target
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.db import library as databases
-from flashtune.dispatch.call import Arguments, Options, PerHead, parse
-from flashtune.dispatch.launch import devices, driver, kernels, prepared
-from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.forward import KernelPlan
-from flashtune.dispatch.resolve import choosing
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch import driver, kernels, launch, resolve
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.launch import Program
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import family
 from flashtune.templates.loading import host_of, load_kernel, loaded
 from flashtune.templates.rendering import render, variant_of
@@ -217,7 +217,7 @@ def host_side(record: TuningRecord) -> LoadedKernel:
     return loaded(chosen, record.problem.spec(), record.outcome.config)
 
 
-def given_of(problem: Problem) -> tuple[prepared.Operands, CallParameters]:
+def given_of(problem: Problem) -> tuple[launch.Operands, CallParameters]:
     """Small tensors as a kernel of this problem's spec takes them, with what its features ask for."""
     b, h, kv, n_q, n_kv, p = 2, 2 * problem.gqa_ratio, 2, min(problem.n_q, 200), 304, problem
     dtype = TORCH_DTYPES[p.dtype]
@@ -252,13 +252,13 @@ def test_a_plan_names_the_calls_own_tensors_and_its_scratch_memory(record: Tunin
     operands, parameters = given_of(record.problem)
     q, k, v, *_ = operands
     assert kernel.accepts(q, k, v, parameters.mask)
-    plan = prepared.planned(kernel, operands, parameters)
+    plan = launch.planned(kernel, operands, parameters)
     assert plan is not None and [x is None or any(x is y for y in plan.tensors) for x in operands] == [True] * len(operands)
-    sources = {x.source for launch in plan.launches for x in map(operand_of, launch.arguments) if x is not None}
+    sources = {x.source for planned in plan.launches for x in map(operand_of, planned.arguments) if x is not None}
     named = {place for place, x in enumerate([*plan.tensors, *plan.scratch]) if x is not None}
-    assert sources <= named and {prepared.Q, prepared.K, prepared.V} <= sources
-    varying = {x.source for launch in plan.launches for x in launch.arguments if isinstance(x, Varying)}
-    assert varying == ({prepared.SEED, prepared.OFFSET} if record.problem.features.dropout else set())
+    assert sources <= named and {launch.Q, launch.K, launch.V} <= sources
+    varying = {x.source for planned in plan.launches for x in planned.arguments if isinstance(x, Varying)}
+    assert varying == ({launch.SEED, launch.OFFSET} if record.problem.features.dropout else set())
 
 
 def operand_of(argument: Any) -> Operand | None:
@@ -289,23 +289,23 @@ def test_a_plan_of_a_backward_with_features_is_what_is_launched(name: str, mask:
 def compare(kernel: LoadedKernel, problem: Problem) -> None:
     """The plan's operands are the tensors that Triton is given, at their addresses."""
     operands, parameters = given_of(problem)
-    plan = prepared.planned(kernel, operands, parameters)
+    plan = launch.planned(kernel, operands, parameters)
     assert plan is not None
     steps = kernel.launches(*operands, **parameters.keywords() | launching.provided(kernel, *operands[:2]))
     assert len(steps) == len(plan.launches)
-    for (function, grid, arguments, options), launch in zip(steps, plan.launches, strict=True):
-        assert (launch.kernel, launch.grid, launch.options) == (function.__name__, grid, options)
-        for real, planned in zip(arguments, launch.arguments, strict=True):
-            operand = operand_of(planned)
+    for (function, grid, arguments, options), planned in zip(steps, plan.launches, strict=True):
+        assert (planned.kernel, planned.grid, planned.options) == (function.__name__, grid, options)
+        for real, argument in zip(arguments, planned.arguments, strict=True):
+            operand = operand_of(argument)
             if operand is None:
-                assert isinstance(planned, (Resident, Varying)) or (planned == real and type(planned) is type(real))
+                assert isinstance(argument, (Resident, Varying)) or (argument == real and type(argument) is type(real))
                 continue
-            base = real.base if isinstance(planned, Descriptor) else real
+            base = real.base if isinstance(argument, Descriptor) else real
             if operand.source < len(plan.tensors):
                 assert base.data_ptr() == plan.tensors[operand.source].data_ptr()  # type: ignore[union-attr]
             assert base.dtype == launching.TYPES[operand.dtype]
-            if isinstance(planned, Descriptor):
-                assert (planned.shape, planned.strides, planned.block) == tuple(map(tuple, (real.shape, real.strides, real.block_shape)))
+            if isinstance(argument, Descriptor):
+                assert (argument.shape, argument.strides, argument.block) == tuple(map(tuple, (real.shape, real.strides, real.block_shape)))
 
 
 def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     q = torch.zeros(2, 4, 9, 64, dtype=torch.float8_e4m3fn)
     given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
-    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), LoadedKernel(None), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), LoadedKernel(None), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
@@ -321,8 +321,8 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         plan.run(q, q, q, None, None, PerHead(**given))
         wanted = {name: x.data_ptr() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"q_descale": 101, "v_descale": 103}
-        assert runs[-1][: prepared.OUT] == [q.data_ptr()] * 3
-        assert runs[-1][prepared.HEADS :] == [*(wanted[name] for name in PER_HEAD), 0]
+        assert runs[-1][: launch.OUT] == [q.data_ptr()] * 3
+        assert runs[-1][launch.HEADS :] == [*(wanted[name] for name in PER_HEAD), 0]
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 21), (1, 4, 9, 21), (2, 1, 9, 21), (9, 21), (2, 1, 1, 21)], ids=str)
@@ -333,7 +333,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     kernel = hopper(Features(mask="bias"))
     q, k = torch.zeros(2, 4, 9, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 21, 64, dtype=torch.bfloat16)
-    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), kernel, q)
+    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), kernel, q.stride())
     copied: list[torch.Tensor] = []
     known = launching.bias_copy
 
@@ -347,7 +347,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
     runs: list[tuple[int, torch.Tensor]] = []
 
     def run(addresses: list[int], *_: object) -> None:
-        runs.append((addresses[prepared.HEADS + len(PER_HEAD)], copied[-1].clone()))
+        runs.append((addresses[launch.HEADS + len(PER_HEAD)], copied[-1].clone()))
 
     plan.program = SimpleNamespace(run=run)  # type: ignore[assignment]
     plan._plain, plan._copies_mask = False, True
@@ -382,7 +382,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
     taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
     monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
     q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
-    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), LoadedKernel(None), q)  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), LoadedKernel(None), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)
@@ -393,12 +393,12 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
             plan.run(q, k, v, None, None, per_head)
             place = 4096 * stream
             assert runs[-1][:3] == [x.data_ptr() for x in (q, k, v)]
-            assert runs[-1][prepared.LSE :] == [place + 768, 1000 * stream, *[0] * (2 + len(PER_HEAD)), place, place + 512]
+            assert runs[-1][launch.LSE :] == [place + 768, 1000 * stream, *[0] * (2 + len(PER_HEAD)), place, place + 512]
 
 
 def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "load_function", lambda *_: 7)
-    monkeypatch.setattr(prepared, "_functions", {})
+    monkeypatch.setattr(launch, "_functions", {})
     monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -409,7 +409,7 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
     def served(n: int) -> bool:
         q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 8, n, 128, dtype=torch.bfloat16)
         call = replace(parse(Arguments(q, k, k), Options(enable_gqa=True)), device=torch.device("cuda", 0))
-        [candidate] = itertools.islice(choosing.candidates(memo, call, q, k, k, None, None), 1)
+        [candidate] = itertools.islice(resolve.candidates(memo, call, q, k, k, None, None), 1)
         assert isinstance(candidate.plan, KernelPlan) and candidate.kind == "near_n"
         operands = (q, k, k, torch.empty_like(q), torch.empty(1, 32, 1))
         return candidate.plan._prepared(operands, call.parameters(None, None), compiles=False) is not None
@@ -437,12 +437,12 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
         compiled.append(kernel.__name__)
         return manifest.of(kernel.__name__)[0], b"anew"
 
-    monkeypatch.setattr(prepared, "compiled", by_triton)
-    monkeypatch.setattr(prepared, "_function", lambda binary, code, device: len(code()))
+    monkeypatch.setattr(launch, "compiled", by_triton)
+    monkeypatch.setattr(launch, "_function", lambda binary, code, device: len(code()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     warned: list[str] = []
-    plan = KernelPlan(parse(Arguments(q, q, q), Options(is_causal=True)), module, q, manifest=manifest, warn=warned.append)
+    plan = KernelPlan(parse(Arguments(q, q, q), Options(is_causal=True)), module, q.stride(), manifest=manifest, warn=warned.append)
     operands, parameters = plan._given(q, q, q, None, None)
     assert plan._prepared(operands, parameters, compiles=False) is None, "host code alone can't compile"
     assert plan._prepared(operands, parameters, compiles=True) is not None

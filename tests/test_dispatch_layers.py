@@ -20,12 +20,12 @@ from db_faults import fork
 from test_dispatch_memo import Machine, Q, attend, config_of, save
 
 from flashtune import dispatch
+from flashtune.core import devices
 from flashtune.core.errors import DatabaseError, InputError
 from flashtune.core.results import Provenance
 from flashtune.db.library import Library
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.resolve import layers
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch import context
+from flashtune.dispatch.context import Memo
 
 machine = pretended.machine
 
@@ -54,7 +54,7 @@ def test_two_models_in_one_process_are_each_served_their_own_rows(models: tuple[
         for path, block_m in zip(models, (32, 128), strict=True):
             with dispatch.use(path):
                 assert (launched(machine), origin()) == (block_m, path.stem)
-    assert len(machine.loaded) == 2 + 6, "each decided once, but for what explain looks at"
+    assert len(machine.loaded) == 2, "each is loaded once"
     attend()
     assert origin() == "none", "nothing of theirs serves outside"
 
@@ -228,12 +228,12 @@ def test_a_forked_process_waits_for_no_lock_of_a_thread_that_it_doesnt_have() ->
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with layers.current().lock, layers._lock:
+        with context.current().lock, context._lock:
             held.set()
             done.wait(600)
 
     def work() -> None:
-        with layers._lock, layers.current().lock:
+        with context._lock, context.current().lock:
             pass
 
     thread = threading.Thread(target=hold)
@@ -250,7 +250,7 @@ def test_a_forked_process_waits_for_no_lock_of_a_thread_that_it_doesnt_have() ->
 
 
 def test_another_threads_layer_cannot_be_removed_from_here(models: tuple[Path, Path]) -> None:
-    used: list[layers.Use] = []
+    used: list[context.Use] = []
     thread = threading.Thread(target=lambda: used.append(dispatch.use(models[0])))
     thread.start()
     thread.join()
@@ -289,10 +289,10 @@ def test_a_pinned_kernel_serves_over_all_layers(models: tuple[Path, Path]) -> No
     with dispatch.use(models[0]):
         attend()
         memo = Memo()
-        with layers.serving(memo):
+        with context.serving(memo):
             attend()
-            assert layers.current() is memo and len(memo.plans) == 1
-        assert origin() == "a" and layers.current() is not memo
+            assert context.current() is memo and len(memo.plans) == 1
+        assert origin() == "a" and context.current() is not memo
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -309,12 +309,12 @@ def test_what_cannot_be_used_is_said_at_once_and_changes_nothing(everywhere: boo
 
 
 def test_no_more_stacks_are_remembered_than_that(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "MOST_MEMOS", 2)
+    monkeypatch.setattr(context, "MOST_MEMOS", 2)
     outer = dispatch.use(models[0])
     for alone in (False, True, False):
         with dispatch.use(models[1], alone=alone):
             assert origin() == "b"
-            assert len(layers._memos) <= 2
+            assert len(context._memos) <= 2
     assert origin() == "a"
     assert torch.is_tensor(attend())
     outer.remove()
@@ -325,7 +325,7 @@ def test_rows_from_another_machine_are_warned_of_once_for_each_database(models: 
     monkeypatch.setattr(devices, "here", lambda index: devices.Here(triton="3.6.0", driver="580.1", gpu_name="NVIDIA H200"))
     given = Provenance(flashtune="0", torch="2", triton="3.5.1", driver="575.57", gpu_name="NVIDIA H200")
     with dispatch.use(models[0]):
-        memo = layers.current()
+        memo = context.current()
         [record] = [row for row in Library.over([models[0]]).winners() if row.origin == str(models[0])]
         theirs = replace(record, provenance=given)
         others = [
@@ -343,11 +343,11 @@ def test_rows_from_another_machine_are_warned_of_once_for_each_database(models: 
 
 
 def test_layers_of_threads_that_ended_are_forgotten(models: tuple[Path, Path]) -> None:
-    laid: list[weakref.ref[layers.Stack]] = []
+    laid: list[weakref.ref[context.Stack]] = []
 
     def work() -> None:
         dispatch.use(models[0])
-        laid.append(weakref.ref(layers.STACK.get()))
+        laid.append(weakref.ref(context.STACK.get()))
 
     for _ in range(3):
         thread = threading.Thread(target=work)

@@ -16,7 +16,7 @@ from attention_cases import by_the_book
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.band import Band
 from flashtune.core.config import Config, Variant
 from flashtune.core.launching import LoadedKernel
@@ -24,11 +24,9 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import api
+from flashtune.dispatch import api, context, kernels, resolve
 from flashtune.dispatch import choose as policy
-from flashtune.dispatch.launch import devices, kernels
-from flashtune.dispatch.resolve import choosing, layers, memo
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch.context import Memo
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import text_hash, variant_of
@@ -163,8 +161,8 @@ def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, m
 
     for place, name in [
         (api, "parse"),
-        (choosing, "candidates"),
-        (choosing, "rank"),
+        (resolve, "candidates"),
+        (resolve, "rank"),
         (policy, "rank"),
         (kernels, "variant"),
         (kernels, "load"),
@@ -186,7 +184,7 @@ def test_the_second_call_decides_nothing(machine: Machine, own_database: Path, m
 def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
     machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And right all the same: where a window begins to hide keys, and where a row says something of one length."""
+    """And right all the same: where a window hides keys, and where a row says something of one length."""
     step, rows = replace(PROBLEM, n_q=1, n_kv=128, features=Features()), config_of().replace(ORDER="rows")
     save(own_database, step, config=rows, framework_us=50.0)
     save(own_database, replace(step, n_kv=300), config=rows, framework_us=200.0)
@@ -196,14 +194,7 @@ def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
         decided.append(problem.n_kv)
         return policy.rank(problem, *rest, **words)
 
-    def serves_bucket(*given: Any, asked: Any = choosing.serves_bucket) -> bool:
-        known = list(decided)
-        found: bool = asked(*given)
-        decided[:] = known
-        return found
-
-    monkeypatch.setattr(choosing, "rank", rank)
-    monkeypatch.setattr(choosing, "serves_bucket", serves_bucket)
+    monkeypatch.setattr(resolve, "rank", rank)
     keys = torch.randn(2, 4, 400, 16)
 
     def take(lengths: range, left: int | None = None) -> list[int]:
@@ -215,12 +206,12 @@ def test_steps_of_a_growing_sequence_are_decided_a_span_at_a_time(
             torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
         return decided
 
-    assert take(range(1, 130)) == [1, *range(65, 130)] and machine.launched == [], "a row is of 128 keys"
+    assert take(range(1, 130)) == [*range(65, 129)] and machine.launched == [], "a row is of 128 keys"
     assert take(range(130, 140)) == []
-    assert take(range(2, 60), left=40) == [*range(2, 60)], "from 42 keys on the window hides some"
+    assert take(range(2, 60), left=40) == [*range(42, 60)], "from 42 keys on the window hides some"
     assert take(range(298, 302)) == [*range(298, 302)] and machine.launched, "a row, by which a kernel serves, is of 300 keys"
     machine.launched.clear()
-    assert take(range(330, 390)) == [330, 385] and len(machine.launched) == 60
+    assert take(range(330, 390)) == [] and len(machine.launched) == 60
     keys = torch.randn(2, 4, 400, 32)[..., ::2]
     assert take(range(330, 334)) == [] and len(machine.launched) == 64, "other strides that the kernel takes"
     machine.refuses = {"flash_fwd"}
@@ -266,13 +257,13 @@ def test_what_a_signature_holds_is_all_that_a_choice_depends_on(machine: Machine
     for number, (arguments, words) in enumerate(calls, 1):
         dispatch.attention(*arguments, **words)
         # Also of a call whose gradient kernels compute: its forward is looked up nowhere else.
-        assert len(layers.current().plans) == number
+        assert len(context.current().plans) == number
     dispatch.attention(Q + 1, Q, Q)
     dispatch.attention(Q, Q, Q, dropout_p=0.5, seed=2)
     dispatch.attention(Q, Q, Q, alibi_slopes=torch.zeros(4))
     dispatch.attention(Q, Q, Q, sinks=torch.zeros(4))
     dispatch.attention(E4M3, E4M3, E4M3, q_descale=torch.zeros(()))
-    assert len(layers.current().plans) == len(calls)
+    assert len(context.current().plans) == len(calls)
 
 
 def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Machine) -> None:
@@ -291,7 +282,7 @@ def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Mach
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.double(), wanted(E4M3, descale=(ones, factor, 2 * ones)), atol=2e-2, rtol=2e-2)
     assert len(machine.launched) == 6
-    assert len(layers.current().plans) == 3
+    assert len(context.current().plans) == 3
 
 
 def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:
@@ -333,7 +324,7 @@ def test_a_fault_of_the_machine_is_no_kernels_and_passes(
         timers.append((seconds, call))
         return SimpleNamespace(start=lambda: None)
 
-    monkeypatch.setattr(memo, "Timer", timer)
+    monkeypatch.setattr(kernels, "Timer", timer)
 
     def fails(family: Family, variant: Variant) -> Any:
         raise OSError(code, os.strerror(code), f"/home/user/.triton/cache/{variant.id}")
@@ -350,7 +341,7 @@ def test_a_fault_of_the_machine_is_no_kernels_and_passes(
     assert_right(attend())
     assert machine.launched == [], "nothing is tried at once"
     [(seconds, retry)] = timers
-    assert seconds == memo.RETRY_S
+    assert seconds == kernels.RETRY_S
     retry()
     assert_right(attend())
     assert [variant.id for variant in machine.launched] == [exact.id]
@@ -363,7 +354,7 @@ def test_a_fault_of_the_machine_while_triton_compiles_at_the_launch_passes_too(m
     with pytest.warns(RuntimeWarning, match="no kernel can be compiled here"):
         assert_right(attend())
     machine.fails.clear()
-    layers.current().retry()
+    context.current().kernels.retry()
     assert_right(attend())
     assert machine.launched[-1].id == exact.id
 
@@ -477,13 +468,13 @@ def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(outputs) == 30 and len(layers.current().plans) == 1
+    assert len(outputs) == 30 and len(context.current().plans) == 1
     for out in outputs:
         assert_right(out)
 
 
 def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.resolve.memo.MOST_PLANS", 4)
+    monkeypatch.setattr("flashtune.dispatch.context.MOST_PLANS", 4)
     for scale in range(1, 11):
         attend(scale=float(scale))
-    assert 1 <= len(layers.current().plans) <= 4
+    assert 1 <= len(context.current().plans) <= 4

@@ -17,11 +17,10 @@ from flashtune.core.config import Config, settles
 from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch import driver, launch
 from flashtune.dispatch.choose import choose
-from flashtune.dispatch.launch import driver, prepared
-from flashtune.dispatch.plans.forward import Fallback, KernelPlan
-from flashtune.dispatch.plans.misprediction import SHARE, WINDOW, Misprediction, Mispredictions
+from flashtune.dispatch.forward import SHARE, WINDOW, Fallback, KernelPlan, Misprediction, Mispredictions
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
 PROGRAMS = 132
@@ -148,7 +147,7 @@ def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[S
     q = torch.zeros(1, 1, 64, 64)
     warn = ([] if warned is None else warned).append
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
-    found = Settled(call, module, q, fallback=Fallback(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
+    found = Settled(call, module, q.stride(), fallback=Fallback(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
     counts = Counts()
     found.misprediction = counts.misprediction
     return found, counts
@@ -217,8 +216,8 @@ def test_a_call_that_asks_for_the_same_bits_has_no_count() -> None:
     settling = SimpleNamespace(launches=hopper_kernels.rendered(hopper_kernels.problem(64).spec(), maximum="first").launches)
     q, fallback = torch.zeros(1, 1, 64, 64), Fallback(config=CONFIG, plan=lambda: None)
     call = parse(Arguments(q, q, q), Options())
-    assert KernelPlan(replace(call, deterministic=True), settling, q, fallback=fallback)._counts(0) is None  # type: ignore[arg-type]
-    assert KernelPlan(call, settling, q)._counts(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(replace(call, deterministic=True), settling, q.stride(), fallback=fallback)._counts(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(call, settling, q.stride())._counts(0) is None  # type: ignore[arg-type]
 
 
 def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +242,7 @@ def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
     inputs = hopper_kernels.make_inputs(wanted, device="cpu", seed=0)
     parameters = CallParameters(scale=0.125, band=wanted.band)
     for told in ((1 << 40, 1 << 41), None):
-        plan = prepared.planned(module, inputs.arguments, parameters, told)
+        plan = launch.planned(module, inputs.arguments, parameters, told)
         assert plan is not None and not plan.scratch
         names = module.flash_fwd_hopper.arg_names
         places = [names.index(name) for name in ("misled_ptr", "host_misled_ptr")]

@@ -8,9 +8,9 @@ import torch
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 from test_dispatch_launch import PROBLEMS, SHIPPED, code_of, host_of_shipped
 
-from flashtune.dispatch.call import Arguments, Options, parse
-from flashtune.dispatch.launch import driver
-from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch import driver
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.parse import Arguments, Options, parse
 
 MASKED = next(
     kernel
@@ -28,7 +28,7 @@ def masked() -> tuple[torch.Tensor, torch.Tensor]:
 def plan_of(x: torch.Tensor, mask: torch.Tensor) -> KernelPlan:
     """The plan of a call whose mask a kernel packs ahead of the kernel that reads it, with machine code for a GPU."""
     host = host_of_shipped(MASKED)
-    plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), host, x, manifest=code_of(MASKED))
+    plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), host, x.stride(), manifest=code_of(MASKED))
     operands, parameters = plan._given(x, x, x, mask, None)
     plan.program = plan._prepared(operands, parameters, compiles=False)
     assert plan.program is not None and [one.kernel for one in plan.program.planned] == ["pack_mask", "flash_fwd_hopper"]

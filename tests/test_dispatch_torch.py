@@ -15,15 +15,13 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.band import Band
 from flashtune.core.collector import held_off
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import readable
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans.dropout_seed import random_bits
-from flashtune.dispatch.plans.memory import out_strides
+from flashtune.dispatch.plan import out_strides, random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
 

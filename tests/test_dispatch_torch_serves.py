@@ -12,8 +12,9 @@ from flashtune import dispatch
 from flashtune.core import reference, torch_attention
 from flashtune.core.tolerances import TOLERANCES
 from flashtune.core.torch_attention import laid_out, readable
-from flashtune.dispatch.call import Arguments, Options, PerHead, parse
-from flashtune.dispatch.plans import pytorch
+from flashtune.dispatch import pytorch
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.parse import Arguments, Options, parse
 
 FP32 = TOLERANCES["fp32"]
 

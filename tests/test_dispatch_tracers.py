@@ -22,8 +22,8 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
+from flashtune.core import devices
 from flashtune.core.torch_attention import sdpa
-from flashtune.dispatch.launch import devices
 from flashtune.integrations import torchs_place
 
 Q = torch.randn(2, 2, 20, 16, generator=torch.Generator().manual_seed(5))
@@ -277,7 +277,7 @@ print(asked == [f"flashtune::{name}" for name in names * 5], hasattr(torch.ops.f
 def test_a_maker_of_operators_that_is_interrupted_is_called_again() -> None:
     code = """
 import torch
-from flashtune.dispatch.torch_ops.lazy import define_lazily
+from flashtune.dispatch.operators import define_lazily
 calls = []
 def interrupted():
     calls.append("first")

@@ -18,12 +18,11 @@ from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import Target, find_target
 from flashtune.core.torch_attention import sound_backends
-from flashtune.dispatch.call import Arguments, Options, parse
+from flashtune.dispatch import backwards, gradients, pytorch, resolve
 from flashtune.dispatch.choose import Pool
-from flashtune.dispatch.plans import gradients, pytorch
-from flashtune.dispatch.plans.gradients import BackwardInputs, ReferencePlan
-from flashtune.dispatch.resolve import backwards, choosing
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.gradients import BackwardInputs, ReferencePlan
+from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families, family
 
 H200 = find_target("h200")
@@ -131,7 +130,7 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
     monkeypatch.setattr(allowed, "pool", pooled([]))
     found, _ = backwards.gradient_choice(allowed, PROBLEM, H200)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper"
-    found, _ = backwards.gradient_choice(allowed, PROBLEM, H200, repeatable=True)
+    found, _ = backwards.gradient_choice(allowed, PROBLEM, H200, deterministic=True)
     assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_split"
     wide, _ = backwards.gradient_choice(allowed, replace(PROBLEM, d=256, d_v=256), H200)
     assert wide is not None and wide.family is found.family
@@ -269,14 +268,14 @@ def test_a_deterministic_call_takes_the_row_of_a_search_among_repeatable_kernels
         record(trained, template=name, config=family(name).default(trained.spec(), H200), framework_us=framework_us)
         for name, framework_us in (("flash_bwd_hopper", 3e4), ("flash_bwd_hopper_split", 2e4))
     ]
-    memo = choosing.Memo()
+    memo = resolve.Memo()
     monkeypatch.setattr(memo, "pool", pooled(rows))
     for repeatable, wanted in ((False, rows[0]), (True, rows[1])):
-        found, _ = backwards.gradient_choice(memo, PROBLEM, H200, repeatable=repeatable)
+        found, _ = backwards.gradient_choice(memo, PROBLEM, H200, deterministic=repeatable)
         assert found is not None and found.record is wanted
-    memo = choosing.Memo()
+    memo = resolve.Memo()
     monkeypatch.setattr(memo, "pool", pooled(rows[:1]))
-    assert backwards.gradient_choice(memo, PROBLEM, H200, repeatable=True)[0] is None
+    assert backwards.gradient_choice(memo, PROBLEM, H200, deterministic=True)[0] is None
 
 
 def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +292,7 @@ def test_a_row_for_the_same_bits_hides_no_row_of_faster_kernels_below_it(monkeyp
     longer = replace(PROBLEM, n_q=8192, n_kv=8192)
     for problem in (PROBLEM, longer):
         for repeatable, wanted in ((False, fast), (True, above)):
-            found, _ = backwards.gradient_choice(memo, problem, H200, repeatable=repeatable)
+            found, _ = backwards.gradient_choice(memo, problem, H200, deterministic=repeatable)
             assert found is not None and found.record is wanted
     # One that raced against it was meant to serve, and one alone does.
     for rows in ([fast, replace(slow, precedence=1)], [above]):

@@ -17,9 +17,9 @@ from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import backwards
 from flashtune.dispatch.choose import choose
-from flashtune.dispatch.resolve import backwards
-from flashtune.dispatch.resolve.memo import Memo, Settings
+from flashtune.dispatch.context import Memo, Settings
 from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parent.parent

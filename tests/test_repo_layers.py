@@ -28,11 +28,10 @@ PLANTED = [
     ("core", "rich", "Only the command line knows click and rich"),
     ("dispatch", "transformers", "Only the integrations and whole models know transformers and diffusers"),
     ("integrations", "flashtune.bench", "Rooms import downwards only"),
-    ("dispatch/launch", "flashtune.dispatch.resolve", "Dispatch is one way through"),
-    ("dispatch/resolve/memo.py", "flashtune.dispatch.resolve.choosing", "Plans are resolved one way"),
-    ("dispatch/plans/forward.py", "flashtune.dispatch.plans.plan_cache", "Plans rest on the forward's"),
+    ("dispatch/context.py", "flashtune.dispatch.resolve", "Dispatch is one way through"),
+    ("dispatch/pytorch.py", "flashtune.dispatch.forward", "Dispatch is one way through"),
     ("dispatch/records.py", "flashtune.dispatch.choose", "Dispatch is one way through"),
-    ("dispatch/launch/driver.py", "flashtune.dispatch.launch.program", "A launch is one way through"),
+    ("dispatch/driver.py", "flashtune.dispatch.launch", "Dispatch is one way through"),
     ("tuner/propose", "flashtune.tuner.children.workers", "The tuner is one way through"),
     ("tuner/children", "flashtune.tuner.search.trials", "The tuner is one way through"),
     ("tuner/search/plan.py", "flashtune.tuner.search.problem", "A search is one way through"),
@@ -41,7 +40,7 @@ PLANTED = [
     ("tuner/timing/racing.py", "flashtune.tuner.timing.conditions", "Final candidates are timed one way"),
     ("tuner/verify/inputs.py", "flashtune.tuner.verify.cases", "Candidates are checked one way"),
     ("tuner/publish/machine_code.py", "flashtune.tuner.publish.winners", "Winners become files one way"),
-    ("dispatch/call/checked.py", "flashtune.dispatch.call.arguments", "A call is made of arguments"),
+    ("dispatch/call.py", "flashtune.dispatch.parse", "Dispatch is one way through"),
 ]
 
 

@@ -18,7 +18,7 @@ from flashtune.templates.expected import left_out
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.cases import sweeps
+from benchmarks.cases import stops, sweeps
 
 
 @pytest.fixture
@@ -27,11 +27,18 @@ def sweep(request: pytest.FixtureRequest) -> SearchResult:
     return sweeps.sweeps()[request.param]
 
 
-of_every_sweep = pytest.mark.parametrize("sweep", range(4), indirect=True)
+IN_FULL, SAMPLED = 4, 5
+"""Sweeps of all candidates of earlier kernels, and of random ones of today's."""
+
+of_every_sweep = pytest.mark.parametrize("sweep", range(IN_FULL + SAMPLED), indirect=True)
+of_every_full_sweep = pytest.mark.parametrize("sweep", range(IN_FULL), indirect=True)
 
 
-def test_four_problems_were_swept_in_full() -> None:
-    assert len(sweeps.sweeps()) == 4
+def test_problems_of_several_kinds_were_swept() -> None:
+    assert len(sweeps.sweeps()) == IN_FULL + SAMPLED
+    labels = {sweep.problem.label() for sweep in sweeps.sweeps()[IN_FULL:]}
+    assert {"n3000-d128-bf16-causal-bwd", "n6000-d128-bf16-causal+window500", "n3000-d96-fp16-causal"} < labels
+    assert sum(label.startswith("n1x") for label in labels) == 2
     for sweep in sweeps.sweeps():
         assert len(sweep.outcomes) > 250
         assert len({outcome.variant_id for outcome in sweep.outcomes}) == len(sweep.outcomes)
@@ -39,24 +46,25 @@ def test_four_problems_were_swept_in_full() -> None:
         assert sweep.baseline is not None
 
 
-@of_every_sweep
+@of_every_full_sweep
 def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sweep: SearchResult) -> None:
     assert sweeps.cost_ratio(sweep) <= 1.05
 
 
 @of_every_sweep
-def test_forty_trials_without_any_hand_written_start_find_a_config_within_1_percent_of_the_best(sweep: SearchResult) -> None:
-    """With every seed: noise in the times differs, and so do the proposals."""
+def test_twenty_trials_without_any_start_or_near_trial_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
+    """With every seed: noise in the times differs, and so do the proposals, nothing learned of the problem or its neighbours."""
     place = sweeps.swept(sweep)
     for seed in range(3):
-        assert sweeps.replayed(place, "gp", "none", 40, seed).regrets[-1] <= 0.01, seed
+        regrets = sweeps.replayed(place, "gp", "none", 40, seed).regrets
+        assert regrets[19] <= 0.005 and regrets[-1] <= 0.002, seed
 
 
-@of_every_sweep
-def test_twenty_trials_without_the_starts_among_the_five_best_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
-    place = sweeps.swept(sweep)
-    for seed in range(3):
-        assert sweeps.replayed(place, "gp", "less5", 20, seed).regrets[-1] <= 0.005, seed
+def test_what_a_search_states_at_its_end_holds_in_most_stops_and_not_in_all() -> None:
+    """Its 90th percentile; of the replays' stops 80 to 97 %."""
+    ends = [stops.stopped(sweeps.swept(sweep), "none", seed) for sweep in sweeps.sweeps() for seed in range(2)]
+    assert 0.8 <= stops.share(ends) <= 0.97
+    assert all(stop.regret <= 0.02 and stop.trials <= 40 for stop in ends)
 
 
 def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
@@ -71,9 +79,10 @@ def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_stru
 
 @of_every_sweep
 def test_the_space_is_not_flat(sweep: SearchResult) -> None:
-    """The promises above mean something: half of the candidates are at least 20 % slower than the best."""
+    """The promises above mean something: half of the candidates are at least 20 % slower than the best, of decoding steps, whose limit is
+    memory, 5 %."""
     times = sorted(outcome.measurement.median_us for outcome in sweep.outcomes if outcome.measurement is not None)
-    assert times[len(times) // 2] > 1.2 * times[0]
+    assert times[len(times) // 2] > (1.05 if sweep.problem.n_q == 1 else 1.2) * times[0]
 
 
 def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() -> None:

@@ -100,3 +100,18 @@ def test_scores_take_one_multiply_add_and_one_exponential_each() -> None:
     exponentials = len(re.findall(r"ex2\.approx", ptx))
     # 64 x 32 pairs over 128 threads are 16 a thread, and 2 rows to rescale, in each of two loops.
     assert exponentials == 2 * (16 + 2)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_candidates_share_the_kernel_that_packs_masks(direction: str) -> None:
+    """Whatever comes before it in their texts: it is compiled for each kind of sizes of the small checks, 2 s a candidate."""
+    name = "flash_fwd_hopper" if direction == "fwd" else "flash_bwd_hopper"
+    target, chosen = find_target("h100"), family(name)
+    problem = Problem(
+        batch=1, heads=1, kv_heads=1, n_q=128, n_kv=128, d=64, d_v=64, dtype="bf16", features=Features(mask="bool"), direction=direction
+    )
+    variants = [variant_of(chosen, problem.spec(), config) for config in chosen.starts(problem.spec(), target)]
+    texts = [render(chosen, variant) for variant in variants]
+    lines = {text.splitlines().index(next(line for line in text.splitlines() if line.startswith("def pack_mask"))) for text in texts}
+    keys = {load_kernel(text, f"packing_{place}").pack_mask.cache_key for place, text in enumerate(texts)}
+    assert len(lines) > 1 and len(keys) == 1

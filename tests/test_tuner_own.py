@@ -16,8 +16,8 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import compiler_options
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.launch import kernels
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch import kernels
+from flashtune.dispatch.context import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render
 from flashtune.tuner.publish import machine_code, winners
@@ -74,8 +74,7 @@ def test_machine_code_of_an_earlier_text_serves_nothing_and_is_compiled_anew() -
         manifest = replace(SHIPPED, binaries=binaries, source_sha256=digest)
         kernel_cache.keep("", *with_files(Built(manifest=manifest, codes=tuple(map(SHIPPED.code, SHIPPED.binaries))), "kernel"))
         assert (kernels.manifest(VARIANT, "90") is not None) is found
-        manifest_, host = Memo().machine_code(family(VARIANT.template), VARIANT, H200)
-        assert (manifest_ is not None, host is not None) == (found, found)
+        assert (Memo().kernels.machine_code(family(VARIANT.template), VARIANT, H200) is not None) is found
         assert [order.variant_id for order in winners._missing([ROW], H200)] == ([] if found else [VARIANT.id])
 
 
@@ -85,7 +84,7 @@ def test_a_template_with_host_code_in_its_text_is_left_to_triton(monkeypatch: py
     monkeypatch.setattr(templates, "_found", lambda: (own_host,))
     manifest = replace(SHIPPED, source_sha256=source_digest(render(own_host, VARIANT)))
     kernel_cache.keep("", *with_files(Built(manifest=manifest, codes=tuple(map(SHIPPED.code, SHIPPED.binaries))), "kernel"))
-    assert Memo().machine_code(own_host, VARIANT, H200) == (None, None)
+    assert Memo().kernels.machine_code(own_host, VARIANT, H200) is None
 
 
 @pytest.mark.usefixtures("nothing_shipped", "cache")

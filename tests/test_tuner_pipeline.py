@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import simulated
@@ -29,6 +30,7 @@ from flashtune.tuner.search import evaluation, problem
 from flashtune.tuner.search import plan as planning
 from flashtune.tuner.search.plan import Schedule, SearchPlan
 from flashtune.tuner.search.problem import ProblemSearch
+from flashtune.tuner.search.stopping import PATIENCE
 from flashtune.tuner.search.trials import OVERTAKEN, Proposals
 from flashtune.tuner.searching import Search
 
@@ -209,7 +211,7 @@ def test_a_stopped_search_says_why_and_gives_back_what_it_did_not_try(monkeypatc
     monkeypatch.setattr(simulated, "time_us", lambda source: 100.0)
     [result] = run(plan(1, trials=40, until=0.005))
     assert result.ending is not None and result.ending.reason == "patience"
-    assert len(result.outcomes) == 13
+    assert len(result.outcomes) == 1 + PATIENCE
     [whole] = run(plan(1, trials=40, until=0.0))
     assert whole.ending is not None and whole.ending.reason in ("space", "trials") and len(whole.outcomes) == 40
     [few] = run(plan(1, trials=5, until=0.005))
@@ -327,8 +329,8 @@ class Asked:
     def left_to_gain(self) -> float:
         return 0.1 + len(self.outcomes)
 
-    def expected_regret(self) -> float:
-        return 0.2 + len(self.outcomes)
+    def regrets(self) -> np.ndarray[Any, Any]:
+        return np.full(3, 0.2 + len(self.outcomes))
 
 
 def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever() -> None:
@@ -592,7 +594,7 @@ def test_the_gpu_is_watched_by_the_time_that_a_search_may_end(monkeypatch: pytes
     def timed(*given: Any) -> Any:
         nonlocal trials
         trials += 1
-        assert trials < 13 or opened.wait(600), "nobody has begun to watch"
+        assert trials < 1 + PATIENCE or opened.wait(600), "nobody has begun to watch"
         return simulated.timed(*given)
 
     monkeypatch.setattr(evaluation, "GpuWatch", Opened)
@@ -600,9 +602,9 @@ def test_the_gpu_is_watched_by_the_time_that_a_search_may_end(monkeypatch: pytes
     monkeypatch.setattr(simulated, "time_us", lambda source: 100.0)
     with caplog.at_level("DEBUG", "flashtune.search"):
         run(plan(1, trials=40, until=0.005))
-    assert trials == 13
+    assert trials == 1 + PATIENCE
     [line] = [record.getMessage() for record in caplog.records if record.name == "flashtune.search"]
-    assert line.startswith(problems(1)[0].label() + ": 13 trials, ")
+    assert line.startswith(f"{problems(1)[0].label()}: {1 + PATIENCE} trials, ")
 
 
 def test_a_search_that_loses_its_claim_stops_and_takes_over_what_the_other_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:

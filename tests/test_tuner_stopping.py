@@ -11,7 +11,7 @@ from flashtune.cli.main import main
 from flashtune.cli.options import share_of
 from flashtune.core.errors import InputError
 from flashtune.core.results import Ending
-from flashtune.tuner.search.stopping import PATIENCE, Reason, StoppingRule, sentence
+from flashtune.tuner.search.stopping import LEFT, PATIENCE, Reason, StoppingRule, sentence
 
 
 def after(times: list[float | None], until: float | None = 0.005, left: float = math.inf, in_all: float = 0.0) -> list[str | None]:
@@ -59,7 +59,7 @@ def test_a_surrogate_that_expects_a_gain_is_believed_twice_as_long() -> None:
 def test_many_small_chances_are_tried_twice_as_long_and_few_are_not() -> None:
     flat: list[float | None] = [100.0] * (2 * PATIENCE + 1)
     assert after(flat, left=0.001, in_all=0.03)[-2:] == [None, "patience"]
-    assert after(flat, left=0.001, in_all=0.019)[PATIENCE] == "gain"
+    assert after(flat, left=0.001, in_all=0.9 * LEFT)[PATIENCE] == "gain"
     assert after(flat, left=0.03, in_all=0.04, until=0.05)[PATIENCE] == "gain", "who asks for less is given less"
 
 

@@ -15,7 +15,7 @@ from flashtune.core import launching
 from flashtune.core.launching import provided
 from flashtune.core.problem import Features
 from flashtune.core.target import find_target
-from flashtune.dispatch.launch import prepared
+from flashtune.dispatch import launch
 from flashtune.dispatch.packed import Numbers, Packed, named, parameters_of, problem_of, rows_last, viewed
 from flashtune.templates import family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
@@ -97,7 +97,7 @@ def test_prepared_launches_name_tensors_in_the_order_in_which_calls_give_them(na
     operands = [*packed[:3], q.clone(), torch.zeros(4, 300)]
     if chosen.direction == "bwd":
         operands += [q.clone(), torch.zeros(4, 300), q.clone(), k.clone(), k.clone()]
-    plan = prepared.planned(kernel, viewed(operands), parameters_of(packed, PLAIN, 0))
+    plan = launch.planned(kernel, viewed(operands), parameters_of(packed, PLAIN, 0))
     assert plan is not None
     given = named(operands, launching.counts_of(q.device, kernel.counts_needed(*viewed(operands)[:2])), packed)
     places = [[None if x is None else x.data_ptr() for x in tensors] for tensors in (plan.tensors, given)]

@@ -16,7 +16,7 @@ from flashtune.core import reference
 from flashtune.core.band import Sides
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
 from flashtune.dispatch import packed_ops, varlen
-from flashtune.dispatch.resolve.layers import current
+from flashtune.dispatch.context import current
 
 SEED = 11
 

@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from benchmarks.shared.turns import DEVICE, Call, described, guarded, medians, report, timed_in_turns
 from flashtune import dispatch
-from flashtune.dispatch.resolve import layers
+from flashtune.dispatch import context
 
 Attention = Callable[..., torch.Tensor]
 
@@ -134,7 +134,7 @@ def model_row(name: str, config: Any) -> dict[str, Any]:
         row |= pair("new_tokens", {way: statistics.median(new) for way, new in news.items()})
         for way, ending in (("tuned", ""), ("sdpa", "_sdpa")):
             row |= {f"slow_calls{ending}": len(slow[way]), f"slow_s{ending}": round(sum(slow[way]), 3)}
-        plans = layers.current().plans.values()
+        plans = context.current().plans.values()
         row["steps"] = dict(Counter(described(plan) for plan in plans if plan.call.n_q == 1))
         row["prefill"] = dict(Counter(described(plan) for plan in plans if plan.call.n_q > 1))
     return row

@@ -1,7 +1,7 @@
 """Random shapes without records: dispatch's choice beside a short search of their own and the best peer.
 
 Draws calls of many kinds (benchmarks/shared/random_shapes.py) that have no shipped record, compares what dispatch chooses with a float64
-oracle, and searches each on this machine's GPU, winners of near records first. All take part in each phase (see `Run`): what lacks time is
+oracle, and searches each on this GPU, half of its candidates drawn evenly. All take part in each phase (see `Run`): what lacks time is
 tried of fewer candidates. At the end one process alone times, interleaved: ours as it is chosen, the fastest kernel that the search found,
 torch's default and its best backends, and FlashAttention-4 where it is installed.
 
@@ -282,7 +282,7 @@ def arguments() -> argparse.Namespace:
     kinds.add_argument("--few", dest="kind", action="store_const", const="few", help="few queries over a cache alone")
     kinds.add_argument("--short", dest="kind", action="store_const", const="short", help="many short sequences alone")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes, their inputs and the searches (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=12, help="first candidates of each search (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=60, help="candidates of each shape, half drawn evenly (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="timing per cell (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a cell is killed (default: %(default)s)")
     parser.add_argument(

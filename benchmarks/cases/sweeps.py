@@ -2,7 +2,8 @@
 
 A sweep holds the outcome of every candidate of a problem, written by `flashtune search --sampler exhaustive`; four are among the archived
 runs. Trials of a replayed search are answered by the sweep, with some noise that a seed draws. Regret is the sweep's time of the best
-candidate so far over the best time of the space, less one.
+candidate so far over the best time of the space, less one. What trials of other problems say of the cost model's error is learned without
+those of the sweep's problem and of its neighbours, for every replay.
 """
 
 import json
@@ -14,24 +15,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 import optuna
 
 from benchmarks.cases.archive import folder
+from benchmarks.fit.residual import Observed, all_trials, without_neighbours
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import todays
 from flashtune.core.config import Config
 from flashtune.core.results import Fate, Outcome, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.templates import families
+from flashtune.templates import expected, families
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Constraint, Family
+from flashtune.templates.learned.residual import Likeness, Residual
 from flashtune.tuner.propose import sampling
 from flashtune.tuner.propose.space import Candidate, SearchSpace
 from flashtune.tuner.propose.study import Study
 
-SWEEPS = folder() / "2026-11-22-h200-sweeps"
+SWEEPS = tuple(folder() / name for name in ("2026-11-22-h200-sweeps", "2026-11-27-h100-sweeps"))
 STARTS = {"all": 0, "less5": 5, "less20": 20, "none": 10**6}
 """Number of a sweep's fastest candidates that are struck from the hand-written starts."""
 NOISE = 0.005
@@ -45,7 +49,7 @@ SHOWN = (5, 10, 20, 30, 40, 60)
 def sweeps() -> list[SearchResult]:
     """Every recorded sweep, by problem."""
     found: list[SearchResult] = []
-    for path in sorted(SWEEPS.glob("*.sqlite")):
+    for path in (path for place in SWEEPS for path in sorted(place.glob("*.sqlite"))):
         with Store.open(path, writable=False) as store:
             found += [_completed(sweep) for sweep in store.results()]
     return found
@@ -88,6 +92,7 @@ class Swept:
             if (o := self.answers[c.family.name, c.config]).measurement is not None and o.fate is Fate.CORRECT
         )
         self.best_us, self.size = ranked[0][0], len(candidates)
+        self._error: Residual | None = None
         self._order = [(name, text) for _, name, text in ranked]
         self._only = self._single_values(candidates)
 
@@ -106,6 +111,12 @@ class Swept:
             if family.violated(config, self.space.spec, self.space.target) is None:
                 found.setdefault((family.name, config.as_json()), Candidate(family=family, config=config))
         return [] if without >= len(self._order) else [candidate for key, candidate in found.items() if key not in fastest]
+
+    def learned(self, likeness: Likeness) -> Residual | None:
+        """In place of what ships: the cost model's error, learned without this problem and its neighbours."""
+        if self._error is None:
+            self._error = without_neighbours(likeness, _trials(likeness), self.problem)
+        return self._error
 
     def outcome(self, candidate: Candidate, noise: random.Random) -> Outcome:
         """Outcome of a trial."""
@@ -127,6 +138,12 @@ class Swept:
             for name, value in candidate.config.items:
                 held.setdefault(candidate.family.name, {}).setdefault(name, set()).add(value)
         return {family: {name: next(iter(kinds)) for name, kinds in axes.items() if len(kinds) == 1} for family, axes in held.items()}
+
+
+@cache
+def _trials(likeness: Likeness) -> list[Observed]:
+    rows, runs = all_trials(likeness)
+    return [*rows, *(one for _, one in runs)]
 
 
 @lru_cache(maxsize=16)
@@ -153,15 +170,19 @@ class Run:
 
 def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *, ahead: int = AHEAD) -> Run:
     """A search of the sweep with up to `ahead` candidates under way, whose outcomes come in the order of proposal."""
-    study = Study(
-        place.space,
-        place.problem,
-        sampler="gp",
-        seed=seed,
-        source="measured",
-        storage=optuna.storages.InMemoryStorage(),
-        by=sampling.sampler_of(sampler, place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts])),
-    )
+    with patch.object(expected, "learned", place.learned):
+        return _replayed(place, sampler, starts, trials, seed, ahead)
+
+
+def study_of(place: Swept, sampler: str, starts: str, seed: int) -> Study:
+    """A study of a sweep's problem in memory."""
+    by = sampling.sampler_of(sampler, place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts]))
+    storage = optuna.storages.InMemoryStorage()
+    return Study(place.space, place.problem, sampler="gp", seed=seed, source="measured", storage=storage, by=by)
+
+
+def _replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, ahead: int) -> Run:
+    study = study_of(place, sampler, starts, seed)
     noise = random.Random(seed)
     waiting: list[Candidate] = []
     found: list[Outcome] = []

@@ -1,4 +1,4 @@
-"""Fit of the cost model's error by Gaussian process regression over all committed trials; `--write` keeps it for dispatch.
+"""Fit of the cost model's error by Gaussian process regression over all committed trials; `--write` alone keeps it for dispatch.
 
 Trials are those of an H200's and an H100's records, archived and shipped, and of searches of random shapes there; of decoding steps also a
 sweep over numbers of splits. Prints the quality of choices among a problem's trials by a model that saw none of them, or nothing of the
@@ -22,8 +22,9 @@ from benchmarks.fit.expected import CHOSEN_OF
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, of_rows, shapes_of, tried_in
 from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
+from flashtune.core.words import canonical
 from flashtune.dispatch.choose import CAUTION
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
@@ -31,6 +32,7 @@ from flashtune.templates.decode import flash_decode
 from flashtune.templates.expected import LIKENESSES, log_us
 from flashtune.templates.learned import residual
 from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.gradients import GRADIENTS
 from flashtune.templates.learned.residual import Likeness, Residual, Tried, alike
 from flashtune.templates.learned.steps import STEPS
 
@@ -58,7 +60,7 @@ class Observed(NamedTuple):
 
 def observations(likeness: Likeness, problem: Problem, tried: Trials, gpu: Target = GPU) -> Observed | None:
     """Trials of a problem with the cost model's errors; None where fewer than two can be predicted."""
-    if problem.direction != "fwd" or problem.dtype == "fp8" or not likeness.serves(problem):
+    if problem.dtype == "fp8" or not likeness.serves(problem):
         return None
     trials = {one: us for one, us in tried.items() if one[0] in likeness.families}
     most = HOPELESS * min(trials.values(), default=math.inf)
@@ -132,21 +134,52 @@ def prepared(likeness: Likeness, trials: Sequence[Observed]) -> tuple[dict[str, 
 
 
 class LeftOut:
-    """Regressions over all trials but those of one key, without solving anew (Rasmussen and Williams, 2006, equation 5.12)."""
+    """Regressions over all trials but some problems', without solving anew (Rasmussen and Williams, 2006, equation 5.12)."""
 
     def __init__(self, likeness: Likeness, trials: Sequence[Observed]) -> None:
         self._likeness = likeness
         self._known, covariance = prepared(likeness, trials)
         self._inverse = np.linalg.inv(covariance)
         self._weights = self._inverse @ self._known["wrong"]
-        self._keys = [one.problem.key(GPU.slug) for one in trials]
+        self._trials = trials
 
-    def without(self, key: ProblemKey) -> Residual:
-        """Regression over the trials of other keys."""
-        mine = np.isin(self._known["problem_of"], [place for place, one in enumerate(self._keys) if one == key])
+    def without(self, problem: Problem) -> Residual:
+        """Regression without the trials of problems with the same sizes and features, of either GPU, any dtype and any number of heads."""
+        same = [place for place, one in enumerate(self._trials) if sizes_of(one.problem) == sizes_of(problem)]
+        mine = np.isin(self._known["problem_of"], same)
         weights = self._weights - self._inverse[:, mine] @ np.linalg.solve(self._inverse[np.ix_(mine, mine)], self._weights[mine])
-        others = {name: self._known[name][~mine] for name in ("problem_of", "config_of")}
+        others = {name: self._known[name][~mine] for name in ("problem_of", "config_of", "wrong")}
         return Residual(self._likeness, {**self._known, **others, "weights": weights[~mine]})
+
+
+def sizes_of(problem: Problem) -> tuple[object, ...]:
+    """Lengths, head sizes and features."""
+    return problem.n_q, problem.n_kv, problem.d, problem.d_v, canonical(problem.features.as_json())
+
+
+def neighbours(one: Problem, other: Problem) -> bool:
+    """True for problems that differ in GPU, dtype, heads, the diagonal's corner and a window's size alone, and in lengths by less than a
+    factor of two: what is learned from one gives the other away."""
+
+    def kind(problem: Problem) -> tuple[object, ...]:
+        features = {name: value for name, value in problem.features.as_json().items() if name not in ("alignment", "window")}
+        return problem.direction, problem.d, problem.d_v, problem.features.window is None, canonical(features)
+
+    lengths = ((one.n_q, other.n_q), (one.n_kv, other.n_kv))
+    return kind(one) == kind(other) and all(max(pair) < 2 * min(pair) for pair in lengths)
+
+
+def without_neighbours(likeness: Likeness, trials: Sequence[Observed], problem: Problem, most: int = 1500) -> Residual:
+    """Regression over the trials of the problems most alike to this one, at least `most` where there are so many, without its own and
+    those of its neighbours."""
+    others = [one for one in trials if not neighbours(one.problem, problem)]
+    there = alike(np.array([likeness.problem(problem)]), np.array([likeness.problem(one.problem) for one in others]))[0]
+    kept: list[Observed] = []
+    for place in np.argsort(-there, kind="stable"):
+        if sum(len(one.wrong) for one in kept) >= most:
+            break
+        kept.append(others[place])
+    return Residual(likeness, learn(likeness, kept))
 
 
 def digest(trials: Sequence[Observed]) -> str:
@@ -155,12 +188,13 @@ def digest(trials: Sequence[Observed]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def rates(trials: Sequence[Observed], wrong: Callable[[Problem, Sequence[Tried]], Sequence[float]]) -> list[float]:
-    """Rate of each problem's trial that is predicted to be the fastest, over the best trial's rate; of problems with enough trials."""
+def rates(trials: Sequence[Observed], wrong: Callable[[Problem, Sequence[Tried]], Sequence[float]], least: int = CHOSEN_OF) -> list[float]:
+    """Rate of each problem's trial that is predicted to be the fastest, over the best trial's rate; of problems with at least so many
+    trials."""
     found = []
     for one in trials:
         logs = expected(one.problem, one.times, one.gpu)
-        if len(logs) >= CHOSEN_OF:
+        if len(logs) >= least:
             errors = dict(zip(logs, wrong(one.problem, list(logs)), strict=True))
             first = min(logs, key={tried: logs[tried] + errors[tried] for tried in logs}.__getitem__)
             found.append(min(one.times[tried] for tried in logs) / one.times[first])
@@ -196,13 +230,38 @@ def by_runs(rows: Sequence[Observed], runs: Sequence[tuple[str, Observed]]) -> N
 
 
 def by_problems(likeness: Likeness, trials: Sequence[Observed]) -> None:
-    """Print the quality of choices among each problem's trials, by a regression over other keys, without and with dispatch's caution."""
+    """Print the quality of choices among each problem's trials, by a regression over other sizes and features, without and with dispatch's
+    caution, of problems without and with features beside a diagonal."""
     others = LeftOut(likeness, trials)
-    known = [others.without(one.problem.key(GPU.slug)) for one in trials]
-    print(f"{likeness.file}, by the model: {said(rates(trials, unlearned))}")
-    for word, caution in (("and by trials", 0.0), ("with caution", CAUTION)):
-        shares = [rates([one], partial(of.of, target=GPU, caution=caution)) for one, of in zip(trials, known, strict=True)]
-        print(f"{likeness.file}, {word}: {said([share for of in shares for share in of])}")
+    known = [others.without(one.problem) for one in trials]
+    for kind, of in kinds(trials).items():
+        print(f"{likeness.file}, {kind}, by the model: {said(rates([trials[place] for place in of], unlearned, LEAST[likeness]))}")
+        for word, caution in (("and by trials", 0.0), ("with caution", CAUTION)):
+            shares = [chosen(likeness, trials[place], known[place], caution) for place in of]
+            print(f"{likeness.file}, {kind}, {word}: {said([share for one in shares for share in one])}", flush=True)
+
+
+LEAST = {FORWARDS: CHOSEN_OF, STEPS: CHOSEN_OF, GRADIENTS: 3}
+"""Fewest trials of a problem whose first choice counts; few backwards have more than four."""
+
+
+def chosen(likeness: Likeness, one: Observed, known: Residual, caution: float = 0.0) -> list[float]:
+    """Rate of a problem's first choice by a regression, where it has enough trials."""
+    return rates([one], partial(known.of, target=one.gpu, caution=caution), LEAST[likeness])
+
+
+def kinds(trials: Sequence[Observed]) -> dict[str, list[int]]:
+    """Places of problems without and with features beside a diagonal."""
+    found: dict[str, list[int]] = {"plain": [], "with features": []}
+    for place, one in enumerate(trials):
+        found["plain" if one.problem.features.as_json().keys() <= {"causal", "alignment"} else "with features"].append(place)
+    return found
+
+
+def percentile(shares: Sequence[float], share: float = 0.9) -> float:
+    """This percentile of the losses of choices with these rates."""
+    losses = sorted(1 / rate - 1 for rate in shares)
+    return losses[math.ceil(share * len(losses)) - 1]
 
 
 def unlearned(_: Problem, tried: Sequence[Tried]) -> Sequence[float]:
@@ -211,22 +270,27 @@ def unlearned(_: Problem, tried: Sequence[Tried]) -> Sequence[float]:
 
 
 def main() -> None:
-    """Print the quality with runs or problems left out; write the regression with --write."""
+    """Print the quality with runs or problems left out, or with --write write the regressions."""
     parser = argument_parser(__doc__)
     parser.add_argument("--write", action="store_true", help=f"write the regression over all trials into {FOLDER.name}/")
+    parser.add_argument("--only", default="", help="part of a regression's file name")
     options = parser.parse_args()
     for likeness in LIKENESSES:
+        if options.only not in likeness.file:
+            continue
         rows, runs = all_trials(likeness)
         trials = [*rows, *(one for _, one in runs)]
         print(f"{likeness.file}: {len(rows)} problems with {sum(len(one.wrong) for one in rows)} trials, {len(runs)} with others of runs")
+        if options.write:
+            np.savez_compressed(FOLDER / likeness.file, **learn(likeness, trials))
+            continue
         if likeness is FORWARDS:
             by_runs(rows, runs)
         by_problems(likeness, trials)
-        if options.write:
-            np.savez_compressed(FOLDER / likeness.file, **learn(likeness, trials))
 
 
 def said(shares: Sequence[float]) -> str:
     """A run's rates in a line."""
     reached = ", ".join(f"{sum(share >= least for share in shares) / len(shares):.1%} from {least:.2f}" for least in (0.97, 0.9))
-    return f"{len(shares)} problems, mean {statistics.geometric_mean(shares):.4f}, {reached}, {min(shares):.2f} at least"
+    loss = f"90th percentile of the loss {percentile(shares):.1%}"
+    return f"{len(shares)} problems, mean {statistics.geometric_mean(shares):.4f}, {reached}, {min(shares):.2f} at least, {loss}"

@@ -9,7 +9,7 @@ from flashtune.core.target import Target
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
-from flashtune.tuner.propose.sampling import ByExpectedImprovement
+from flashtune.tuner.propose.sampling import ByExpectedImprovement, Evenly
 from flashtune.tuner.propose.space import Candidate, SearchSpace, transfer_candidates
 from flashtune.tuner.replies import Failed
 
@@ -32,10 +32,23 @@ def first_candidates(problem: Problem, target: Target, *, count: int, seed: int)
     return list(dict.fromkeys([*transfer_candidates(space, problem, shipped(), "measured"), *opening]))[:count]
 
 
+def compared_candidates(problem: Problem, target: Target, *, count: int, seed: int) -> list[Candidate]:
+    """Candidates to compare dispatch's choice with: those that a search tries first, and in turn with them, and in place of missing ones,
+    others drawn evenly from all that are valid.
+
+    The first ones are proposed by what dispatch chooses by: alone they would say how well that agrees with itself.
+    """
+    first = first_candidates(problem, target, count=(count + 1) // 2, seed=seed)
+    space = SearchSpace(families(), problem, target)
+    drawn = Evenly(space, problem, seed=seed, starts=()).propose(count - len(first), {}, first)
+    turns = [candidate for pair in zip(first, drawn, strict=False) for candidate in pair]
+    return list(dict.fromkeys([*turns, *first, *drawn]))
+
+
 def check_first(problem: Problem, target: Target, seed: int, begin: int, end: int) -> list[Candidate]:
-    """In a child process: of the candidates `begin` to `end` that a search tries first, those that are right on this GPU, compiled."""
+    """In a child process: of the compared candidates `begin` to `end` those that are right on this GPU, compiled."""
     found = []
-    for candidate in first_candidates(problem, target, count=end, seed=seed)[begin:]:
+    for candidate in compared_candidates(problem, target, count=end, seed=seed)[begin:]:
         if not isinstance(tasks.recheck_on_device(text_of(candidate, problem), problem, target, seed), Failed):
             found.append(candidate)
     return found

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.shared.environment import made_by, output_folder
 from flashtune import dispatch
-from flashtune.dispatch.plans.forward import KernelPlan
-from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.resolve import layers
+from flashtune.dispatch import context
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.pytorch import TorchPlan
 
 Call = Callable[[], Any]
 
@@ -105,7 +105,7 @@ def served_by(call: Call) -> str:
     """Description of the plans that serve a call of ours, chosen anew."""
     dispatch.reload()
     call()
-    return "; ".join(sorted({described(plan) for plan in layers.current().plans.values()}))
+    return "; ".join(sorted({described(plan) for plan in context.current().plans.values()}))
 
 
 def report(name: str, parts: dict[str, Callable[[], Iterator[dict[str, Any]]]]) -> None:

@@ -7,7 +7,8 @@ Rules of the count, by which the figures can be checked by hand:
   the sizes that matter.
 - The standard pipeline is Q K^T; scale and mask; softmax; dropout; P V. The three elementwise steps run as one pass over S
   (`fused`) or as one pass each (`separate`). Masks come from indices and dropout from a counter, so neither is read from memory.
-- A fused kernel reads Q, K and V once and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S never leaves the chip.
+- A fused kernel reads Q, and what a band shows of K and V, once, and writes O and the float32 log-sum-exp (`Problem.io_bytes`); S
+  never leaves the chip.
 - A matrix product of (m, k) and (k, n) is 2 m k n operations. Per score: scale and mask 2; softmax 5, of which one is an
   exponential (maximum, subtract, exp, sum, divide); dropout 2.
 - The standard backward reads P, which its forward stored: P^T dO; dO V^T; dropout, softmax and scale of dP; dS K; dS^T Q. Per score:

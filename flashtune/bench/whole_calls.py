@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from flashtune.core.launching import LoadedKernel
-from flashtune.dispatch import api
-from flashtune.dispatch.resolve import layers
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch import api, context
+from flashtune.dispatch.context import Memo
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -74,7 +73,7 @@ def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: flo
         while rounds < 3 or time.perf_counter() - started < budget_s:
             for place in range(len(runs)) if rounds % 2 else reversed(range(len(runs))):
                 memo, call = runs[place]
-                with nullcontext() if memo is None else layers.serving(memo):
+                with nullcontext() if memo is None else context.serving(memo):
                     call()
                     torch.cuda.synchronize()
                     begun = time.perf_counter()

@@ -13,9 +13,14 @@ PREDICTED_NOTE = (
 )
 
 
+POWER_LIMITED = "power-limited"
+"""A measured record's remark that the card's power limit, and nothing else, lowered its clocks."""
+
 DOUBTS = {
     "unservable": "can't be served by this version on its own GPU, however fast it is; exports leave it out.",
     "unchecked": "predicted, without a check of its results: no interpreter runs its template. `flashtune verify` on the GPU checks it.",
+    POWER_LIMITED: "the card's power limit lowered its clocks while it was timed, as under any sustained load; ratios hold (--json has the "
+    "clocks).",
     "throttled": "the GPU's clocks were throttled while it was timed; --json has the cause. Search again when the GPU is cool and free.",
     "shared": "another process used the GPU while it was timed. Search again when the GPU is free.",
 }
@@ -116,8 +121,9 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
     measured = r.outcome.source == "measured"
     said = (r.outcome.source, *doubts_of(r, why))
     if not wide:
-        # Predicted records always show their source; measured ones only their weightiest doubt.
-        said = said[:2][-1:] if measured else said[:2]
+        # Predicted records always show their source; measured ones only their weightiest doubt, which a power limit is none of.
+        weighty = tuple(word for word in said if word != POWER_LIMITED)
+        said = weighty[:2][-1:] if measured else weighty[:2]
     return {
         "problem": r.problem.label(),
         "B x H": f"{r.problem.batch}x{r.problem.heads}",
@@ -152,7 +158,11 @@ def doubts_of(record: TuningRecord, unservable: str | None) -> tuple[str, ...]:
     return (
         *(("unservable",) if unservable else ()),
         *((str(Fate.UNCHECKED),) if record.outcome.fate is Fate.UNCHECKED else ()),
-        *(conditions.doubts if conditions else ()),
+        *(
+            (POWER_LIMITED if doubt == "throttled" and conditions.power_limited else doubt for doubt in conditions.doubts)
+            if conditions
+            else ()
+        ),
     )
 
 

@@ -1,6 +1,9 @@
 """`flashtune verify`: check of every record of a database for correctness, on this machine."""
 
-from typing import TYPE_CHECKING
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,54 +14,68 @@ from flashtune.core.results import Fate
 from flashtune.core.words import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashtune.core.results import TuningRecord
+    from flashtune.core.target import Target
     from flashtune.db.store import KeyFilter
+    from flashtune.tuner.replies import Checked, Failed
 
 
 @click.command()
 @db_option
 @record_filters("gpu_name", "d")
+@click.option(
+    "--sample", type=click.IntRange(min=1), metavar="K", help="Check K records, drawn by the seed from those that can be checked here."
+)
+@click.option(
+    "--requalify", is_flag=True, help="Time this GPU's records again, worst suspects first, and store what is found in place of them."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def verify(*, location: str | None, filters: "KeyFilter", seed: int, as_json: bool) -> None:
+def verify(*, location: str | None, filters: "KeyFilter", sample: int | None, requalify: bool, seed: int, as_json: bool) -> None:
     """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
     Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
     (another architecture's, or Gluon kernels without a GPU) are counted as skipped.
+
+    With --requalify, on a GPU, each of its measured records races again with the runners-up of its key and PyTorch, some seconds a key.
+    Records from elsewhere (another torch, Triton, driver or card) come first. What is found takes a record's place in the database (your
+    own, or --db): where another kernel is faster, or PyTorch, that serves from then on. --sample bounds the number of records.
     """
+    if requalify:
+        from flashtune.cli.requalify import run_requalify
+
+        run_requalify(location, filters, most=sample, seed=seed, as_json=as_json)
+        return
+    from flashtune.cli.progress import lasting
     from flashtune.db.library import Library
     from flashtune.templates import BITS, unservable
     from flashtune.tuner.machine import local_gpu, require_triton
     from flashtune.tuner.publish.winners import recheck
-    from flashtune.tuner.replies import Failed
 
     library = Library.of(location) if location else Library.default()
     records = library.records(passed_over=unservable, bits=BITS, **filters)
     require_triton()
     gpu = local_gpu()
-    rows = []
-    counts = {"correct": 0, "wrong": 0, "skipped": 0}
-    for record, reply in recheck(records, here=gpu.target if gpu else None, seed=seed):
-        failed = reply if isinstance(reply, Failed) else None
-        fate = "skipped" if reply is None else "wrong" if failed else "correct"
-        counts[fate] += 1
-        rows.append(
-            {
-                "gpu": record.key.gpu,
-                "problem": record.problem.label(),
-                "template": record.outcome.template,
-                "variant": record.outcome.variant_id,
-                "verdict": fate,
-                "fate": None if reply is None else str(failed.fate if failed else Fate.CORRECT),
-                "max_error": None if reply is None or reply.error in (None, float("inf")) else reply.error,
-                "reason": failed.reason if failed else "",
-            }
-        )
+    here = gpu.target if gpu else None
+    checked, skipped, left_out = _parted(records, here, sample, seed)
+    where = f"on {gpu.name}" if gpu else "in Triton's interpreter"
+    messages().print(_begun(len(checked), skipped, left_out, where))
+    rows = [_row(record, None) for record, _ in skipped]
+    started = time.monotonic()
+    for count, (record, reply) in enumerate(recheck(checked, here=here, seed=seed), start=1):
+        rows.append(_row(record, reply))
+        fate, reason = rows[-1]["verdict"], rows[-1]["reason"]
         if fate == "wrong" or not as_json:
-            messages().print(f"{record.key.gpu} {record.problem.label()} {record.outcome.template}: {fate} {rows[-1]['reason']}".rstrip())
+            left = (time.monotonic() - started) / count * (len(checked) - count)
+            about = f", about {lasting(left)} left" if count < len(checked) else ""
+            label = f"{record.key.gpu} {record.problem.label()} {record.outcome.template}"
+            messages().print(f"[{count}/{len(checked)}{about}] {label}: {fate} {reason}".rstrip())
+    counts = {word: sum(row["verdict"] == word for row in rows) for word in ("correct", "wrong", "skipped")}
     if as_json:
         print_json({"rows": rows, **counts})
     else:
-        where = f"on {gpu.name}" if gpu else "in Triton's interpreter"
         console().print(f"{counts['correct']} correct, {counts['wrong']} wrong, {counts['skipped']} skipped, checked {where}")
     if counts["wrong"]:
         raise SystemExit(1)
@@ -69,3 +86,41 @@ def verify(*, location: str | None, filters: "KeyFilter", seed: int, as_json: bo
         raise EnvironmentProblem(
             f"none of {counted(len(rows), 'record')} could be checked on this machine ({machine}): verify them on their own GPU"
         )
+
+
+def _parted(
+    records: "Sequence[TuningRecord]", here: "Target | None", sample: int | None, seed: int
+) -> "tuple[list[TuningRecord], list[tuple[TuningRecord, str]], int]":
+    """Records to check, those that can't be checked here with the reason, and how many the sample leaves out."""
+    from flashtune.tuner.publish.winners import unchecked_here
+
+    skipped = [(record, why) for record in records if (why := unchecked_here(record, here))]
+    able = [record for record in records if not unchecked_here(record, here)]
+    if sample is None or sample >= len(able):
+        return able, skipped, 0
+    places = sorted(random.Random(seed).sample(range(len(able)), sample))
+    return [able[place] for place in places], skipped, len(able) - sample
+
+
+def _begun(checked: int, skipped: "Sequence[tuple[TuningRecord, str]]", left_out: int, where: str) -> str:
+    """Line about the records that are checked, and those that are not."""
+    reasons = Counter(why for _, why in skipped)
+    others = [f"{number} skipped: {why}" for why, number in reasons.most_common()] + [f"{left_out} left out by --sample"] * (left_out > 0)
+    return "; ".join([f"checking {counted(checked, 'record')} {where}", *others])
+
+
+def _row(record: "TuningRecord", reply: "Checked | Failed | None") -> dict[str, Any]:
+    """A record's verdict as JSON; no reply is `skipped`."""
+    from flashtune.tuner.replies import Failed
+
+    failed = reply if isinstance(reply, Failed) else None
+    return {
+        "gpu": record.key.gpu,
+        "problem": record.problem.label(),
+        "template": record.outcome.template,
+        "variant": record.outcome.variant_id,
+        "verdict": "skipped" if reply is None else "wrong" if failed else "correct",
+        "fate": None if reply is None else str(failed.fate if failed else Fate.CORRECT),
+        "max_error": None if reply is None or reply.error in (None, float("inf")) else reply.error,
+        "reason": failed.reason if failed else "",
+    }

@@ -53,5 +53,6 @@ def most_framework_us(problem: Problem, gpu: str) -> float:
     peak = rates(gpu, problem.dtype)
     scores = problem.batch * problem.heads * problem.n_q * problem.n_kv
     computing = 2 * scores * sum(problem.contract.product_sizes(problem)) / (peak.tflops * 1e6)
-    moving = (UNFUSED_BYTES * scores + problem.io_bytes()) / (peak.bandwidth_gbs * 1e3)
+    operands = sum(operand.nbytes(problem) for operand in problem.contract.operands)
+    moving = (UNFUSED_BYTES * scores + operands) / (peak.bandwidth_gbs * 1e3)
     return UNFUSED * (UNFUSED_CALL_US + computing + moving)

@@ -111,8 +111,12 @@ class Pass(NamedTuple):
         return 2 * problem.batch * problem.heads * problem.visible_pairs() * sum(self.product_sizes(problem))
 
     def io_bytes(self, problem: "Problem") -> int:
-        """The fewest bytes a fused kernel moves: every operand once."""
-        return sum(operand.nbytes(problem) for operand in self.operands)
+        """The fewest bytes a fused kernel moves: every operand once, of keys and values the rows within the band of some query."""
+        found = 0
+        for operand in self.operands:
+            hides = "n_kv" in operand.axes and not operand.written
+            found += operand.nbytes(problem) * problem.keys_read // problem.n_kv if hides else operand.nbytes(problem)
+        return found
 
 
 def _computed(oracle: str, *args: Any, **kwargs: Any) -> "dict[str, torch.Tensor]":

@@ -260,6 +260,11 @@ class Problem:
         return self.band.pairs(self.n_q, self.n_kv)
 
     @property
+    def keys_read(self) -> int:
+        """The number of keys that some query sees."""
+        return len(self.band.keys(0, self.n_q - 1, self.n_kv))
+
+    @property
     def contract(self) -> Pass:
         """The pass of this problem."""
         return PASSES[self.direction] if self.direction == "fwd" else backward_with(self.features.asked)

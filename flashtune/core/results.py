@@ -122,6 +122,10 @@ class Baseline:
     """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
 
 
+POWER_CAP = "SwPowerCap"
+"""NVML's name of the power limit as a reason for lowered clocks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """The GPU's state during the closing A/B timing: medians over `samples` readings; None for values that its driver doesn't report."""
@@ -137,6 +141,11 @@ class Conditions:
     """The greatest number of other processes on this GPU in any reading."""
 
     @property
+    def power_limited(self) -> bool:
+        """True if the card's power limit alone lowered its clocks, as it does under any sustained load: a fact of the card, not a fault."""
+        return self.throttled_by == POWER_CAP
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """Reasons to doubt times taken under these conditions: `throttled`, `shared`."""
         return (("throttled",) if self.throttled_by else ()) + (("shared",) if self.other_processes else ())
@@ -145,10 +154,11 @@ class Conditions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """The reason why a search stopped (a word of flashtune.tuner.search.stopping), and its expected regret: the share by which its best
-    time exceeds that of the best candidate (0.01 is 1 %), None where unknown."""
+    time exceeds that of the best candidate (0.01 is 1 %), None where unknown; `worst` is its 90th percentile, which records don't keep."""
 
     reason: str
     regret: float | None = None
+    worst: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,16 +76,17 @@ class Store:
         """Release resources; the store can't be used afterwards."""
         self._access.close()
 
-    def save(self, result: SearchResult, *, once: bool = False) -> None:
+    def save(self, result: SearchResult, *, once: bool = False, replacing: bool = False) -> None:
         """Save all of `result` in one transaction; any number of processes may save at the same time.
 
-        With `once` nothing is saved where the same run is there already, from a writer that died after saving it. Free texts are
+        With `once` nothing is saved where the same run is there already, from a writer that died after saving it; with `replacing` it takes
+        the place of all earlier runs of its key. Free texts are
         tidied (see `values.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
         """
         if not self._writable:
             raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")
         rows_of_result = ResultRows.of(result)
-        self._access.write(lambda connection: rows_of_result.insert(connection, once=once))
+        self._access.write(lambda connection: rows_of_result.insert(connection, once=once, replacing=replacing))
 
     def best(self, key: ProblemKey) -> TuningRecord | None:
         """Best record of exactly this key, or None."""

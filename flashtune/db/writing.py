@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, insert, select
+from sqlalchemy import Connection, Table, delete, insert, select
 
 from flashtune.core.errors import InputError
 from flashtune.core.results import SearchResult
@@ -43,12 +43,16 @@ class ResultRows:
         provenance = {name: run.pop(name) for name in rows.PROVENANCE}
         return cls(problem=key, provenance=provenance, run=run, trials=trials)
 
-    def insert(self, connection: Connection, *, once: bool = False) -> None:
+    def insert(self, connection: Connection, *, once: bool = False, replacing: bool = False) -> None:
         """Add the rows in the open transaction; existing rows of the problem, provenance and candidates are reused.
 
-        With `once`, nothing is added where the same run is there already.
+        With `once`, nothing is added where the same run is there already; with `replacing`, all other runs of the problem are deleted.
         """
         problem_id = _found_or_added(connection, PROBLEM, self.problem)
+        if replacing:
+            runs = select(RUN.c.id).where(RUN.c.problem_id == problem_id)
+            connection.execute(delete(TRIAL).where(TRIAL.c.run_id.in_(runs)))
+            connection.execute(delete(RUN).where(RUN.c.problem_id == problem_id))
         if once and self._is_there(connection, problem_id):
             return
         provenance_id = _found_or_added(connection, PROVENANCE, self.provenance)

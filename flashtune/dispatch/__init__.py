@@ -5,9 +5,9 @@ from flashtune.core.collector import held_off
 with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem
     from flashtune.dispatch.calls import save_calls
+    from flashtune.dispatch.context import Use, reload, use
     from flashtune.dispatch.jagged import attention_jagged
-    from flashtune.dispatch.resolve.explanation import Explanation
-    from flashtune.dispatch.resolve.layers import Use, reload, use
+    from flashtune.dispatch.resolve import Explanation
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
 
 __all__ = [

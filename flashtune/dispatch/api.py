@@ -16,27 +16,16 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
-from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, unwrapped
-from flashtune.dispatch.plans.dropout_seed import capturing, restorer
-from flashtune.dispatch.plans.forward import KernelPlan
-from flashtune.dispatch.plans.plan_cache import Plan
-from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.resolve import choosing, length_buckets, recorder
-from flashtune.dispatch.resolve.code import tried
-from flashtune.dispatch.resolve.explanation import Explanation
-from flashtune.dispatch.resolve.inspection import (
-    GRADIENT,
-    ON_THE_CPU,
-    PERHAPS_FAKE,
-    flash_attention_on,
-    places_in_memory,
-    prepared,
-    why_torch_now,
-)
-from flashtune.dispatch.resolve.layers import STACK, current
-from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops import operators, overriding, training
-from flashtune.dispatch.torch_ops.lazy import define_lazily
+from flashtune.dispatch import calls, inspection, operators, resolve, training
+from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.context import STACK, Memo, current
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.inspection import GRADIENT, ON_THE_CPU, PERHAPS_FAKE, flash_attention_on, places_in_memory, prepared, why_torch_now
+from flashtune.dispatch.operators import define_lazily
+from flashtune.dispatch.parse import Arguments, Options, parse, unwrapped
+from flashtune.dispatch.plan import Plan, Plans, capturing, restorer
+from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch.resolve import Explanation
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -104,18 +93,18 @@ def attention(
     which. A bias, slopes and sinks get gradients where they require them, of their own sizes, summed in float32 over broadcast dimensions;
     those of a bias or of slopes come from records of backwards that compute them. Kernels have first derivatives alone. Features that
     PyTorch lacks (softcap, return_lse, seed) take memory for all scores in its operations; ALiBi and sinks have paths of their own
-    (flashtune.dispatch.plans.pytorch).
+    (flashtune.dispatch.pytorch).
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense.
     """
     if has_torch_function_variadic(query, key, value):
-        return overriding.overridden(attention, **locals())
+        return inspection.overridden(attention, **locals())
     if attn_mask is not None:
-        if overriding.is_causal_bias(attn_mask):
+        if inspection.is_causal_bias(attn_mask):
             is_causal, causal_alignment = _causal(attn_mask, query, key, is_causal)
             attn_mask = None
         elif has_torch_function_unary(attn_mask):
-            return overriding.overridden(attention, **locals())
+            return inspection.overridden(attention, **locals())
     if scale is not None and type(scale) is not float:
         scale = unwrapped(scale)
     if type(dropout_p) is not float:
@@ -147,7 +136,7 @@ def attention(
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
         ):
             plan: Plan | None = recent.plan
-            direct = recent.direct
+            direct = recent.plan.direct
         else:
             # Without an argument it queries CUDA, in a quarter of the time.
             cast = torch.is_autocast_enabled() if query.is_cuda else autocasting(query.device.type)
@@ -155,21 +144,7 @@ def attention(
                 query, key, value, attn_mask = prepared(query, key, value, attn_mask)
             if per_head is not None:
                 per_head = per_head.resolved()
-            why_torch = why_torch_now(query, key, value, attn_mask, per_head)
-            memory = None
-            if attn_mask is not None or (
-                why_torch is not ON_THE_CPU and (why_torch in PERHAPS_FAKE or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16)
-            ):
-                memory = places_in_memory(query, key, value, attn_mask, why_torch)
-            signature = (
-                query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
-                query.device, key.device, value.device, options, seed is not None, memory, why_torch,
-                None if per_head is None else per_head.signature(),
-            )  # fmt: skip
-            plan = plans.get(signature)
-            if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
-                cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
-                plans.served(signature, plan, options, seeded=seed is not None, cast_to=cast_to, tensors=(query, key, value))
+            signature, plan = _looked_up(plans, query, key, value, attn_mask, per_head, options, seed is not None, cast)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # An argument isn't a tensor, has no sizes or memory, or can't be hashed or compared; parsing raises the error.
         signature, plan = None, None
@@ -180,6 +155,27 @@ def attention(
     else:
         out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
     return (out, lse) if return_lse else out
+
+
+def _looked_up(
+    plans: Plans, query: Any, key: Any, value: Any, attn_mask: Any, per_head: Any, options: Any, seeded: bool, cast: bool
+) -> tuple[tuple[Any, ...], Plan | None]:
+    """Signature of a call, and its plan, if it is cached: it is put on the fast path then, where it has one."""
+    why_torch = why_torch_now(query, key, value, attn_mask, per_head)
+    memory = None
+    if attn_mask is not None or (
+        why_torch is not ON_THE_CPU and (why_torch in PERHAPS_FAKE or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16)
+    ):
+        memory = places_in_memory(query, key, value, attn_mask, why_torch)
+    signature = (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device, options, seeded, memory, why_torch, None if per_head is None else per_head.signature(),
+    )  # fmt: skip
+    plan = plans.get(signature)
+    if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
+        cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
+        plans.served(signature, plan, options, seeded=seeded, cast_to=cast_to, tensors=(query, key, value))
+    return signature, plan
 
 
 def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -200,13 +196,13 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     bound.apply_defaults()
     kwargs = bound.arguments
     kwargs["scale"], kwargs["dropout_p"] = unwrapped(kwargs["scale"]), unwrapped(kwargs["dropout_p"])
-    if overriding.is_causal_bias(kwargs["attn_mask"]):
+    if inspection.is_causal_bias(kwargs["attn_mask"]):
         kwargs["is_causal"], kwargs["causal_alignment"] = _causal(kwargs["attn_mask"], kwargs["query"], kwargs["key"], kwargs["is_causal"])
         kwargs["attn_mask"] = None
     query, key, value, mask = (kwargs.pop(name) for name in ("query", "key", "value", "attn_mask"))
     per_head = PerHead(*(kwargs.pop(name) for name in PER_HEAD))
     seed, shown = kwargs.pop("seed"), Options(**{name: kwargs[name] for name in Options._fields})
-    if overriding.is_torchs(Arguments(query, key, value, mask, seed, per_head), shown):
+    if inspection.is_torchs(Arguments(query, key, value, mask, seed, per_head), shown):
         return Explanation(kind="framework", reason="PyTorch's own function serves nested tensors and classes that override it", gpu="")
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = prepared(query, key, value, mask)
@@ -215,17 +211,17 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
 
-        def builds(one: choosing.Candidate) -> bool:
+        def builds(one: resolve.Candidate) -> bool:
             build = partial(_plan_of(memo, call, one).build, query, key, value, mask, per_head)
-            return bool(tried(memo, one.variant, call.device, build, lambda: True))
+            return bool(memo.kernels.tried(one.variant, call.device, build, lambda: True))
 
         # A kernel that can't be built here serves no call, so that the next candidate is explained.
-        chosen = next(filter(builds, choosing.candidates(memo, call, query, key, value, mask, why_torch)))
+        chosen = next(filter(builds, resolve.candidates(memo, call, query, key, value, mask, why_torch)))
         plan = chosen.plan
         return chosen.explanation.remembering(plan.misprediction) if isinstance(plan, KernelPlan) else chosen.explanation
 
 
-def _plan_of(memo: Memo, call: Call, candidate: choosing.Candidate) -> Plan:
+def _plan_of(memo: Memo, call: Call, candidate: resolve.Candidate) -> Plan:
     """Plan of a candidate, with its gradients where kernels compute them."""
     return training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
 
@@ -240,28 +236,14 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """
     target, memo = find_target(gpu), current()
     with memo.lock:
-        return choosing.explain_problem(memo, problem, target)
+        return resolve.explain_problem(memo, problem, target)
 
 
 def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options: Options) -> Outputs:
     """Check, choose, run and cache; a kernel that can't be built here gives way to the next choice."""
-    if signature is None and overriding.nested(arguments, options):
-        return overriding.torchs(*arguments[:4], options), None
+    if signature is None and inspection.nested(arguments, options):
+        return inspection.torchs(*arguments[:4], options), None
     memo = current()
-    # Unseeded dropout is chosen per length, since it depends on the backward's choice.
-    rate = options.dropout_p
-    bucket = None if isinstance(rate, torch.Tensor) or (rate and arguments.seed is None) else length_buckets.bucket_of(signature)
-    if bucket is not None and (around := memo.buckets.get(bucket)) is not None:
-        with memo.lock:
-            try:
-                resized = around.for_length(*arguments[:3], arguments.per_head, options.sides())
-            except Exception:
-                # Choosing anew reports the failure, and attributes it to a kernel.
-                resized = None
-        if resized is not None:
-            memo.keep(signature, resized)
-            recorder.meet_step(resized.call, arguments.key.shape[2])
-            return resized.run(*arguments)
     call = parse(arguments, options)
     plan = TorchPlan.of(call, *arguments[:4])
     draws = call.dropout_p > 0.0 and arguments.seed is None
@@ -273,25 +255,20 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
             # Another thread cached a plan while this one waited for the lock.
             return decided.run(*arguments)
         why_torch = why_torch_now(*arguments[:4], arguments.per_head)
-        recorder.meet(memo, call, arguments, why_torch)
-        for candidate in choosing.candidates(memo, call, *arguments[:4], why_torch):
+        calls.meet(memo, call, arguments, why_torch)
+        for candidate in resolve.candidates(memo, call, *arguments[:4], why_torch, by_bucket=True):
             if candidate.kind == "framework":
-                if bucket is not None and bucket not in memo.buckets:
-                    around = plan if plan.kwargs is not None and choosing.serves_bucket(memo, call, None, options.sides()) else None
-                    memo.buckets[bucket] = around
                 break
             chosen = _plan_of(memo, call, candidate)
             build = partial(chosen.build, *arguments[:4], arguments.per_head)
             back = restorer(call.device) if draws else None
-            outputs = tried(memo, candidate.variant, call.device, build, partial(chosen.run, *arguments))
+            outputs = memo.kernels.tried(candidate.variant, call.device, build, partial(chosen.run, *arguments))
             if outputs is None:
                 if back is not None:
                     back()
                 continue
             if signature is not None:
                 memo.keep(signature, chosen)
-            if bucket is not None and bucket not in memo.buckets and isinstance(chosen, KernelPlan):
-                memo.buckets[bucket] = chosen if choosing.serves_bucket(memo, call, candidate.variant, options.sides()) else None
             return outputs
     if signature is not None:
         memo.keep(signature, plan)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from flashtune.core.config import Config, KernelSpec, settles
+from flashtune.core.config import Config, KernelSpec, Variant, settles
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, Source, TuningRecord
@@ -27,6 +28,9 @@ COMPILING = 0.03
 MOST_LOOKED = 300_000
 """Changes of other kernels' configs evaluated per choice (about half a second), after which records that need such changes are skipped."""
 
+BUCKET = 64
+"""Numbers of keys in a length bucket, whose decode steps have one choice: a growing sequence would make one for each token."""
+
 Compiled = Callable[[Family, KernelSpec, Config], bool]
 """True where machine code of a kernel is at hand."""
 
@@ -46,6 +50,13 @@ class Choice(NamedTuple):
     config: Config | None = None
     differences: tuple[str, ...] = ()
     fallback: Config | None = None
+
+    @property
+    def variant(self) -> Variant | None:
+        """Variant of the kernel that serves; None for PyTorch."""
+        if self.family is None or self.config is None:
+            return None
+        return Variant(template=self.family.name, spec=self.spec, config=self.config)
 
 
 class Refusal(NamedTuple):
@@ -358,3 +369,16 @@ def _changes(config: Config, moved: Config) -> str:
 def _reading(slower: float) -> str:
     """Remark on PyTorch's read bandwidth."""
     return "" if slower == 1.0 else f"; PyTorch is expected to read at {slower:.2f} times its rate there"
+
+
+def choice_of_bucket(problem: Problem, target: Target, pool: Pool, families: Mapping[str, Family], **words: Any) -> Choice | None:
+    """Choice for every decode step of the problem's length bucket, with the arguments of `rank`; None where steps differ.
+
+    It is made for both ends: between them only records of a length in the bucket could change it.
+    """
+    last = -(-problem.n_kv // BUCKET) * BUCKET
+    first = last - BUCKET + 1
+    if any(first <= n <= last for n in pool.lengths):
+        return None
+    one, other = (choose(replace(problem, n_kv=n), target, pool, families, **words) for n in (first, last))
+    return other if one.variant == other.variant else None

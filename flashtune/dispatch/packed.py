@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import launching
+from flashtune.core import devices, launching
 from flashtune.core.band import Band
 from flashtune.core.config import Config, Direction, Variant
 from flashtune.core.launching import LoadedKernel
@@ -19,13 +19,13 @@ from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem, next_power_o
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
-from flashtune.dispatch.launch import devices, kernels, prepared
-from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.memory import placed
-from flashtune.dispatch.resolve import layers
-from flashtune.dispatch.resolve.code import code_of
-from flashtune.dispatch.resolve.explanation import Explanation
-from flashtune.dispatch.resolve.memo import Memo
+from flashtune.dispatch import context, launch
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.kernels import Code
+from flashtune.dispatch.kernels import variant as variant_of
+from flashtune.dispatch.launch import Program
+from flashtune.dispatch.plan import placed
+from flashtune.dispatch.resolve import Explanation
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
@@ -134,7 +134,7 @@ class PackedPlan:
 
 def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Served | None:
     """The best kernel that takes a call; None where none does."""
-    memo = memo or layers.current()
+    memo = memo or context.current()
     query, key, value, cu_q, _, used, slopes, sinks = packed
     aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
     strides = query.stride(), key.stride(), value.stride()
@@ -176,10 +176,10 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Serv
     """Kernels of a problem that can be loaded, best first."""
     target = devices.target_of(device)
     for family, config, record in _configs(memo, problem, target, tuned=device.type == "cuda"):
-        variant = kernels.variant(family, problem.spec(), config)
-        kernel, _, whole, _ = code_of(memo, family, variant, device, target)
-        if kernel is not None:
-            yield Served(variant, record, kernel if whole is None else whole(), {})
+        variant = variant_of(family, problem.spec(), config)
+        code = memo.kernels.code(family, variant, device, target)
+        if isinstance(code, Code):
+            yield Served(variant, record, code.module if code.whole is None else code.whole(), {})
 
 
 def _configs(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
@@ -307,7 +307,7 @@ def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], pack
 
 def _prepared(kernel: LoadedKernel, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
     views = viewed(operands)
-    program = prepared.program(kernel, None, views, parameters_of(packed, numbers, 0), compiles=True)
+    program = launch.program(kernel, None, views, parameters_of(packed, numbers, 0), compiles=True)
     assert program is not None, "families of packed sequences have host code"
     offsets, size = placed(program.temporaries)
     return Prepared(program, kernel.counts_needed(views[0], views[1]), offsets, size)

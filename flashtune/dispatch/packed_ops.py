@@ -13,12 +13,12 @@ from flashtune.core.band import Sides
 from flashtune.core.errors import InputError
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
-from flashtune.dispatch.call import signed
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.gradients import recording
+from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import Numbers, Packed, served
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
-from flashtune.dispatch.plans.gradients import recording
-from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops.lazy import define_lazily
+from flashtune.dispatch.parse import signed
+from flashtune.dispatch.plan import capturing, random_bits
 
 
 def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:

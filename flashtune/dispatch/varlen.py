@@ -14,15 +14,15 @@ from torch import Tensor
 from flashtune.core.band import ALIGNMENTS, Sides
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.torch_attention import autocasting
+from flashtune.dispatch import context
 from flashtune.dispatch import packed as kernels
-from flashtune.dispatch.call import Options, PerHead, seed_bits, signed
-from flashtune.dispatch.call.arguments import scalars
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.context import STACK
+from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, autocast, prepared, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
-from flashtune.dispatch.resolve import layers
-from flashtune.dispatch.resolve.explanation import Explanation
-from flashtune.dispatch.resolve.inspection import GRADIENTS, PERHAPS_FAKE, autocast, prepared, transformed, why_torch_now
-from flashtune.dispatch.resolve.layers import STACK
+from flashtune.dispatch.parse import Options, scalars, seed_bits, signed
+from flashtune.dispatch.resolve import Explanation
 
 
 def attention_varlen(
@@ -220,7 +220,7 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     if why_torch is None or why_torch in GRADIENTS:
-        memo, found = layers.current(), served(packed, numbers)
+        memo, found = context.current(), served(packed, numbers)
         trains = found is not None and why_torch is not None and _trains(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
             plan = PackedPlan(memo, found, served(packed, numbers, "bwd") if trains else None, numbers)

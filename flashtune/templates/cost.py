@@ -163,7 +163,14 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
         rows = min(block_m, problem.n_q * problem.gqa_ratio)
         combine_us = 2 * c.part_us * math.ceil(rows / few_rows(config)) * math.ceil(splits / row_splits(config, problem.d_v))
     memory_us = (problem.io_bytes() + parts_bytes) / (target.bandwidth_gbs * 1e3)
-    return max(clocks / target.boost_mhz, memory_us) + combine_us
+    return overlapped(clocks / target.boost_mhz, memory_us, c.memory_sharpness) + combine_us
+
+
+def overlapped(one: float, other: float, sharpness: float) -> float:
+    """The time of two works side by side: a smooth maximum, since a kernel near a limit doesn't reach it."""
+    longer = max(one, other)
+    found: float = longer * (1.0 + (min(one, other) / longer) ** sharpness) ** (1.0 / sharpness)
+    return found
 
 
 def _edge_blocks(problem: Problem, block_m: int, block_n: int) -> int:

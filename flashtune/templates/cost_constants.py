@@ -69,6 +69,8 @@ class Constants(NamedTuple):
     """Fixed cost of a launch on the GPU."""
     memory_latency: float = 1600.0
     """Clocks from a load to its data where all SMs read from memory at once; an estimate, as the two that follow."""
+    memory_sharpness: float = 4.0
+    """Exponent by which a decoding step's programs and its bytes from memory add up to its time (`overlapped`)."""
     second_launch_us: float = 2.5
     """Microseconds of a launch that waits for another one."""
     part_us: float = 0.5

@@ -11,7 +11,8 @@ from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family, blocks_of_head
 from flashtune.templates.hopper.layout import HopperLayout, tile_queries
 from flashtune.templates.learned.forwards import FORWARDS
-from flashtune.templates.learned.residual import learned
+from flashtune.templates.learned.gradients import GRADIENTS
+from flashtune.templates.learned.residual import Likeness, Residual, learned
 from flashtune.templates.learned.steps import STEPS
 
 LEFT_OUT = {
@@ -44,7 +45,7 @@ programs on an SM; one tile per program; a tile's excess over 128 rows (a share 
 frozen maxima, of one tile per program and of tall tiles shrink with the blocks of keys of a tile.
 Fitted to trials on an H200 (benchmarks/run.py fit_expected; benchmarks/results/2026-11-23-stand-in/expected.json)."""
 
-LIKENESSES = (FORWARDS, STEPS)
+LIKENESSES = (FORWARDS, STEPS, GRADIENTS)
 """Sets of trials for the learned residual, each for its own problems."""
 
 SMALL = 64
@@ -71,6 +72,13 @@ def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, targe
             for place, more in zip(places, wrong, strict=True):
                 found[place] = (found[place] or 0.0) + more
     return found
+
+
+def learned_of(problem: Problem) -> tuple[Likeness, Residual] | None:
+    """The learned residual that `logs_us` uses for a problem; None where there is none."""
+    likeness = next((likeness for likeness in LIKENESSES if likeness.serves(problem)), None)
+    known = None if likeness is None else learned(likeness)
+    return None if likeness is None or known is None else (likeness, known)
 
 
 def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:

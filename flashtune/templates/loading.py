@@ -13,6 +13,10 @@ CONSTANT = "KERNEL"
 """Name of the constant in a rendered module with its template, spec and config."""
 
 
+HELPERS = ("pack_mask", "transpose_v")
+"""Kernels whose text no config changes. They are specialised to sizes, so a candidate's small checks need several of each."""
+
+
 def load_kernel(text: str, stem: str) -> LoadedKernel:
     """The kernel of a rendered text; equal texts share one module within a process.
 
@@ -24,6 +28,10 @@ def load_kernel(text: str, stem: str) -> LoadedKernel:
     described = getattr(module, CONSTANT, None)
     if described is None or hasattr(module, "launches"):
         return LoadedKernel(None, module)
+    for name in HELPERS:
+        if (kernel := getattr(module, name, None)) is not None:
+            # Triton's cache tells functions apart by their line, too: each candidate would compile its own, a quarter of a second each.
+            kernel.starting_line_number = 1
     return loaded(family(described["template"]), KernelSpec(**described["spec"]), Config.of(described["config"]), module)
 
 

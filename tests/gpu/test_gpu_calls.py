@@ -20,9 +20,9 @@ def same_numbers() -> None:
 
 def prepared_plans() -> int:
     """How many plans launch through the driver."""
-    from flashtune.dispatch.resolve import layers
+    from flashtune.dispatch import context
 
-    return sum(getattr(plan, "program", None) is not None for plan in layers.current().plans.values())
+    return sum(getattr(plan, "program", None) is not None for plan in context.current().plans.values())
 
 
 def test_kernels_are_launched_through_the_driver() -> None:
@@ -132,9 +132,9 @@ def test_graphs_capture_first_and_later_calls() -> None:
             torch.cuda.synchronize()
             close(out, sdpa(q, k, v, is_causal=True))
             assert all(torch.equal(x, alone) for x in beside)
-        from flashtune.dispatch.resolve import layers
+        from flashtune.dispatch import context
 
-        assert not layers.current().broken, f"a capture marked kernels broken: {layers.current().broken}"
+        assert not context.current().kernels.broken, f"a capture marked kernels broken: {context.current().kernels.broken}"
 
 
 def test_compiled_calls() -> None:

@@ -10,11 +10,10 @@ from call_checks import in_threads
 from test_dispatch_memo import POINTERS, save
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import TOLERANCES
-from flashtune.dispatch.launch import devices
 
 BOUND = TOLERANCES["fp16"]
 PROBLEM = Problem(batch=2, heads=4, kv_heads=4, n_q=640, n_kv=640, d=64, d_v=64, dtype="fp16")

@@ -64,7 +64,7 @@ def _of_config(problem: Problem, tried: Tried, _: Target) -> list[float]:
 
 FORWARDS = Likeness(
     families={"flash_fwd_hopper": 0.0},
-    serves=lambda problem: problem.n_q > DECODE_ROWS,
+    serves=lambda problem: problem.direction == "fwd" and problem.n_q > DECODE_ROWS,
     file="forwards.npz",
     problem_scales={
         "log N_q": 4.0,

@@ -21,9 +21,10 @@ from flashtune.templates.learned.residual import Likeness, Tried
 def _of_problem(problem: Problem) -> list[float]:
     f, size = problem.features, ITEMSIZE[problem.dtype]
     heads = problem.batch * problem.kv_heads
+    keys = max(1, problem.keys_read)
     return [
         math.log2(heads),
-        math.log2(problem.n_kv),
+        math.log2(keys),
         math.log2(problem.d),
         math.log2(padded(problem.d)),
         math.log2(problem.d_v / problem.d),
@@ -35,7 +36,7 @@ def _of_problem(problem: Problem) -> list[float]:
         f.alibi,
         f.sinks,
         math.log2(size),
-        math.log2(heads * problem.n_kv * (problem.d + problem.d_v) * size),
+        math.log2(heads * keys * (problem.d + problem.d_v) * size),
     ]
 
 
@@ -47,7 +48,7 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     # Kernels for many rows don't split keys, and read shared ones once per tile.
     tiles, splits, share = (
-        sharing(config, problem, target) if decodes else (tiles_of(config, problem), 1, math.ceil(problem.n_kv / block_n))
+        sharing(config, problem, target) if decodes else (tiles_of(config, problem), 1, math.ceil(max(1, problem.keys_read) / block_n))
     )
     programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms
     on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
@@ -71,53 +72,53 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     ]
 
 
-FAMILIES = {"flash_decode": 0.0, "flash_fwd_hopper": 0.25, "flash_fwd_tma": 0.35, "flash_fwd": 0.77}
-"""The cost model's mean optimism for each relative to flash_decode, a logarithm (benchmarks/run.py fit_expected). Of flash_fwd_tma only
-trials are left."""
+FAMILIES = {"flash_decode": 0.0, "flash_fwd_hopper": 0.25, "flash_fwd": 0.77}
+"""The cost model's mean optimism for each relative to flash_decode, a logarithm (benchmarks/run.py fit_expected)."""
 
 STEPS = Likeness(
     families=FAMILIES,
-    serves=lambda problem: problem.n_q <= DECODE_ROWS,
+    serves=lambda problem: problem.direction == "fwd" and problem.n_q <= DECODE_ROWS,
     file="steps.npz",
     problem_scales={
-        "log key heads": 2.0,
-        "log N_kv": 4.0,
-        "log D": 1.0,
-        "log padded D": 1.0,
-        "log D_v of D": 1.0,
-        "log rows of a key head": 3.0,
-        "odd rows": 1.0,
-        "window": 1.3,
+        "log key heads": 18.0,
+        "log keys": 49.0,
+        "log D": 1.8,
+        "log padded D": 1.3,
+        "log D_v of D": 0.91,
+        "log rows of a key head": 5.8,
+        "odd rows": 1.1,
+        "window": 3.8,
         "mask": 1.3,
-        "soft cap": 1.3,
+        "soft cap": 47.0,
         "ALiBi": 1.3,
-        "sinks": 1.3,
+        "sinks": 11.0,
         "log element size": 1.0,
-        "log bytes": 4.0,
+        "log bytes": 8.4,
     },
     config_scales={
-        **{name: 0.7 for name in FAMILIES if name != flash_decode.FAMILY.name},
-        "log heads that share what is read anew": 1.5,
-        "log BLOCK_M": 1.0,
-        "log BLOCK_N": 1.0,
-        "log num_warps": 1.5,
-        "log num_stages": 1.0,
-        "combine=last": 1.0,
-        "combine=rows": 1.0,
-        "loads=tma": 1.0,
-        "log programs on an SM": 1.0,
-        "log rounds": 1.0,
-        "idle in the last round": 0.5,
-        "log splits": 4.0,
-        "log bytes in flight": 1.5,
-        "log blocks of a split": 6.0,
+        "flash_fwd_hopper": 3.3,
+        "flash_fwd": 0.71,
+        "log heads that share what is read anew": 1.4,
+        "log BLOCK_M": 2.1,
+        "log BLOCK_N": 4.0,
+        "log num_warps": 1.8,
+        "log num_stages": 2.9,
+        "combine=last": 1.9,
+        "combine=rows": 4.4,
+        "loads=tma": 1.9,
+        "log programs on an SM": 3.6,
+        "log rounds": 7.6,
+        "idle in the last round": 1.8,
+        "log splits": 9.5,
+        "log bytes in flight": 1.8,
+        "log blocks of a split": 10.0,
     },
-    lengths=frozenset({"log key heads", "log N_kv", "log bytes"}),
+    lengths=frozenset({"log key heads", "log keys", "log bytes"}),
     of_problem=_of_problem,
     of_config=_of_config,
-    together=0.2,
-    alone=0.15,
-    noise=0.03,
-    offset=0.15,
+    together=0.37,
+    alone=0.36,
+    noise=0.048,
+    offset=0.069,
 )
 """The similarity of decoding steps; scales are rounded, and halving or doubling matters only for the idle share of the last round."""

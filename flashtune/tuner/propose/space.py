@@ -151,7 +151,7 @@ class Candidates:
     """Candidates of `space` in their fixed order (an even sample of `MOST` where there are more), and those of `starts` that it lacks."""
 
     def __init__(self, space: SearchSpace, problem: Problem, starts: Sequence[Candidate] = (), *, most: int = MOST) -> None:
-        self._problem, self._target = problem, space.target
+        self.problem, self.target = problem, space.target
         self.candidates = _even_sample(space.every(), most)
         self.place = {candidate: index for index, candidate in enumerate(self.candidates)}
         for candidate in starts:
@@ -173,11 +173,19 @@ class Candidates:
 
         Equal for all candidates of a space without expected facts; a little above the slowest for those without them in a mixed space.
         """
-        logs = logs_us([(candidate.family, candidate.config) for candidate in self.candidates], self._problem, self._target)
-        times = np.array([np.nan if log is None else log for log in logs])
-        known = np.isfinite(times)
+        times, known = self._estimates, self.estimated
         found: Array = np.where(known, times, math.log(1.5) + times[known].max() if known.any() else 0.0)
         return found
+
+    @cached_property
+    def estimated(self) -> NDArray[np.bool_]:
+        """True for each candidate with an estimate."""
+        return np.isfinite(self._estimates)
+
+    @cached_property
+    def _estimates(self) -> Array:
+        logs = logs_us([(candidate.family, candidate.config) for candidate in self.candidates], self.problem, self.target)
+        return np.array([np.nan if log is None else log for log in logs])
 
     @cached_property
     def features(self) -> Array:

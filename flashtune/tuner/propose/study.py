@@ -15,7 +15,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.propose.sampling import CandidateSampler, sampler_of
-from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.space import Array, Candidate, SearchSpace
 from flashtune.tuner.propose.storage import StoredStudy
 
 _OUTCOME, _QUEUED, _DECISION = "outcome", "queued", "decision"
@@ -131,9 +131,9 @@ class Study:
         """Greatest expected improvement of one untried candidate, as a share of the best time (see `CandidateSampler`)."""
         return self.sampler.left_to_gain(self._observed(), self.pending)
 
-    def expected_regret(self) -> float:
-        """Expected slowdown of the best time so far against the best of all candidates, as a share (see `CandidateSampler`)."""
-        return self.sampler.expected_regret(self._observed(), self.pending)
+    def regrets(self) -> Array | None:
+        """Samples of the best candidate's regret against all others, as shares (see `CandidateSampler`); None where unknown."""
+        return self.sampler.regrets(self._observed())
 
     def _observed(self) -> dict[Candidate, float | None]:
         return {candidate: _value(outcome) for candidate, outcome in self.outcomes.items()}

@@ -1,19 +1,27 @@
-"""Surrogate that predicts times of untried candidates: a Gaussian process over the cost model's error."""
+"""Surrogate that predicts times of untried candidates: a Gaussian process over the cost model's error, whose prior is what trials of other
+problems leave open.
 
-# scikit-learn has no types, and pyright infers narrower ones from its code than its documents allow.
-# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
+Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, algorithm 2.1.
+"""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Kernel, Matern
+from scipy.linalg import cho_solve, solve_triangular
 from threadpoolctl import ThreadpoolController
 
+from flashtune.templates.expected import learned_of
+from flashtune.templates.learned.residual import alike
 from flashtune.tuner.propose.space import Array, Candidates
 
 ERROR = 0.11
-"""Standard deviation of the cost model's error from candidate to candidate, in log time."""
+"""Standard deviation of the cost model's error from candidate to candidate, in log time, in families without trials of other problems."""
+OWN_ERROR = 0.02
+"""That of what trials of other problems can't tell, in the other families (benchmarks/run.py stops)."""
+TOLD = 0.5
+"""Share of the regression's deviations that counts among candidates worth a trial: its trials are also of bad ones, whose errors are
+larger."""
 SCALE_ERROR = 0.5
 """Standard deviation of its error common to all candidates of a problem, in log time."""
 FAMILY_ERROR = 0.11
@@ -38,10 +46,8 @@ LENGTHS = {
 }
 """Fitted length scales by axis (benchmarks/run.py fit_lengths, with `ERROR`, on an earlier cost model); a new fit finds the best of the
 committed sweeps no sooner."""
-MANY = 128
-"""Number of candidates from which covariances are computed among them alone: full rows would hardly be reused."""
-SAME, OTHER = 1e6, 0.3
-"""Length scales so long that nothing varies, and so short that everything does."""
+NEAR = 400
+"""Trials of other problems that covariances are conditioned on: means are of all of them, and more change deviations little."""
 
 
 _BLAS = ThreadpoolController()
@@ -52,15 +58,17 @@ slower."""
 class Surrogate:
     """Expected log times of a pool's candidates with their uncertainty, from those that were tried.
 
-    The mean is the cost model's; scikit-learn's Gaussian process models its error: a part common to all candidates, one common to a family,
-    and one that nearby candidates share (Matern's kernel).
+    The prior's mean is the cost model's time with its learned error, and its covariance that of `Covariances`.
     """
 
     def __init__(self, pool: Candidates) -> None:
         self._pool = pool
-        self._kernel = _PlaceKernel(_Covariances(pool))
-        self._process = self._fresh()
+        with _BLAS.limit(limits=1):
+            self._covariances = Covariances(pool)
         self._log_scale = 0.0
+        self._known: list[int] = []
+        self._factor: Array = np.zeros((0, 0))
+        self._weights: Array = np.zeros(0)
 
     def learn(self, times: Mapping[int, float], believed: Sequence[int] = ()) -> None:
         """Fit to the log times of candidates by their places; `believed` ones (pending) count with their expected times."""
@@ -75,82 +83,97 @@ class Surrogate:
 
     def expected(self, places: Sequence[int]) -> tuple[Array, Array]:
         """Means and standard deviations of the log times at these places."""
+        places = list(places)
         with _BLAS.limit(limits=1):
-            mean, deviation = self._process.predict(_column(places), return_std=True)
-        return mean + self._pool.log_times[list(places)] + self._log_scale, deviation
+            across = self._across(places)
+            explained = solve_triangular(self._factor, across, lower=True, check_finite=False) if self._known else across
+        variance = self._covariances.variances[places] - np.square(explained).sum(axis=0)
+        return self._mean(across, places), np.sqrt(np.maximum(variance, 0.0))
 
     def samples(self, places: Sequence[int], count: int) -> Array:
         """Joint samples of the log times: (places, count)."""
+        places = list(places)
         with _BLAS.limit(limits=1):
-            mean, covariance = self._process.predict(_column(places), return_cov=True)
-            # scikit-learn's own samples need a decomposition some hundred times as expensive as Cholesky's.
+            across = self._across(places)
+            explained = solve_triangular(self._factor, across, lower=True, check_finite=False) if self._known else across
+            covariance = self._covariances.among(places) - explained.T @ explained
             factor = np.linalg.cholesky(covariance + JITTER * np.eye(len(places)))
             sampled = factor @ np.random.default_rng(0).standard_normal((len(places), count))
-        return np.asarray(sampled + (mean + self._pool.log_times[list(places)] + self._log_scale)[:, None])
+        return np.asarray(sampled + self._mean(across, places)[:, None])
 
     def _fit(self, places: list[int], errors: Array) -> None:
-        self._process = self._fresh()
+        self._known = places
         if places:
             with _BLAS.limit(limits=1):
-                self._process.fit(_column(places), errors)
+                self._factor = np.asarray(np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places))))
+                self._weights = cho_solve((self._factor, True), errors, check_finite=False)
 
-    def _fresh(self) -> GaussianProcessRegressor:
-        return GaussianProcessRegressor(self._kernel, alpha=NOISE**2, optimizer=None)
+    def _across(self, places: list[int]) -> Array:
+        """Covariances of the known candidates with these: (known, places)."""
+        return np.array([self._covariances.row(place)[places] for place in self._known]).reshape(len(self._known), len(places))
+
+    def _mean(self, across: Array, places: list[int]) -> Array:
+        wrong = self._weights @ across if self._known else np.zeros(len(places))
+        return np.asarray(wrong + self._pool.log_times[places] + self._log_scale)
 
 
-class _Covariances:
-    """Covariances of errors, a row per tried candidate, cached because a search needs them again and again."""
+class Covariances:
+    """Prior covariances of a pool's log times; rows are cached because a search needs them again and again.
+
+    They add up a part common to all candidates, one common to a family, one that nearby candidates share (Matern's kernel), and in
+    families with trials of other problems that of the regression over these trials, given those of the nearest problems. There the third
+    part is small.
+    """
 
     def __init__(self, pool: Candidates) -> None:
-        own_family = [SAME if name else OTHER for name in pool.columns]
-        self._features = pool.features
-        self._kernel = (
-            ConstantKernel(SCALE_ERROR**2)
-            + ConstantKernel(FAMILY_ERROR**2) * RBF(own_family)
-            + ConstantKernel(ERROR**2) * Matern([LENGTHS.get(name, LENGTH) for name in pool.columns], nu=2.5)
-        )
+        self._families = np.unique(pool.families, return_inverse=True)[1]
+        lengths = np.array([LENGTHS.get(name, LENGTH) for name in pool.columns])
+        self._features = pool.features / lengths
+        self._own = np.full(len(pool), ERROR)
         self._rows: dict[int, Array] = {}
-        self.variance = float(self._kernel.diag(self._features[:1])[0])
+        # Places of candidates that trials of other problems tell of, their coordinates, and what these explain (trials, candidates).
+        self._told, self._prior = np.zeros(0, dtype=np.intp), 0.0
+        self._coordinates, self._explained = np.zeros((0, 0)), np.zeros((0, 0))
+        self._learn(pool)
+        self.variances = SCALE_ERROR**2 + FAMILY_ERROR**2 + self._own**2
+        self.variances[self._told] += np.maximum(self._prior - np.square(self._explained).sum(axis=0), 0.0)
+
+    def _learn(self, pool: Candidates) -> None:
+        found = learned_of(pool.problem)
+        if found is None:
+            return
+        likeness, known = found
+        told = [place for place, name in enumerate(pool.families) if name in likeness.families and pool.estimated[place]]
+        if not told:
+            return
+        self._told = np.array(told, dtype=np.intp)
+        self._own[self._told] = OWN_ERROR
+        tried = ((pool.candidates[place].family.name, pool.candidates[place].config) for place in told)
+        self._coordinates = np.array([likeness.config(pool.problem, one, pool.target) for one in tried])
+        self._prior = TOLD**2 * (likeness.together**2 + likeness.alone**2)
+        near = known.near(pool.problem, NEAR)
+        across = near.there[:, None] * alike(near.configs, self._coordinates)
+        self._explained = TOLD * solve_triangular(np.linalg.cholesky(near.among), across, lower=True, check_finite=False)
 
     def row(self, place: int) -> Array:
         """Covariances of one candidate with all."""
         if place not in self._rows:
-            self._rows[place] = self._kernel(self._features[place : place + 1], self._features)[0]
+            self._rows[place] = self._between(place, slice(None))
         return self._rows[place]
 
-    def among(self, places: Array) -> Array:
-        """Covariances of these candidates with each other alone."""
-        return np.asarray(self._kernel(self._features[places.astype(np.intp)]))
+    def among(self, places: Sequence[int]) -> Array:
+        """Covariances of these candidates with each other."""
+        chosen = list(places)
+        return np.array([self._between(place, chosen) for place in chosen])
 
-    def __deepcopy__(self, memo: object) -> "_Covariances":
-        # scikit-learn copies a kernel before it fits.
-        return self
-
-
-class _PlaceKernel(Kernel):  # type: ignore[misc]
-    """Kernel of scikit-learn whose points are the places of candidates."""
-
-    def __init__(self, rows: _Covariances) -> None:
-        self.rows = rows
-
-    def __call__(self, X: Array, Y: Array | None = None, eval_gradient: bool = False) -> Array:
-        """Covariances of points `X` (n, 1) with `Y` (m, 1), or with themselves."""
-        own = X[:, 0].astype(int)
-        if Y is None and len(own) >= MANY:
-            return self.rows.among(own)
-        others = own if Y is None else Y[:, 0].astype(int)
-        if len(others) < len(own):
-            return np.array([self.rows.row(int(place))[own] for place in others]).T
-        return np.array([self.rows.row(int(place))[others] for place in own])
-
-    def diag(self, X: Array) -> Array:
-        """Variances, which are all equal."""
-        return np.full(len(X), self.rows.variance)
-
-    def is_stationary(self) -> bool:
-        """True: only distances count."""
-        return True
-
-
-def _column(places: Sequence[int]) -> Array:
-    return np.array(places, dtype=float)[:, None]
+    def _between(self, place: int, others: slice | list[int]) -> Array:
+        apart = math.sqrt(5.0) * np.sqrt(np.square(self._features[others] - self._features[place]).sum(axis=1))
+        near = self._own[place] * self._own[others] * (1.0 + apart + np.square(apart) / 3.0) * np.exp(-apart)
+        found = SCALE_ERROR**2 + FAMILY_ERROR**2 * (self._families[others] == self._families[place]) + near
+        index = np.searchsorted(self._told, place)
+        if index < len(self._told) and self._told[index] == place:
+            shared = np.zeros(len(self._own))
+            same = alike(self._coordinates[index : index + 1], self._coordinates)[0]
+            shared[self._told] = self._prior * same - self._explained[:, index] @ self._explained
+            found = found + shared[others]
+        return np.asarray(found)

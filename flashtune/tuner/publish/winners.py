@@ -39,6 +39,14 @@ def source_for(record: TuningRecord) -> Source:
     return Source.of(family(variant.template), variant)
 
 
+def unchecked_here(record: TuningRecord, here: Target | None) -> str:
+    """The reason why a record can't be checked on the GPU `here`, or without one in Triton's interpreter, or ""."""
+    if here is None:
+        return "" if family(record.outcome.template).interpretable else f"no interpreter runs {record.outcome.template}"
+    measured_on = targets().get(record.key.gpu)
+    return "" if measured_on is not None and measured_on.arch == here.arch else f"{record.key.gpu} is of another architecture"
+
+
 def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) -> Iterator[tuple[TuningRecord, Checked | Failed | None]]:
     """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
 
@@ -53,23 +61,19 @@ def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) 
                 yield record, Failed(fate=Fate.CONSTRAINT, reason=str(error))
                 continue
             limits = workers.limits
+            if unchecked_here(record, here):
+                yield record, None
+                continue
             if here is not None:
-                measured_on = targets().get(record.key.gpu)
-                if measured_on is None or measured_on.arch != here.arch:
-                    yield record, None
-                    continue
                 ready = workers.prepare(record.problem, here, seed, pytorch=False)
                 if isinstance(ready, Failed):
                     yield record, ready
                     continue
                 pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)
-            elif family(record.outcome.template).interpretable:
+            else:
                 problem = replace(record.problem, batch=1, dtype="fp16") if record.problem.dtype == "bf16" else record.problem
                 text = source_for(replace(record, problem=problem))
                 pending = workers.submit("interpret", tasks.interpret_candidate, text, problem, seed, limit_s=limits.interpret_s)
-            else:
-                yield record, None
-                continue
             yield record, pending.reply()
 
 

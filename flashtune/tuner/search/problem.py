@@ -1,6 +1,5 @@
 """Search of one problem: its trials, its closing races, and its decision."""
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from flashtune.tuner.publish.winners import Winners
 from flashtune.tuner.replies import Raced, Spent, logger
 from flashtune.tuner.search.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
 from flashtune.tuner.search.plan import Schedule, SearchListener, SearchPlan, Stage
-from flashtune.tuner.search.stopping import Reason, StoppingRule
+from flashtune.tuner.search.stopping import Reason, StoppingRule, ending_of
 from flashtune.tuner.search.trials import Compiling, Proposals, Trials
 from flashtune.tuner.timing.racing import fallback_ahead, first_by_calls, ranked, to_call, to_race
 
@@ -31,6 +30,9 @@ LIKELY = 6
 
 AHEAD = 12
 """Most candidates of a measured search that are compiled ahead of timing: early proposals rest on few observations."""
+
+UNLEARNING = ("random", "exhaustive")
+"""Samplers whose proposals don't depend on observations, so that every compiler may work ahead."""
 
 
 class Shared:
@@ -128,7 +130,7 @@ class ProblemSearch:
         self.proposals = Proposals(
             self.study,
             self.trials.compile,
-            ahead=min(ahead, AHEAD) if beside else ahead,
+            ahead=min(ahead, AHEAD) if beside and self.plan.sampler not in UNLEARNING else ahead,
             limit=None if self.plan.sampler == "exhaustive" else self.plan.trials,
             beside=beside,
             compile_ahead=self.plan.sampler == "gp",
@@ -211,8 +213,7 @@ class ProblemSearch:
         if self.index == len(self.plan.problems) - 1:
             # The compilers are idle after the last problem.
             self._compile_likely_winners(LIKELY)
-        regret = 0.0 if self.stopped == "space" else self.study.expected_regret()
-        return Ending(reason=self.stopped, regret=regret if math.isfinite(regret) else None)
+        return ending_of(self.stopped, None if self.stopped == "space" else self.study.regrets())
 
     def _compile_likely_winners(self, most: int = 1) -> None:
         """Start compiling likely winners for later calls: up to `most` of the fastest trials, as many as compilers are free, and the

@@ -2,20 +2,25 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from flashtune.core.results import Ending, Outcome
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Reason = Literal["trials", "budget", "space", "gain", "patience"]
 
 UNTIL = 0.005
 """Default least expected gain of a further candidate, as a share of the best time."""
 
-PATIENCE = 12
+PATIENCE = 8
 """Trials in a row without that gain that end a search; twice as many where the surrogate expects it of the next one, or much of all."""
 
-LEFT = 0.02
-"""Largest expected gain of all candidates together at which a search stops when none alone is worth a trial."""
+LEFT = 0.01
+"""Largest expected gain of all candidates together at which a search stops when none alone is worth a trial (benchmarks/run.py stops)."""
 
 NEARLY = 4
 """Trials before the earliest end at which the preparations of a race may begin."""
@@ -33,7 +38,16 @@ _WORDS = {
 def sentence(ending: Ending) -> str:
     """Short reason why a search stopped, with the expected gain of a longer one."""
     why = _WORDS.get(ending.reason, ending.reason)
-    return why if ending.regret is None else f"{why}; {ending.regret:.1%} expected to be left"
+    at_most = "" if ending.worst is None else f", in nine cases of ten at most {ending.worst:.1%}"
+    return why if ending.regret is None else f"{why}; {ending.regret:.1%} expected to be left{at_most}"
+
+
+def ending_of(reason: Reason, regrets: "NDArray[np.float64] | None") -> Ending:
+    """The end of a search by its reason and samples of its best candidate's regret; without any nothing is left where the whole space was
+    tried, and elsewhere nothing is known."""
+    if regrets is None:
+        return Ending(reason=reason, regret=0.0, worst=0.0) if reason == "space" else Ending(reason=reason)
+    return Ending(reason=reason, regret=float(regrets.mean()), worst=float(np.quantile(regrets, 0.9)))
 
 
 @dataclass

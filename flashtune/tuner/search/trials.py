@@ -175,7 +175,8 @@ class Proposals:
             self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate)))
         # The compilers work meanwhile, so the estimate costs no waiting.
         if self._thread is not None:
-            self.left_in_all = study.expected_regret()
+            regrets = study.regrets()
+            self.left_in_all = math.inf if regrets is None else float(regrets.mean())
         self.left = study.left_to_gain()
         self._out.put("expected")
         if self._compile_ahead:

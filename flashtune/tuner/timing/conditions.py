@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from flashtune.core.results import Conditions
+from flashtune.core.results import POWER_CAP, Conditions
 from flashtune.tuner.replies import Failed, Raced
 
 RACES = 3
@@ -33,7 +33,7 @@ _START_S = 10.0
 """Seconds to wait for the first reading: a driver that no process uses takes seconds to start."""
 
 THROTTLES = {
-    0x4: "SwPowerCap",
+    0x4: POWER_CAP,
     0x8: "HwSlowdown",
     0x20: "SwThermalSlowdown",
     0x40: "HwThermalSlowdown",
@@ -159,7 +159,7 @@ def race_undisturbed(
     with watch as watched:
         for attempt in range(RACES):
             if attempt:
-                power_alone = _doubts(before) == ("throttled",) and before is not None and before.throttled_by == THROTTLES[0x4]
+                power_alone = _doubts(before) == ("throttled",) and before is not None and before.power_limited
                 time.sleep(min(pause_s, POWER_PAUSE_S) if power_alone else pause_s)
             reply = race(last if _doubts(before) == ("throttled",) else None)
             if isinstance(reply, Failed):

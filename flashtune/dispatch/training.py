@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.call import Call, Outputs, PerHead, signed
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
-from flashtune.dispatch.plans.forward import KernelPlan
-from flashtune.dispatch.plans.gradients import BackwardInputs
-from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.resolve import backwards
-from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops import operators
+from flashtune.dispatch import backwards, operators
+from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.gradients import BackwardInputs
+from flashtune.dispatch.parse import signed
+from flashtune.dispatch.plan import Plan, capturing, random_bits
+from flashtune.dispatch.pytorch import TorchPlan
 
 
-class TrainingPlan:
+class TrainingPlan(Plan):
     """Plan of a forward and of its gradients.
 
     A Python operator would cost the host several times as much, so that this is an autograd function around the same kernels.
@@ -27,7 +27,8 @@ class TrainingPlan:
     def __init__(self, memo: Memo, call: Call, forward: TorchPlan | KernelPlan) -> None:
         """`forward` serves `backwards.forward_of(call)`."""
         self.memo, self.call, self.forward = memo, call, forward
-        self.backward = backwards.backward(memo, backwards.forward_of(call))
+        of_forward = backwards.forward_of(call)
+        self.backward = backwards.backward_of(memo, of_forward, lambda: of_forward)
         alignment = "bottom_right" if call.band.diagonal else "top_left"
         self.numbers = operators.Numbers.of(call, alignment, trains=True)
 

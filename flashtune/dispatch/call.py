@@ -1,8 +1,8 @@
 """Checked call of `attention` without its tensors, for which a plan is made, and its per-head arguments."""
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -188,3 +188,8 @@ class Call:
         if self.rank == 2:
             return x[0, 0]
         return x[0] if self.rank == 3 else x.view(*self.batch_dims, *x.shape[1:])
+
+
+def trained_as(problem: Problem, requested: Sequence[str] = ()) -> Problem:
+    """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+    return replace(problem, direction="bwd", features=problem.features.asking(requested))

@@ -1,8 +1,6 @@
-"""`attention` as PyTorch operators with gradients: opaque nodes of a compiler's graph. Where PyTorch serves, its own path is traced.
+"""Lazy definition of PyTorch operators: only tracers need them, and every new process would wait for them.
 
-Between torch.ops.flashtune.attention and torch.ops.flashtune.attention_gradients pass the output, the LSE and 64 bits that determine
-dropout's mask; nothing is as large as the scores. Where gradients have to be bitwise repeatable, only families that accumulate in a fixed
-order serve.
+Lookups that bypass Python, as from an AOTInductor package, find them after any access to torch.ops.flashtune.
 """
 
 import threading
@@ -13,22 +11,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
-from flashtune.core.problem import ASKED, FLAGS, Features, MaskKind, Problem
+from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import output_torch_dtype
-from flashtune.dispatch.call import Arguments, Call, Options, Outputs, PerHead, parse, seed_bits, signed
-from flashtune.dispatch.launch import devices
-from flashtune.dispatch.plans import pytorch
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
-from flashtune.dispatch.plans.gradients import BackwardInputs
-from flashtune.dispatch.plans.memory import out_strides
-from flashtune.dispatch.resolve import backwards, layers
-from flashtune.dispatch.resolve.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
-from flashtune.dispatch.resolve.memo import Memo
-from flashtune.dispatch.torch_ops import overriding
+from flashtune.dispatch import backwards, context, inspection, pytorch
+from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.gradients import BackwardInputs
+from flashtune.dispatch.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
+from flashtune.dispatch.parse import Arguments, Options, parse, seed_bits, signed
+from flashtune.dispatch.plan import capturing, out_strides, random_bits
+
+
+def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:
+    """Call `define` at the first lookup in a namespace of torch.ops, in any thread; once more where it was interrupted."""
+    namespace: Any = getattr(torch.ops, name)
+    lock, state = threading.RLock(), {"defined": False, "defining": False}
+
+    def lookup(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        with lock:
+            # Defining an operator looks it up, too.
+            if not (state["defined"] or state["defining"]):
+                state["defining"] = True
+                try:
+                    define()
+                    state["defined"] = True
+                finally:
+                    state["defining"] = False
+            return type(namespace).__getattr__(namespace, name)
+
+    # PyTorch's namespaces are modules, for which __getattr__ serves missing names (PEP 562).
+    namespace.__getattr__ = lookup
 
 
 class Numbers(NamedTuple):
@@ -77,8 +95,8 @@ _forwards = threading.local()
 
 def traced(arguments: Arguments, options: Options) -> Any:
     """`attention` while a compiler traces it, without a graph break."""
-    if overriding.nested(arguments, options):
-        return overriding.torchs(*arguments[:4], options)
+    if inspection.nested(arguments, options):
+        return inspection.torchs(*arguments[:4], options)
     arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
     call = parse(arguments, options)
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
@@ -118,24 +136,14 @@ def _trains(call: Call, requested: Sequence[str]) -> bool:
     if problem is None:
         return False
     # Sizes don't matter: only the existence of a measured record counts.
-    features, place = problem.features, -1 if call.device.index is None else call.device.index
-    left, right = (None if side is None else index(side) for side in features.window or (None, None))
-    flags = [getattr(features, name) for name in FLAGS] + [name in requested for name in ASKED]
+    f, device = problem.features, call.device
     # A tracer may hold symbolic truth values, which a branch makes constants, and sizes, for which `index` does and `int` doesn't.
-    flags = [True if flag else False for flag in (features.causal, call.deterministic, backwards.composite(call), *flags)]  # noqa: SIM210
-    ratio = index(problem.heads) // index(problem.kv_heads)
+    flags = [name for name, flag in (("causal", f.causal), *((name, getattr(f, name)) for name in FLAGS)) if flag]
+    window = None if f.window is None else [None if side is None else index(side) for side in f.window]
+    deterministic, composite = (True if flag else False for flag in (call.deterministic, backwards.composite(call)))  # noqa: SIM210
+    place, ratio = -1 if device.index is None else device.index, index(problem.heads) // index(problem.kv_heads)
     return _trainable(
-        call.device.type,
-        place,
-        problem.dtype,
-        problem.d,
-        problem.d_v,
-        ratio,
-        features.mask,
-        features.window is not None,
-        left,
-        right,
-        *flags,
+        device.type, place, problem.dtype, problem.d, problem.d_v, ratio, f.mask, window, [*flags, *requested], deterministic, composite
     )
 
 
@@ -147,28 +155,24 @@ def _trainable(
     d_v: int,
     ratio: int,
     mask: MaskKind,
-    windowed: bool,
-    left: int | None,
-    right: int | None,
-    causal: bool,
+    window: Sequence[int | None] | None,
+    flags: Sequence[str],
     deterministic: bool,
     composite: bool,
-    *flags: bool,
 ) -> bool:
     """True where backward kernels may serve problems like this one, of usual sizes.
 
-    `composite` is the result of `backwards.composite`; `flags` are those of FLAGS and ASKED. A compiler that traces treats the result as a
-    constant, and passes plain values alone.
+    `flags` are the features and requested gradients that are True; `composite` is the result of `backwards.composite`. A compiler that
+    traces treats the result as a constant, and passes plain values alone.
     """
     target = devices.target_of(torch.device(device, index) if index >= 0 else torch.device(device))
-    kwargs: dict[str, Any] = dict(zip((*FLAGS, *ASKED), flags, strict=True))
-    features = Features(causal=causal, mask=mask, window=(left, right) if windowed else None, **kwargs)
+    left, right = window or (None, None)
+    features = Features(mask=mask, window=None if window is None else (left, right), **dict.fromkeys(flags, True))  # type: ignore[arg-type]
     sizes = {"batch": 1, "heads": ratio, "kv_heads": 1, "n_q": 1, "n_kv": 1, "d": d, "d_v": d_v}
     problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
-    memo = layers.current()
+    memo = context.current()
     with memo.lock:
-        repeatable = backwards.repeatable_requested(deterministic)
-        return backwards.gradient_choice(memo, problem, target, repeatable=repeatable, composite=composite)[0] is not None
+        return backwards.gradient_choice(memo, problem, target, deterministic=deterministic, composite=composite)[0] is not None
 
 
 # As torch.compiler.assume_constant_result sets it, whose import brings the compiler.
@@ -262,7 +266,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(query, key, value, *output, attn_mask, given.alibi_slopes, given.sinks)
     ctx.numbers = inputs[5 + len(PER_HEAD) :]
     # Autograd's threads have no layers of their own.
-    ctx.memo = layers.current()
+    ctx.memo = context.current()
     ctx.set_materialize_grads(False)
 
 
@@ -302,7 +306,7 @@ def _twice(ctx: Any, *_: object) -> None:
 def _gradients(dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     """Gradients by the best backward kernel that takes the call, else by the reference."""
     query, key, value, out, lse, state, attn_mask, alibi_slopes, sinks, *rest = others
-    memo = getattr(_forwards, "memo", None) or layers.current()
+    memo = getattr(_forwards, "memo", None) or context.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
     requested, numbers = rest[:5], Numbers(*rest[5:])

@@ -1,9 +1,11 @@
-"""Plans of the forward pass by a kernel, whose launches are prepared at a signature's first call."""
+"""Plans of the forward pass by a kernel, whose launches are prepared at a signature's first call, and the latch to a fallback kernel."""
 
 import contextlib
+import ctypes
 import math
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,19 +13,85 @@ import torch
 from torch import Tensor
 
 from flashtune.core import launching
-from flashtune.core.band import Sides
 from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import PER_HEAD, CallParameters
+from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.launch import driver, prepared
-from flashtune.dispatch.launch.program import Program
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits
-from flashtune.dispatch.plans.memory import out_strides, padded, placed
-from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, Misprediction
-from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.launch import Program
+from flashtune.dispatch.plan import Plan, capturing, out_strides, padded, placed, random_bits
+from flashtune.dispatch.pytorch import TorchPlan
+
+WINDOW = 8
+"""Launches whose programs are looked at (`count_launch` in flashtune/templates/hopper keeps as many counts). With SHARE two whole launches
+have to mispredict, so that one odd launch changes nothing."""
+
+SHARE = 4
+"""The latch closes where 1 / SHARE of the programs mispredicted: such a program loses up to half of its speed, and the fallback kernel is
+some 10 % slower than the others."""
+
+_LOW = 2**32 - 1
+
+
+class Misprediction:
+    """Counts of a plan's launches and of their mispredicting programs, and the latch. Threads share it without a lock.
+
+    `addresses` are those of the count in the GPU's memory and of its mirror in the host's. The mirror is a 64-bit word, with launches in
+    the high half and mispredicting programs in the low one, then copies of it from the start of each of the last WINDOW launches, that of
+    launch i at i % WINDOW.
+    """
+
+    __slots__ = ("_words", "addresses", "latched", "mispredicted", "programs", "seen")
+
+    def __init__(self, counted: int, mirror: int) -> None:
+        self.addresses = counted, mirror
+        self._words = (ctypes.c_uint64 * (1 + WINDOW)).from_address(mirror)
+        self.mispredicted = ctypes.c_uint32.from_address(mirror)
+        """Mispredicting programs so far, modulo 2^32, in `value`; may lag behind."""
+        self.seen = 0
+        """Its value at the last `check`: where it is the same, nothing is to be checked."""
+        self.programs = 1
+        """Programs of a launch."""
+        self.latched = False
+        """True from when on the fallback kernel serves."""
+
+    def check(self) -> bool:
+        """True where the fallback kernel serves, by all counts so far."""
+        if not self.latched:
+            now = self._words[0]
+            self.seen = now & _LOW
+            mispredicted = (now - self._words[1 + (now >> 32) % WINDOW]) & _LOW
+            self.latched = SHARE * mispredicted >= WINDOW * self.programs
+        return self.latched
+
+
+class Mispredictions:
+    """Counts by key, so that a plan that is chosen again continues with its own, and its latch. They stay for as long as the process runs,
+    since a captured graph may still write to them."""
+
+    _ROOM = 128
+    _CHUNK = 8192
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[int, Hashable], Misprediction] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}
+
+    def of(self, device: int, key: Hashable) -> Misprediction:
+        """Counts of this key on a GPU, 0 where they are new; raises DriverError."""
+        with self._lock:
+            if (device, key) not in self._found:
+                free = self._free.setdefault(device, [])
+                if not free:
+                    counted, mirror = driver.resident(device, bytes(self._CHUNK)), driver.host_memory(device, self._CHUNK)
+                    free += [(counted + place, mirror + place) for place in range(0, self._CHUNK, self._ROOM)]
+                self._found[device, key] = Misprediction(*free.pop())
+            return self._found[device, key]
+
+
+MISPREDICTIONS = Mispredictions()
 
 
 class ModulePlan:
@@ -46,17 +114,17 @@ class ModulePlan:
         self.program: Program | None = None
 
     def _prepared(
-        self, operands: prepared.Operands, parameters: CallParameters, *, compiles: bool, misses: tuple[int, int] | None = None
+        self, operands: launch.Operands, parameters: CallParameters, *, compiles: bool, misses: tuple[int, int] | None = None
     ) -> Program | None:
         """Prepared launches; damaged machine code is replaced by what Triton compiles."""
         try:
-            return prepared.program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
+            return launch.program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
         except EnvironmentProblem as error:
             if self.manifest is None:
                 raise
             self._warn(f"flashtune: {error}; until then Triton compiles it")
             self.manifest = None
-            return prepared.program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
+            return launch.program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
 
 
 class Fallback(NamedTuple):
@@ -67,7 +135,7 @@ class Fallback(NamedTuple):
     plan: Callable[[], "KernelPlan | None"]
 
 
-class KernelPlan(ModulePlan):
+class KernelPlan(ModulePlan, Plan):
     """Plan that launches a forward's kernel, or its fallback kernel once the softmax was mispredicted (`misprediction`)."""
 
     __slots__ = (
@@ -89,15 +157,17 @@ class KernelPlan(ModulePlan):
         "misprediction",
     )  # fmt: skip
 
-    def __init__(self, call: Call, module: LoadedKernel, q: Tensor, *, fallback: Fallback | None = None, **others: Any) -> None:
-        """`q` is (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch. `others` are the
-        arguments of ModulePlan."""
+    def __init__(
+        self, call: Call, module: LoadedKernel, q_strides: tuple[int, ...], *, fallback: Fallback | None = None, **others: Any
+    ) -> None:
+        """`q_strides` are those of q (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch.
+        `others` are the arguments of ModulePlan."""
         super().__init__(call, module, **others)
         self.fallback = fallback
         self._other: KernelPlan | None = None
         self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
-        self._layout = (shape, out_strides(shape, q.stride()), shape[:3], (call.heads * call.n_q, call.n_q, 1))
+        self._layout = (shape, out_strides(shape, q_strides), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._counters = 0
         self._copies_mask = self._moves_sign = False
         # Addresses of per-head arguments that aren't tensors.
@@ -126,7 +196,7 @@ class KernelPlan(ModulePlan):
                 self._moves_sign = host.positive_scale and call.scale <= 0.0
             self._counters = self.module.counts_needed(q, k)
             if call.factors is not None:
-                factors = prepared.resident_factors(call.device, call.factors)
+                factors = launch.resident_factors(call.device, call.factors)
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
                 self._rest = (0, *self._heads, 0)
@@ -144,7 +214,7 @@ class KernelPlan(ModulePlan):
 
     def _take_memory_for(self, program: Program) -> None:
         """Lay out the scratch memory of a call."""
-        self._plain = program.last_source <= prepared.COUNTS
+        self._plain = program.last_source <= launch.COUNTS
         self._temporaries, self._scratch = placed(program.temporaries)
         self._hands_on = len(program.planned) > 1 and bool(program.temporaries)
         if not self.call.return_lse:
@@ -183,19 +253,6 @@ class KernelPlan(ModulePlan):
                 self.misprediction, misprediction.latched = None, False
         return self._other
 
-    def for_length(self, query: Tensor, key: Tensor, value: Tensor, per_head: PerHead | None, sides: Sides) -> "KernelPlan | None":
-        """Built plan of the same kernel for a decode step of another number of keys (no mask); None where it doesn't accept the tensors."""
-        n_kv = key.shape[2]
-        assert self.call.problem is not None, "kernels serve problems"
-        band = sides.band(self.call.n_q, n_kv)
-        call = replace(self.call, n_kv=n_kv, band=band, problem=replace(self.call.problem, n_kv=n_kv))
-        q, k, v = call.views(query, key, value)
-        if not self.module.accepts(q, k, v, None):
-            return None
-        plan = KernelPlan(call, self.module, q, manifest=self.manifest, whole=self._whole, warn=self._warn)
-        plan.build(query, key, value, None, per_head)
-        return plan
-
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
         misprediction = self.misprediction
@@ -204,8 +261,7 @@ class KernelPlan(ModulePlan):
             if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)
         call, program = self.call, self.program
-        device = call.device
-        index = device.index
+        device, index = call.device, call.device.index
         if program is not None and torch._C._cuda_getDevice() != index:
             # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
@@ -222,10 +278,8 @@ class KernelPlan(ModulePlan):
             query, key, value = call.views(query, key, value)
         if self._moves_sign and self.module.host is not None:
             query, _ = launching.positive_scale(self.module.host, query, call.scale)
-        if self._like_query:
-            out = torch.empty_like(query)
-        else:
-            out = torch.empty_strided(self._layout[0], self._layout[1], dtype=call.out_dtype, device=device)
+        shape, strides, lse_shape, lse_strides = self._layout
+        out = torch.empty_like(query) if self._like_query else torch.empty_strided(shape, strides, dtype=call.out_dtype, device=device)
         stream = torch._C._cuda_getCurrentRawStream(index)
         counts, scratch, rest = 0, 0, self._rest
         held: Tensor | None = None
@@ -237,7 +291,7 @@ class KernelPlan(ModulePlan):
                 rest = self._behind(scratch)
         lse: Tensor | None = None
         if call.return_lse:
-            lse = torch.empty_strided(self._layout[2], self._layout[3], dtype=torch.float32, device=device)
+            lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
             lse_at = lse.data_ptr()
         else:
             lse_at = scratch + self._lse_offset
@@ -298,14 +352,13 @@ class KernelPlan(ModulePlan):
         operands, parameters = self._given(query, key, value, mask, per_head)
         if bits:
             parameters = replace(parameters, seed=bits[0], offset=bits[1])
-        launch = launching.launcher(self.module)
         with torch.cuda.device(call.device) if call.device.type == "cuda" else contextlib.nullcontext():
-            launch(*operands, **parameters.keywords())
-        return call.restored(operands[prepared.OUT]), call.restored(operands[prepared.LSE]) if call.return_lse else None
+            launching.launcher(self.module)(*operands, **parameters.keywords())
+        return call.restored(operands[launch.OUT]), call.restored(operands[launch.LSE]) if call.return_lse else None
 
     def _given(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None
-    ) -> tuple[prepared.Operands, CallParameters]:
+    ) -> tuple[launch.Operands, CallParameters]:
         """Operands and parameters of a launch, but for dropout's seed; the outputs newly allocated."""
         call = self.call
         q, k, v = call.views(query, key, value)

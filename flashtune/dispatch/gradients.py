@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import launching, reference
+from flashtune.core import devices, launching, reference
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import readable
+from flashtune.dispatch import launch
 from flashtune.dispatch.call import Call
-from flashtune.dispatch.launch import devices, prepared
-from flashtune.dispatch.plans.forward import ModulePlan
-from flashtune.dispatch.plans.memory import out_strides, placed
-from flashtune.dispatch.plans.pytorch import no_autocast
+from flashtune.dispatch.forward import ModulePlan
+from flashtune.dispatch.plan import out_strides, placed
+from flashtune.dispatch.pytorch import no_autocast
 
 _Maybe = Tensor | None
 
@@ -181,7 +181,7 @@ class GradientPlan(ModulePlan):
             more.append(torch.empty_like(inputs.lse))
         return *operands, *more
 
-    def _requested(self, inputs: BackwardInputs, operands: prepared.Operands) -> Gradients:
+    def _requested(self, inputs: BackwardInputs, operands: launch.Operands) -> Gradients:
         dq, dk, dv, *more = operands[7:]
         dbias = dslopes = None
         if inputs.of_mask and inputs.mask is not None:

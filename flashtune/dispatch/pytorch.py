@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +25,21 @@ from flashtune.core.torch_attention import (
     vmapped,
 )
 from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.plans.dropout_seed import capturing, random_bits, relaxed
+from flashtune.dispatch.plan import capturing, random_bits, relaxed
 
 FEW_SCORES = 2**20
 """Most scores for which PyTorch's math backend computes gradients, as PyTorch itself would choose."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class TorchPlan:
     """Plan that runs PyTorch's own attention, or the composite for features that it lacks.
 
-    `kwargs` are those of PyTorch's function beside tensors and mask, where it takes the call unchanged; else None.
+    `direct` is PyTorch's function with the call's options, where it takes the call unchanged; else None.
     """
 
     call: Call
-    kwargs: Mapping[str, Any] | None = None
+    direct: Callable[..., Tensor] | None = None
 
     @classmethod
     def of(cls, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> "TorchPlan":
@@ -49,33 +49,22 @@ class TorchPlan:
         requested = {"dropout_p": call.dropout_p, "is_causal": call.torch_causal, "scale": call.scale, "enable_gqa": call.shared}
         usual = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0 / math.sqrt(call.d or 1), "enable_gqa": False}
         # PyTorch's argument parser takes time for each, so that defaults are left out.
-        return cls(call=call, kwargs={name: value for name, value in requested.items() if value != usual[name]})
+        kwargs: dict[str, Any] = {name: value for name, value in requested.items() if value != usual[name]}
+        # On a GPU the function whose backward takes gradients of any layout, which PyTorch's doesn't.
+        return cls(call=call, direct=functools.partial(differentiable_sdpa if call.device.type == "cuda" else sdpa, **kwargs))
 
     def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Nothing to build."""
 
-    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """PyTorch's function with the call's options, for calls without a mask or per-head arguments; None where more than it is needed."""
-        return None if self.kwargs is None else functools.partial(self._sdpa, **self.kwargs)
-
-    @property
-    def _sdpa(self) -> Callable[..., Tensor]:
-        """PyTorch's function; on a GPU the one whose backward takes gradients of any layout, which PyTorch's doesn't."""
-        return differentiable_sdpa if self.call.device.type == "cuda" else sdpa
-
-    def for_length(self, *_: object) -> "TorchPlan":
-        """This plan, since nothing in it depends on the number of keys."""
-        return self
-
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE."""
         call = self.call
-        if (kwargs := self.kwargs) is not None:
+        if (function := self.direct) is not None:
             if mask is None:
-                return self._sdpa(query, key, value, **kwargs), None
+                return function(query, key, value), None
             # One line with gradients and without, since torch.jit.trace compares source lines.
             with sound_backends_of(call, query, key, value, mask):
-                return self._sdpa(query, key, value, as_bias(mask, query.dtype), **kwargs), None
+                return function(query, key, value, as_bias(mask, query.dtype)), None
         keep = None
         if call.dropout_p and not call.torch_draws:
             sizes = (call.batch, call.heads, call.n_q, call.n_kv)

@@ -1,17 +1,21 @@
-"""Inspection of a call's tensors before parsing: autocast, memory layout, and reasons for which only PyTorch can serve them."""
+"""Inspection of a call's tensors before parsing: overriding classes, autocast, memory layout, reasons for PyTorch."""
 
 import threading
 from collections.abc import Callable, Hashable
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_overloaded_args, handle_torch_function, has_torch_function
 
+from flashtune.core import devices
+from flashtune.core.errors import InputTypeError
 from flashtune.core.parameters import PER_HEAD
-from flashtune.core.torch_attention import autocasting, has_address
+from flashtune.core.torch_attention import autocasting, has_address, sdpa
 from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.launch import devices
+from flashtune.dispatch.parse import Arguments, Options
 
 GRADIENT = "a gradient is needed"
 """Reason for PyTorch's own operations, unless a backward kernel serves."""
@@ -107,16 +111,16 @@ def why_torch_ever(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
         or (per_head is not None and any(x.requires_grad for x in per_head.tensors()))
     ):
         wanted = [] if attn_mask is None or not attn_mask.requires_grad else ["attn_mask"]
-        wanted += [] if per_head is None else [name for name, x in zip(PER_HEAD, per_head, strict=True) if _differentiable(x)]
+        wanted += (
+            []
+            if per_head is None
+            else [name for name, x in zip(PER_HEAD, per_head, strict=True) if isinstance(x, Tensor) and x.requires_grad]
+        )
         if not wanted:
             return GRADIENT
         why = f"a gradient of {' and '.join(wanted)} is needed"
         return why if all(name in WITH_GRADIENTS for name in wanted) else f"{why}, which kernels don't compute"
     return None
-
-
-def _differentiable(x: Tensor | float | None) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def places_in_memory(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, why_torch: str | None) -> Hashable:
@@ -148,3 +152,54 @@ def autocast(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
         return x.to(dtype) if x.is_floating_point() and x.dtype not in (torch.float64, torch.float8_e4m3fn) else x
 
     return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
+
+
+def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, **kwargs: Any) -> Any:
+    """The call by PyTorch's override protocol: tracers' proxies and function modes see `attention` itself.
+
+    Other classes that override functions, as nested tensors, implement PyTorch's function, which is called for them.
+    """
+    options, per_head = Options(**{name: kwargs[name] for name in Options._fields}), PerHead(*(kwargs[name] for name in PER_HEAD))
+    nested(Arguments(query, key, value, attn_mask, seed, per_head), options)
+    overloaded = _get_overloaded_args((query, key, value, attn_mask))
+    proxied = is_causal_bias(attn_mask) or any(isinstance(x, torch.fx.Proxy) for x in overloaded)
+    if overloaded and not proxied and _torch_has(options, seed, per_head):
+        return torchs(query, key, value, attn_mask, options)
+    return handle_torch_function(attention, (query, key, value, attn_mask), query, key, value, attn_mask, seed=seed, **kwargs)
+
+
+def nested(arguments: Arguments, options: Options) -> bool:
+    """True where a tensor is nested; raises InputTypeError for options that PyTorch's own function, which serves those, lacks."""
+    found = [name for name, x in zip(Arguments._fields, arguments[:3], strict=False) if isinstance(x, torch.Tensor) and x.is_nested]
+    if not found or _torch_has(options, arguments.seed, arguments.per_head):
+        return bool(found)
+    more = [name for name, x, usual in zip(Options._fields[4:], options[4:], Options()[4:], strict=True) if x != usual]
+    more += [
+        name for name, x in zip(("seed", *PER_HEAD), (arguments.seed, *(arguments.per_head or PerHead())), strict=True) if x is not None
+    ]
+    raise InputTypeError(
+        f"{found[0]} is a nested tensor, which PyTorch's own attention alone takes, and that without {' and '.join(more)}: "
+        "pad it to a dense one and mask the padding"
+    )
+
+
+def is_torchs(arguments: Arguments, options: Options) -> bool:
+    """True where `attention` passes a call on to PyTorch's own function because of the class of its tensors."""
+    return nested(arguments, options) or (has_torch_function(arguments[:4]) and _torch_has(options, arguments.seed, arguments.per_head))
+
+
+def torchs(query: Any, key: Any, value: Any, attn_mask: Any, options: Options) -> Any:
+    """The call by PyTorch's own function, whatever its tensors are, with the options that aren't defaults."""
+    kwargs = {name: x for name, x, usual in zip(Options._fields, options[:4], Options(), strict=False) if x is not usual and x != usual}
+    # A mask's class may not implement comparisons.
+    return sdpa(query, key, value, **(kwargs if attn_mask is None else {"attn_mask": attn_mask, **kwargs}))
+
+
+def is_causal_bias(mask: object) -> bool:
+    """True for PyTorch's CausalBias, recognised by name, since its module takes a second to import (it brings the compiler)."""
+    return type(mask).__name__ == "CausalBias" and isinstance(mask, torch.Tensor)
+
+
+def _torch_has(options: Options, seed: int | None, per_head: PerHead | None) -> bool:
+    """True where PyTorch's own function has all requested options."""
+    return Options(*options[:4]) == options and seed is None and not any(x is not None for x in per_head or ())

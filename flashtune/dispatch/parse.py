@@ -16,7 +16,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
-from flashtune.dispatch.call.checked import Call, PerHead, surely
+from flashtune.dispatch.call import Call, PerHead, surely
 
 
 class Arguments(NamedTuple):
@@ -74,8 +74,9 @@ def parse(given: Arguments, options: Options) -> Call:
     dropout_p, softcap, scale = scalars(options, wide=query.dtype == torch.float64)
     if seed is not None:
         seed_bits(seed)
+    if per_head is not None:
+        _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
     per_head = per_head or PerHead()
-    _check_per_head(per_head, query, batch_dims, {"heads": heads, "kv_heads": kv_heads})
     sizes = {"batch": math.prod(batch_dims), "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     problem = None
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= MAX_HEAD_DIM:

@@ -14,12 +14,11 @@ from flashtune.core.passes import BACKWARD
 from flashtune.core.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
-from flashtune.dispatch.call import Call
+from flashtune.dispatch.call import Call, trained_as
 from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.choose import Choice, Pool, rank
-from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
-from flashtune.dispatch.resolve.code import code_of, tried, variant_of
-from flashtune.dispatch.resolve.memo import MOST_PLANS, Memo
+from flashtune.dispatch.context import MOST_PLANS, Memo
+from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
 from flashtune.dispatch.torch_times import HOST_BACKWARD_US, backward_kind, reads_matrix, scaled_backward_us
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -28,11 +27,6 @@ from flashtune.templates.family import Family
 def forward_of(call: Call) -> Call:
     """Forward of a call whose gradients kernels compute: it returns the LSE, and takes tensors as `Call.views` makes them."""
     return replace(call, return_lse=True, rank=4, batch_dims=(call.batch,), identity=True)
-
-
-def trained_as(problem: Problem, requested: Sequence[str] = ()) -> Problem:
-    """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
-    return replace(problem, direction="bwd", features=problem.features.asking(requested))
 
 
 def composite(call: Call) -> bool:
@@ -45,19 +39,19 @@ def composite(call: Call) -> bool:
 
 
 def gradient_choice(
-    memo: Memo, problem: Problem, target: Target, *, repeatable: bool = False, composite: bool = False
+    memo: Memo, problem: Problem, target: Target, *, deterministic: bool = False, composite: bool = False
 ) -> tuple[Choice | None, str]:
     """Kernel for the backward of `problem` on `target`, or None and the reason for PyTorch.
 
-    `repeatable` requires bitwise repeatable gradients; `composite` is the result of the function of that name. A kernel serves where it is
-    expected to take less time than PyTorch, the host's included (`torch_us_of`). Kernels without measurements on the GPU's architecture
+    `deterministic` requires bitwise repeatable gradients; `composite` is the result of the function of that name. A kernel serves where it
+    is expected to take less time than PyTorch, the host's included (`torch_us_of`). Kernels without measurements on the GPU's architecture
     serve only where unmeasured ones are allowed, in the interpreter, too, or PyTorch has no fused kernel.
     """
     trained = replace(problem, direction="bwd")
     if "bwd" in memo.pinned:
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     key = trained.key(target.slug)
-    pool, known = memo.pool(key, target), _repeatable(families()) if repeatable else families()
+    pool, known = memo.pool(key, target), _allowed(families(), deterministic)
     unmeasured = memo.unmeasured or composite
     chosen = next(measured_gradients(trained, target, pool, known, framework_serves=not composite, unmeasured=unmeasured), None)
     if chosen is None:
@@ -70,7 +64,7 @@ def gradient_choice(
     record = chosen.record
     if record is None or composite or (memo.unmeasured and chosen.family is not None):
         return chosen, ""
-    if repeatable and chosen.family is not None:
+    if chosen.family is not None and len(known) < len(families()):
         # Records hold the times of PyTorch's usual gradients, which aren't repeatable.
         return chosen, ""
     if record.key == key and (chosen.family is None or (record.outcome.call_us and record.framework_call_us)):
@@ -137,12 +131,10 @@ def _informs(theirs: Problem, ours: Problem, *, alike: bool) -> bool:
     return fewer and all(getattr(b, name) >= getattr(a, name) for name in FLAGS)
 
 
-def repeatable_requested(deterministic: bool) -> bool:
-    """True where gradients have to be bitwise repeatable: by the call, or by PyTorch's deterministic mode."""
-    return deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _repeatable(found: Mapping[str, Family]) -> dict[str, Family]:
+def _allowed(found: Mapping[str, Family], deterministic: bool) -> Mapping[str, Family]:
+    """Repeatable families alone where gradients have to be: by the call, or by PyTorch's deterministic mode."""
+    if not (deterministic or torch.are_deterministic_algorithms_enabled()):
+        return found
     return {name: family for name, family in found.items() if family.repeatable}
 
 
@@ -152,34 +144,26 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
         return
     problem = trained_as(call.problem, inputs.requested)
     target, known, records = memo.surroundings(call.device, problem)
-    if repeatable_requested(call.deterministic):
-        known = _repeatable(known)
     mask = call.full_mask(inputs.mask)
     pinned = memo.pinned.get("bwd")
     written = operand_names(pinned.host.spec) if pinned is not None and pinned.host is not None else ()
     writes_all = written[len(BACKWARD.operands) :] == inputs.requested
     if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
         yield None, GradientPlan(call, pinned)
-    for choice in measured_gradients(problem, target, records, known, framework_serves=False):
-        if choice.family is not None:
-            variant = variant_of(choice, choice.family)
-            module, manifest, whole, _ = code_of(memo, choice.family, variant, call.device, target)
-            if module is not None and module.accepts(inputs.query, inputs.key, inputs.value, mask):
-                yield variant, GradientPlan(call, module, manifest=manifest, whole=whole, warn=memo.warn_once)
-
-
-def backward(memo: Memo, call: Call) -> Backward:
-    """Gradients of calls like this one, by kernels that are chosen at first use."""
-    return Backward(call, functools.partial(_first_gradients, memo))
+    for choice in measured_gradients(problem, target, records, _allowed(known, call.deterministic), framework_serves=False):
+        if choice.family is not None and (variant := choice.variant) is not None:
+            code = memo.kernels.code(choice.family, variant, call.device, target)
+            if not isinstance(code, str) and code.module.accepts(inputs.query, inputs.key, inputs.value, mask):
+                yield variant, GradientPlan(call, **code._asdict(), warn=memo.warn_once)
 
 
 def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
-    """Cached result of `backward` for a signature; `call` makes the call where there is none."""
+    """Gradients of calls like the one that `call` makes, by kernels that are chosen at first use; cached by signature."""
     if (known := memo.backwards.get(signature)) is not None:
         return known
     if len(memo.backwards) >= MOST_PLANS:
         memo.backwards.clear()
-    return memo.backwards.setdefault(signature, backward(memo, call()))
+    return memo.backwards.setdefault(signature, Backward(call(), functools.partial(_first_gradients, memo)))
 
 
 def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[GradientPlan | ReferencePlan, Gradients]:
@@ -190,7 +174,7 @@ def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[Gr
     with memo.lock:
         # Kernels that failed before are skipped.
         for variant, plan in gradient_kernels(memo, call, inputs):
-            found = tried(memo, variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
+            found = memo.kernels.tried(variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
             if found is not None:
                 return plan, found
     formula = ReferencePlan(call, inputs)

@@ -1,0 +1,195 @@
+"""Kernels: machine code where it is shipped or cached, else rendered text; and those that failed here."""
+
+import errno
+import functools
+import os
+from collections.abc import Callable
+from threading import Timer
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from flashtune.core import devices
+from flashtune.core.binaries import Manifest, machine_arch, source_digest
+from flashtune.core.collector import held_off
+from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError
+from flashtune.core.folders import let_triton_write
+from flashtune.core.launching import LoadedKernel
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
+from flashtune.core.target import Target
+from flashtune.dispatch.driver import NO_RESOURCES, DriverError
+from flashtune.templates.family import Family
+from flashtune.templates.loading import load_kernel, loaded
+
+RETRY_S = 60.0
+"""Seconds after a fault of this machine, as a full disk, until calls affected by it are chosen anew."""
+
+_Found = TypeVar("_Found")
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def variant(family: Family, spec: KernelSpec, config: Config) -> Variant:
+    """Variant of these on this installation; raises InputError where the config is outside the declared space."""
+    family.validate(config)
+    return Variant(template=family.name, spec=spec, config=config)
+
+
+def compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> bool:
+    """True where machine code of a variant for an architecture (Target.arch) is shipped or in the user's cache; nothing is loaded."""
+    chosen = variant(family, spec, config).id
+    if shipped_index(PACKAGE).manifest_of(chosen, arch) is not None:
+        return True
+    from flashtune.core import kernel_cache
+
+    return arch.isdigit() and kernel_cache.find(chosen, machine_arch(int(arch))) is not None
+
+
+def load(family: Family, chosen: Variant) -> LoadedKernel:
+    """Kernel of this variant, with the module that Triton compiles."""
+    let_triton_write()
+    from flashtune.templates import rendering
+
+    return load_kernel(rendering.render(family, chosen), f"{chosen.template}_{chosen.id}")
+
+
+def manifest(chosen: Variant, arch: str) -> Manifest | None:
+    """Machine code of this variant for an architecture (Target.arch): shipped, or of the user's own searches; None where there is none
+    of the text that the installed template renders.
+
+    Raises EnvironmentProblem where the package's files don't match its index.
+    """
+    shipped = shipped_manifest(PACKAGE, chosen.id, arch)
+    if shipped is not None or not arch.isdigit():
+        return shipped
+    from flashtune.core import kernel_cache
+
+    found = kernel_cache.find(chosen.id, machine_arch(int(arch)))
+    if found is None:
+        return None
+    from flashtune.templates import family, rendering
+
+    kind = family(chosen.template)
+    # Launches by host code in a text aren't planned. An id doesn't name a text: an earlier version's code takes other arguments.
+    current = kind.host is not None and found.source_sha256 == source_digest(rendering.render(kind, chosen))
+    return found if current else None
+
+
+def host_code(family: Family, chosen: Variant) -> LoadedKernel:
+    """Host side of a variant with machine code."""
+    return loaded(family, chosen.spec, chosen.config)
+
+
+class Code(NamedTuple):
+    """Module of a kernel and its machine code, with a loader of the whole kernel where the module is host code alone."""
+
+    module: LoadedKernel
+    manifest: Manifest | None = None
+    whole: Callable[[], LoadedKernel] | None = None
+
+
+class Kernels:
+    """Loaded kernels of a dispatch state, and those that failed on a device: `broken` for good, `faults` by this machine's fault."""
+
+    def __init__(self, warn: Callable[[str], None], forget: Callable[[], None]) -> None:
+        """`warn` issues a message once, `forget` drops what was chosen while there were faults."""
+        self.broken: dict[tuple[str, str], str] = {}
+        self.faults: dict[tuple[str, str], str] = {}
+        self._warn, self._forget = warn, forget
+        self._code: dict[tuple[str, str], Code] = {}
+
+    def failure(self, variant: Variant, device: torch.device) -> str | None:
+        """Reason why a kernel isn't tried on a device, where it failed before."""
+        kernel = (variant.id, str(device))
+        return self.broken.get(kernel) or self.faults.get(kernel)
+
+    def code(self, family: Family, variant: Variant, device: torch.device, target: Target) -> Code | str:
+        """Code of a kernel, or the reason why it can't be loaded."""
+        if (why := self.failure(variant, device)) is not None:
+            return why
+        name = (variant.id, target.arch)
+        if name not in self._code:
+            whole = functools.partial(load, family, variant)
+            shipped = self.machine_code(family, variant, target) if device.type == "cuda" and torch.version.cuda else None
+            try:
+                self._code[name] = Code(whole()) if shipped is None else Code(*shipped, whole)
+            except (OSError, ImportError) as error:
+                if not devices.TRITON:
+                    return "Triton is not installed, and no machine code was shipped for it"
+                return self._meet(variant, device, error)
+        return self._code[name]
+
+    def machine_code(self, family: Family, variant: Variant, target: Target) -> tuple[LoadedKernel, Manifest] | None:
+        """Host code of a variant and its machine code; None where there is none, or files are damaged, which is warned of: Triton then
+        compiles the text."""
+        try:
+            with held_off():
+                found = manifest(variant, target.arch)
+                return None if found is None else (host_code(family, variant), found)
+        except (EnvironmentProblem, OSError) as error:
+            self._warn(f"flashtune: {error}; until then Triton compiles {variant.template} {variant.id}")
+            return None
+
+    def tried(self, variant: Variant | None, device: torch.device, build: Callable[[], None], run: Callable[[], _Found]) -> _Found | None:
+        """Result of a plan's first call, built and run; None where its kernel failed, which is recorded and warned of.
+
+        Also None where the machine can't compile it. Without a `variant`, for a pinned kernel or PyTorch's own, all exceptions propagate.
+        """
+        built = False
+        try:
+            build()
+            built = True
+            return run()
+        except Exception as error:
+            kernels_fault = _uncompilable(error) if built else _unbuildable(error)
+            if variant is None or not (kernels_fault or environment_fault(error) is not None):
+                raise
+            self._meet(variant, device, error)
+            return None
+
+    def _meet(self, variant: Variant, device: torch.device, error: BaseException) -> str:
+        """Record that a kernel failed on a device, or that this machine can't compile, warn once, and return the reason in a line."""
+        kernel = (variant.id, str(device))
+        if (fault := environment_fault(error)) is not None:
+            if not self.faults:
+                later = Timer(RETRY_S, self.retry)
+                later.daemon = True
+                later.start()
+            self.faults[kernel] = fault
+            remedy = "free some space, or point TRITON_CACHE_DIR and TMPDIR at folders that can be written"
+            self._warn(f"flashtune: no kernel can be compiled here ({fault}): {remedy}; until then others serve, and it is tried again")
+            return fault
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+        self.broken[kernel] = why
+        self._warn(f"flashtune: {variant.template} with {variant.config.label()} failed on {device} and is skipped from now on: {why}")
+        return why
+
+    def retry(self) -> None:
+        """Drop the faults of this machine, and all plans chosen under them."""
+        self.faults.clear()
+        self._forget()
+
+
+def environment_fault(error: BaseException) -> str | None:
+    """Reason why this machine can't compile kernels, where no kernel is to blame; None for other errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return os.strerror(cause.errno) if cause.filename is not None else cause.strerror
+        cause = cause.__cause__
+    # Triton quotes the errors of its assembler, which writes files, too.
+    return next((said for code in _OF_DISKS if (said := os.strerror(code)) in str(error)), None)
+
+
+def _unbuildable(error: Exception) -> bool:
+    """True where loading or compiling failed because of the kernel: compilers fail variously, but a lost or full GPU is no fault of it."""
+    if isinstance(error, DriverError):
+        return error.code in NO_RESOURCES
+    return not isinstance(error, (FlashtuneError, torch.OutOfMemoryError)) and not str(error).startswith(("CUDA error", "HIP error"))
+
+
+def _uncompilable(error: Exception) -> bool:
+    """True where a launch by Triton failed because the kernel doesn't compile or fit; other errors aren't the kernel's."""
+    return type(error).__module__.startswith("triton.") or str(error).startswith("PassManager::run failed")

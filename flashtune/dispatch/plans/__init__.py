@@ -1,1 +1,0 @@
-"""Plans: prepared execution of calls with equal signatures, and the cache in which a call finds its own."""

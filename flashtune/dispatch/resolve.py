@@ -1,0 +1,318 @@
+"""Plans of a call: the policy's choices in their order, with their kernels, and the explanation of each."""
+
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core import devices
+from flashtune.core.config import Config, Variant
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Problem, ProblemKey
+from flashtune.core.results import Source, TuningRecord
+from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
+from flashtune.core.target import Target
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.dispatch import backwards, kernels
+from flashtune.dispatch.call import Call, trained_as
+from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
+from flashtune.dispatch.inspection import GRADIENTS
+from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.templates import families
+from flashtune.templates.family import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Kernel that serves a call, and the reasons.
+
+    `kind` is the step of the policy (flashtune.dispatch.choose.rank) that served and `reason` says it in a sentence. `template`,
+    `variant_id` and `config` are None where PyTorch serves. `source`, `origin`, `record_key` and the record's times (of its own problem, in
+    microseconds) are None where no record led there; `key` is None where no record can apply to the call (float64, CPU tensors). `refused`
+    has a line for each better-placed record or family that was passed over.
+
+    Where the record is of another key, `differences` lists theirs for ours (`d=128 for 80`). `estimated_loss`, the share of time that the
+    kernel loses against a search of its own, is None: no estimate of it is calibrated. `backward` explains
+    the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
+
+    `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
+    like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
+    the fallback kernel serves until the process ends.
+    """
+
+    kind: Kind
+    reason: str
+    gpu: str
+    key: ProblemKey | None = None
+    template: str | None = None
+    variant_id: str | None = None
+    config: Config | None = None
+    source: Source | None = None
+    origin: str | None = None
+    record_key: ProblemKey | None = None
+    median_us: float | None = None
+    framework_us: float | None = None
+    refused: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    estimated_loss: float | None = None
+    backward: "Explanation | None" = None
+    twin: Config | None = None
+    misled_programs: int = 0
+    went_over: int = 0
+    twin_serves: bool = False
+
+    def remembering(self, state: Misprediction | None) -> "Explanation":
+        """Copy with the counts of such calls and their latch."""
+        if state is None:
+            return self
+        reason = self.reason + "; its softmax was mispredicted, so that its fallback kernel serves" * state.latched
+        programs = state.mispredicted.value
+        return replace(self, reason=reason, misled_programs=programs, went_over=int(state.latched), twin_serves=state.latched)
+
+
+def explained(choice: Choice, problem: Problem, target: Target, refused: Sequence[str], *, interpreted: bool = False) -> Explanation:
+    """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
+    record, variant, reason = choice.record, choice.variant, choice.note
+    if variant is not None and not interpreted and target.arch.isdigit() and (why := _uncompiled(variant, target)) is not None:
+        reason += f"; {why}, so Triton compiles it at the first call"
+    if choice.kind == "framework" and record is None and refused:
+        reason += f" ({refused[0]})"
+    if interpreted:
+        reason += ", in Triton's interpreter"
+    return Explanation(
+        kind=choice.kind,
+        reason=reason,
+        gpu="cpu" if interpreted else target.slug,
+        key=None if interpreted else problem.key(target.slug),
+        template=None if variant is None else variant.template,
+        variant_id=None if variant is None else variant.id,
+        config=choice.config,
+        source=None if record is None else record.outcome.source,
+        origin=None if record is None else record.origin,
+        record_key=None if record is None else record.key,
+        median_us=None if record is None else record.median_us,
+        framework_us=None if record is None else record.framework_us,
+        refused=tuple(refused),
+        differences=choice.differences,
+        twin=choice.fallback,
+    )
+
+
+def _uncompiled(variant: Variant, target: Target) -> str | None:
+    """Reason why this variant has no machine code here; None where it has."""
+    try:
+        if kernels.manifest(variant, target.arch) is not None:
+            return None
+        if lacks_archive(PACKAGE, variant.id, target.arch):
+            return f"its machine code is in {distribution(target.arch)}, which isn't installed"
+    except EnvironmentProblem as error:
+        return str(error)
+    return "there is no machine code of it"
+
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Query, key, value and mask of the caller."""
+
+
+class Candidate(NamedTuple):
+    """Plan that may serve, the step of the policy that chose it, and a factory of its explanation; `variant` is None for PyTorch.
+
+    Where `trains` is True, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
+    """
+
+    plan: TorchPlan | KernelPlan
+    kind: Kind
+    said: Callable[[], Explanation]
+    variant: Variant | None = None
+    trains: bool = False
+
+    @property
+    def explanation(self) -> Explanation:
+        """Explanation, formatted on demand: a growing sequence makes a choice per token."""
+        return self.said()
+
+
+def candidates(
+    memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, torch_only: str | None, *, by_bucket: bool = False
+) -> Iterator[Candidate]:
+    """Plans for a call, best first; the last is always PyTorch's.
+
+    `torch_only` is the reason why only PyTorch can serve, if there is one. A kernel that refuses these strides or pointers, or that failed
+    before, excludes the other tuned ones of its family; the family's default is still tried, since it may accept them. With `by_bucket` a
+    decode step begins with the choice for its length bucket.
+    """
+    problem = call.problem
+    if torch_only is None:
+        torch_only = _out_of_reach(call)
+    if torch_only in GRADIENTS and problem is not None:
+        why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only])
+        torch_only = f"{torch_only}, and {why}"
+        if call.mask_kind != "none" and call.device.type == "cuda":
+            torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
+    fused = call.fused_by_torch
+    if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
+        # A forward without gradients may be recomputed with them, and has to drop the same pairs.
+        target = devices.target_of(call.device)
+        chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic)
+        fused = fused and chosen is None
+        if chosen is None:
+            torch_only = f"unseeded dropout is served as in training, and there {why}"
+    if torch_only is None and problem is not None:
+        if devices.INTERPRETING:
+            memo.warn_of_missing()
+        yield from _by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
+        return
+    memo.warn_of_missing()
+    gpu = "cpu" if call.device.type == "cpu" else _slug(call.device)
+    key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
+    said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
+    yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind="framework", said=said)
+
+
+def _out_of_reach(call: Call) -> str | None:
+    """Reason why no kernel can serve a call like this, whatever was measured; None where one might."""
+    if call.empty:
+        return "there is nothing to compute"
+    if call.problem is None and call.dtype in KERNEL_DTYPES:
+        size = call.d_v if 0 < call.d <= MAX_HEAD_DIM else call.d
+        return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {size}"
+    if call.problem is None:
+        return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+    if call.problem.dtype == "bf16" and call.device.type == "cpu":
+        return "Triton's interpreter can't multiply bfloat16"
+    return None
+
+
+def _trained(memo: Memo, call: Call, problem: Problem, tensors: Tensors, requested: Sequence[str]) -> Generator[Candidate, None, str]:
+    """Plans of kernels for a call that needs gradients, `requested` beside dQ, dK and dV; returns the reason why there are no more."""
+    target, trained = devices.target_of(call.device), trained_as(problem, requested)
+    words = {"deterministic": call.deterministic, "composite": backwards.composite(call)}
+    chosen, why = backwards.gradient_choice(memo, trained, target, **words)
+    if chosen is not None:
+        for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
+            if forward.kind == "framework":
+                return f"no kernel serves the forward ({forward.explanation.reason})"
+            yield forward._replace(said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
+    return why
+
+
+def _ranked(
+    memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: Any
+) -> Iterator[Choice | Refusal]:
+    """The policy's order, and before it the choice for the length bucket of a decode step.
+
+    Not with a mask or a bounded band, which may hide keys at some lengths only.
+    """
+    plain = problem.features.mask == "none" and not problem.features.banded
+    if problem.n_q <= DECODE_ROWS and plain and isinstance(records, Pool) and not memo.pinned:
+        bucket = (replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET), target.slug, words["framework_serves"])
+        if bucket not in memo.buckets:
+            memo.buckets[bucket] = choice_of_bucket(problem, target, records, known, **words)
+        if (choice := memo.buckets[bucket]) is not None:
+            yield choice
+    yield from rank(problem, target, records, known, **words)
+
+
+def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, framework_serves: bool, by_bucket: bool) -> Iterator[Candidate]:
+    """Plans in the policy's order, of kernels that can be built and accept these tensors."""
+    target, known, records = memo.surroundings(call.device, problem)
+    q, k, v = call.views(*tensors[:3])
+    mask = call.full_mask(tensors[3])
+    interpreted = call.device.type == "cpu"
+    refused: list[str] = []
+    failed: set[str] = set()
+    if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
+        said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
+        yield Candidate(plan=KernelPlan(call, pinned, q.stride()), kind="exact", said=said)
+    words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
+    words["compiled"] = compiled_on(target)
+    surroundings = (problem, target, records, known)
+    for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
+        if isinstance(choice, Refusal):
+            refused.append(_refusal(choice, memo.warn_once))
+            continue
+        family, variant = choice.family, choice.variant
+        said = functools.partial(explained, choice, problem, target, tuple(refused), interpreted=interpreted)
+        if family is None or variant is None:
+            yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
+            continue
+        if family.name in failed and choice.record is not None:
+            continue
+        code = memo.kernels.code(family, variant, call.device, target)
+        why: str | None = "it doesn't take these strides or addresses"
+        if isinstance(code, str):
+            why = code
+        elif code.module.accepts(q, k, v, mask):
+            if choice.record is not None and call.device.type == "cuda":
+                memo.warn_of_elsewhere(choice.record, call.device)
+            fallback = _fallback(memo, call, choice, target, q.stride())
+            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, warn=memo.warn_once)
+            yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
+            # The caller resumes the generator only after this candidate failed.
+            why = memo.kernels.failure(variant, call.device) or "it failed"
+        refused.append(f"{variant.template} {variant.id}: {why}")
+        failed.add(family.name)
+
+
+def _fallback(memo: Memo, call: Call, choice: Choice, target: Target, q_strides: tuple[int, ...]) -> Fallback | None:
+    """Fallback kernel of a choice; its code is loaded at the first switch to it."""
+    family, config, record = choice.family, choice.fallback, choice.record
+    if family is None or config is None or record is None or record.fallback is None:
+        return None
+
+    def plan() -> KernelPlan | None:
+        with memo.lock:
+            code = memo.kernels.code(family, kernels.variant(family, choice.spec, config), call.device, target)
+            return None if isinstance(code, str) else KernelPlan(call, q_strides=q_strides, **code._asdict(), warn=memo.warn_once)
+
+    return Fallback(config=config, plan=plan)
+
+
+def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
+    """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
+    refused: list[str] = []
+    if problem.direction == "bwd":
+        chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
+        if chosen is None or chosen.family is None:
+            reason = f"{why}, so PyTorch's own attention serves the gradient"
+            return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+        return explained(chosen, problem, target, refused)
+    pool = memo.pool(problem.key(target.slug), target)
+    words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
+    for choice in rank(problem, target, pool, families(), **words, compiled=compiled_on(target)):
+        if isinstance(choice, Choice):
+            return explained(choice, problem, target, refused)
+        refused.append(_refusal(choice))
+    raise AssertionError("the ranking ends with PyTorch")
+
+
+def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target: Target) -> Explanation:
+    """Explanation of a forward by kernels, and of the kernel `chosen` for its backward."""
+    return replace(forward.explanation, backward=explained(chosen, problem, target, ()))
+
+
+def compiled_on(target: Target) -> Compiled:
+    """Predicate of kernels whose machine code for this GPU is at hand."""
+    return functools.partial(kernels.compiled, arch=target.arch)
+
+
+def _refusal(refusal: Refusal, warn: Callable[[str], None] | None = None) -> str:
+    """A refusal as a line; invalid records are warned of once."""
+    record = refusal.record
+    if record is None:
+        return refusal.reason
+    key = record.key
+    text = f"record of {record.origin or 'a database'} (gpu {key.gpu}, n {key.n}, d {key.d}, {key.dtype}): {refusal.reason}"
+    if refusal.invalid and warn is not None:
+        warn(f"flashtune: {text} (search it again or delete the record)")
+    return text
+
+
+def _slug(device: torch.device) -> str:
+    # Fake tensors may be on a GPU that doesn't exist here.
+    return devices.target_of(device).slug if device.type == "cuda" and torch.cuda.is_available() else device.type

@@ -1,1 +1,0 @@
-"""Resolution of a call: the databases in force, and the plans that may serve, best first."""

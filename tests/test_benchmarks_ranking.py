@@ -1,0 +1,61 @@
+"""First choices by the model and trials of other sizes and features: what they lose against the best trial of a problem."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from benchmarks.fit import residual as fit
+from flashtune.core.problem import Features, Problem
+from flashtune.templates.learned.forwards import FORWARDS
+from flashtune.templates.learned.gradients import GRADIENTS
+from flashtune.templates.learned.residual import Likeness
+from flashtune.templates.learned.steps import STEPS
+
+DRAWN = 60
+"""Forwards with features whose choices are looked at, since each takes a regression of its own."""
+
+
+@cache
+def trials(likeness: Likeness) -> list[fit.Observed]:
+    rows, runs = fit.all_trials(likeness)
+    return [*rows, *(one for _, one in runs)]
+
+
+@pytest.mark.parametrize(
+    ("likeness", "bounds"), [(STEPS, {"plain": 0.08, "with features": 0.08}), (GRADIENTS, {"plain": 0.05, "with features": 0.05})]
+)
+def test_first_choices_lose_little_without_a_record_of_the_same_sizes_and_features(likeness: Likeness, bounds: dict[str, float]) -> None:
+    """By the cost model alone a tenth loses over 20 % of decoding steps and over 75 % of backwards."""
+    every = trials(likeness)
+    others = fit.LeftOut(likeness, every)
+    for kind, places in fit.kinds(every).items():
+        by_trials = [rate for place in places for rate in fit.chosen(likeness, every[place], others.without(every[place].problem))]
+        by_model = fit.rates([every[place] for place in places], fit.unlearned, fit.LEAST[likeness])
+        assert len(by_trials) == len(by_model) > 30
+        assert fit.percentile(by_trials) <= bounds[kind] < fit.percentile(by_model)
+
+
+def test_first_choices_of_forwards_with_features_lose_little_without_their_neighbours() -> None:
+    every = trials(FORWARDS)
+    places = [place for place in fit.kinds(every)["with features"] if len(every[place].wrong) >= fit.LEAST[FORWARDS]]
+    drawn = [every[place] for place in random.Random(0).sample(places, DRAWN)]
+    shares = [rate for one in drawn for rate in fit.chosen(FORWARDS, one, fit.without_neighbours(FORWARDS, every, one.problem, 600))]
+    assert len(shares) > 0.8 * DRAWN and fit.percentile(shares) <= 0.08
+    assert fit.percentile(shares) < fit.percentile(fit.rates(drawn, fit.unlearned))
+
+
+def test_regressions_are_without_the_problem_and_its_neighbours() -> None:
+    one = Problem(batch=2, heads=8, kv_heads=8, n_q=1000, n_kv=1000, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
+    near = [replace(one, n_q=1900, n_kv=1900), replace(one, dtype="fp16"), replace(one, heads=32)]
+    far = [replace(one, n_q=2000, n_kv=2000), replace(one, features=Features()), replace(one, d=128), replace(one, direction="bwd")]
+    assert all(fit.neighbours(one, problem) for problem in [one, *near])
+    assert not any(fit.neighbours(one, problem) for problem in far)
+    every = trials(STEPS)
+    mine = every[0].problem
+    known = fit.without_neighbours(STEPS, every, mine, 300)
+    gone = [one for one in every if fit.neighbours(one.problem, mine)]
+    left = {tuple(np.array(STEPS.problem(one.problem), dtype=np.float32).tolist()) for one in gone}
+    assert gone and not left & {tuple(row) for row in known._problems.tolist()}
