@@ -21,7 +21,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.gradients import BackwardInputs, GradientPlan
+from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
@@ -190,3 +190,33 @@ def test_without_triton_all_gradients_are_computed_where_machine_code_is_of_all(
     [main] = [at for name, at in library.calls[threading.get_ident()] if name == "flash_bwd_hopper"]
     places = {x.data_ptr() for x in (one.key, one.value, dq)}
     assert not places & {main["dk_desc"], main["dv_desc"]} and main["dk_desc"] != main["dv_desc"]
+
+
+@pytest.mark.parametrize("moved", ["query", "key", "value", "out", "dout"])
+def test_a_plan_serves_only_tensors_of_which_the_same_are_aligned(moved: str) -> None:
+    """Calls that differ in nothing else share a cache of plans; kernels are compiled for aligned tensors, and unaligned ones of dO are copied."""
+    sizes, chosen = (1, 2, 16, 64), []
+
+    def inputs(unaligned: str) -> BackwardInputs:
+        tensors = {
+            name: torch.zeros(2 * 16 * 64 + 8, dtype=torch.float16)[(name == unaligned) : (name == unaligned) + 2 * 16 * 64].view(sizes)
+            for name in ("query", "key", "value", "out", "dout")
+        }
+        nothing = dict.fromkeys(("dlse", "mask", "slopes", "sinks"))
+        return BackwardInputs(**tensors, lse=torch.zeros(sizes[:3]), **nothing, seed=0, of_query=True, of_keys=True)
+
+    class Plan:
+        def run(self, given: BackwardInputs) -> tuple[None, ...]:
+            assert given.dout.data_ptr() % 16 == 0
+            return (None,) * 5
+
+    def choose(_call: Any, given: BackwardInputs) -> Any:
+        chosen.append(given)
+        return Plan(), Plan().run(given)
+
+    arguments = Arguments(*[torch.zeros(sizes, dtype=torch.float16)] * 3)
+    backward = Backward(parse(arguments, Options()), choose)
+    other = "key" if moved != "key" else "value"
+    for unaligned in ("nothing", other, moved, other, moved):
+        backward.gradients(inputs(unaligned))
+    assert len(chosen) == 3

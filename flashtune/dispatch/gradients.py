@@ -317,7 +317,8 @@ class Backward:
             out.stride(),
             lse.stride(),
             dout.stride(),
-            addresses % 16,
+            # Which of them are aligned, where not all are: a plan was compiled for that, and one that is copied isn't another.
+            addresses % 16 and tuple(x.data_ptr() % 16 for x in (query, key, value, out, lse, dout)),
             None if dlse is None else (dlse.stride(), dlse.data_ptr() % 16),
             of_query,
             of_keys,
