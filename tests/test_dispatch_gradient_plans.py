@@ -194,7 +194,7 @@ def test_without_triton_all_gradients_are_computed_where_machine_code_is_of_all(
 
 @pytest.mark.parametrize("moved", ["query", "key", "value", "out", "dout"])
 def test_a_plan_serves_only_tensors_of_which_the_same_are_aligned(moved: str) -> None:
-    """Calls that differ in nothing else share a cache of plans; kernels are compiled for aligned tensors, and unaligned ones of dO are copied."""
+    """Calls that differ in nothing else share a cache; kernels are compiled for aligned tensors, and an unaligned dO is copied."""
     sizes, chosen = (1, 2, 16, 64), []
 
     def inputs(unaligned: str) -> BackwardInputs:

@@ -13,10 +13,11 @@ from varlen_cases import Inputs, inputs, wanted
 
 from flashtune.core import launching
 from flashtune.core.launching import provided
-from flashtune.core.problem import Features
+from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import launch
-from flashtune.dispatch.packed import Numbers, Packed, named, parameters_of, problem_of, rows_last, viewed
+from flashtune.dispatch.context import current
+from flashtune.dispatch.packed import Numbers, Packed, configs_of, named, parameters_of, problem_of, rows_last, viewed
 from flashtune.templates import family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel, loaded
@@ -114,3 +115,17 @@ def test_it_takes_packed_sequences_without_masks() -> None:
 
 
 PLAIN = Numbers(9, 9, 0.1, -1, -1, True, 0.0, 0.0, False, False)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("d", [32, 64, 80, 128])
+@pytest.mark.parametrize(("sequences", "n"), [(1, 512), (3, 2048), (64, 1024)])
+def test_configs_of_dense_records_stay_valid_where_tiles_are_few(gpu: str, direction: Any, d: int, sequences: int, n: int) -> None:
+    features = Features(causal=True, packed=True)
+    problem = Problem(batch=sequences, heads=4, kv_heads=4, n_q=n, n_kv=n, d=d, d_v=d, dtype="bf16", features=features, direction=direction)
+    target = find_target(gpu)
+    found = list(configs_of(current(), problem, target, tuned=True))
+    assert found
+    for chosen, its_config, _ in found:
+        assert chosen.violated(its_config, problem.spec(), target) is None

@@ -175,14 +175,14 @@ def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction
 def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:
     """Kernels of a problem that can be loaded, best first."""
     target = devices.target_of(device)
-    for family, config, record in _configs(memo, problem, target, tuned=device.type == "cuda"):
+    for family, config, record in configs_of(memo, problem, target, tuned=device.type == "cuda"):
         variant = variant_of(family, problem.spec(), config)
         code = memo.kernels.code(family, variant, device, target)
         if isinstance(code, Code):
             yield Served(variant, record, code.module if code.whole is None else code.whole(), {})
 
 
-def _configs(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
+def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
     """Families with configs: of the nearest dense records, moved to what packed sequences allow, then their defaults."""
     spec = problem.spec()
     able = {name: one for name, one in families().items() if one.refusal(problem, spec, target) is None}
@@ -196,7 +196,8 @@ def _configs(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> It
                 continue
             config = pool.refit(family, family.completed(record.outcome.config), spec).config
             if config is not None:
-                yield family, family.resized(config, problem, target), record
+                resized = family.resized(config, problem, target)
+                yield family, resized if family.violated(resized, spec, target) is None else config, record
                 break
     for family in able.values():
         yield family, family.default(spec, target), None
