@@ -1,8 +1,10 @@
 """Calls of an exported folder without flashtune; prints each call's error against float64 and who served it, as JSON.
 
-`python tests/hub_calls.py FOLDER`, under Triton's interpreter where TRITON_INTERPRET is 1.
+`python tests/hub_calls.py FOLDER`, under Triton's interpreter where TRITON_INTERPRET is 1. With `--plan` after it, it prints the number of
+kernels in the folder, and of those whose text loads and whose host code plans a call.
 """
 
+import functools
 import importlib.abc
 import json
 import math
@@ -75,8 +77,27 @@ def cases() -> dict[str, tuple[list[torch.Tensor], dict[str, Any]]]:
     }
 
 
+def planned(kernel: Any, name: str) -> bool:
+    """True if a kernel's text loads and its host code plans a call."""
+    part = functools.partial(getattr, sys.modules[f"{kernel.__name__}.core.standalone"])
+    loaded = kernel.attention.__self__._loaded(name)
+    spec = loaded.host.spec
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[spec.dtype]
+    q, v = (torch.zeros(1, 2, 256, d, dtype=dtype) for d in (spec.d, spec.d_v))
+    mask = {"none": None, "bool": torch.ones(1, 2, 256, 256).bool(), "bias": torch.ones(1, 2, 256, 256, dtype=dtype)}[spec.mask]
+    band = part("Sides").of(None, spec.causal, "top_left").band(256, 256)
+    words = part("CallParameters")(scale=1.0, band=band, mask=mask).keywords()
+    provided = sys.modules[f"{kernel.__name__}.core.launching"].provided(loaded, q, q)
+    launches = loaded.launches(q, q, v, torch.zeros_like(v), torch.zeros(1, 2, 256), **words, **provided)
+    return bool(loaded.accepts(q, q, v, mask) and launches)
+
+
 def main() -> None:
     kernel = get_local_kernel(Path(sys.argv[1]))
+    if "--plan" in sys.argv:
+        names = list(kernel.attention.__self__._table.kernels)
+        print(json.dumps([len(names), sum(planned(kernel, name) for name in names)]))
+        return
     found: dict[str, Any] = {}
     for name, (operands, words) in cases().items():
         out = kernel.attention(*operands, **words)

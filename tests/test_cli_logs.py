@@ -73,6 +73,16 @@ def test_a_search_that_fails_says_so_on_standard_error_and_in_the_log(tmp_path: 
     assert last.split(" ", 1)[1] == result.stderr.removeprefix("flashtune: ").rstrip("\n")
 
 
+def test_a_search_that_finds_no_kernel_ends_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtune.cli import search
+
+    monkeypatch.setattr(search, "run_search", lambda *_, **__: [])
+    result = flashtune(*WORDS, "--quiet", "--log", str(tmp_path / "log"))
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert "no correct kernel was found for 1 problem" in result.stderr
+    assert "no correct kernel was found for 1 problem" in (tmp_path / "log").read_text()
+
+
 def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     result = flashtune(*WORDS, "--db", str(tmp_path / "x.sqlite"), "--log", str(tmp_path / "none" / "log"))
     assert result.exit_code == 4

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -66,14 +67,13 @@ def exported(folder: Path, database: Path, *words: str) -> dict[str, Any]:
     return summary
 
 
-def called(folder: Path, *, interpret: bool) -> dict[str, Any]:
+def called(folder: Path, *words: str, interpret: bool) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    command = [sys.executable, str(TESTS / "hub_calls.py"), str(folder)]
+    command = [sys.executable, str(TESTS / "hub_calls.py"), str(folder), *words]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=folder)
     assert result.returncode == 0, result.stderr
-    calls: dict[str, Any] = json.loads(result.stdout)
-    return calls
+    return json.loads(result.stdout)
 
 
 KERNELS = {"plain", "other lengths", "negative scale", "causal", "bias", "shared heads"}
@@ -118,6 +118,18 @@ def test_a_kernel_that_does_not_run_warns_once_and_torch_serves(database: Path, 
     calls = json.loads(result.stdout)["calls"]
     assert calls["bias"]["served"].startswith("PyTorch") and calls["bias"]["error"] < 0.01
     assert calls["plain"]["served"].startswith("flash_fwd")
+
+
+def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> None:
+    text = (TESTS.parent / "docs" / "shipping.md").read_text()
+    _, snippet = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exported(tmp_path / "my-attention", database)
+    given = "import torch\nq = k = v = torch.randn(2, 2, 64, 32, dtype=torch.float16)\n"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", given + snippet]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("flash_fwd fwd-fp16-d32-causal serves, by a record of h200 at N=64")
 
 
 def test_folders_of_equal_records_are_equal_and_have_an_id_of_their_content(database: Path, tmp_path: Path) -> None:
@@ -244,6 +256,7 @@ def test_the_shipped_records_export_and_every_import_of_the_folder_is_in_it(tmp_
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
                 roots = {name.partition(".")[0] for name in names}
                 assert roots <= {"torch", "triton", *sys.stdlib_module_names}, (path, roots)
+    assert called(tmp_path / "hub", "--plan", interpret=False) == [summary.kernels, summary.kernels]
 
 
 def test_a_module_that_imports_a_packages_own_code_is_not_copied() -> None:

@@ -99,7 +99,8 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
     parts += [f"{made.predicted} predicted"] if made.predicted else []
     console().print(f"{', '.join(parts)} in {folder} ({made.bytes / 1024:.0f} KiB), a folder for kernels.get_local_kernel", soft_wrap=True)
     if made.inexpressible:
-        messages().print(f"left out: {counted(made.inexpressible, 'record')} that scaled_dot_product_attention's arguments don't express")
+        why = "backwards, or features that scaled_dot_product_attention's arguments don't express"
+        messages().print(f"left out: {counted(made.inexpressible, 'record')} ({why})")
     if len(kept) < len(records):
         messages().print(f"left out: {counted(len(records) - len(kept), 'predicted record')} (--predicted lets them serve)")
 

@@ -25,12 +25,13 @@ from flashtune.cli.options import (
     seconds_of,
     share_of,
 )
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.secrets import command_line, mask_secrets
 from flashtune.core.target import Target
 from flashtune.core.threads import begun
+from flashtune.core.words import counted
 from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
@@ -165,6 +166,9 @@ def search(
 
                 problems = worth_searching(problems, target, templates=options.templates, location=options.location, notes=notes)
             records = run_search(target, problems, options, quiet=lines is None and (quiet or as_json), notes=notes)
+            if not records:
+                none = f"no correct kernel was found for {counted(len(problems), 'problem')}"
+                raise NoKernelFound(f"{none}, so PyTorch serves: give more --budget or --trials")
         from flashtune.cli.records import predicted_only, print_records, record_row
 
         if as_json:

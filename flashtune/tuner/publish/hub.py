@@ -67,6 +67,7 @@ tags: [kernel, attention, triton]
 # Attention kernels found by flashtune {version}
 
 ```python
+from pathlib import Path
 from kernels import get_kernel, get_local_kernel
 
 kernel = get_local_kernel(Path("this-folder"))  # or get_kernel("you/your-repository", ...), once it is uploaded
@@ -92,8 +93,8 @@ call anew: where a call takes less time than the host, capture a CUDA graph.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFolder:
-    """Result of an export: records in the table, those of them that PyTorch won and that are predicted, distinct kernels, records that
-    scaled_dot_product_attention can't express, and the folder's bytes."""
+    """Result of an export: records in the table, those of them that PyTorch won and that are predicted, distinct kernels, records left out
+    (backwards, and what scaled_dot_product_attention can't express), and the bytes of the build."""
 
     records: int
     torch: int
