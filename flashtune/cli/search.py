@@ -221,8 +221,6 @@ def run_search(
     from flashtune.db.library import overlay_path
     from flashtune.templates import families, family
     from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
-    from flashtune.tuner.propose.sampling import require_sampler
-    from flashtune.tuner.propose.space import SearchSpace
     from flashtune.tuner.search.plan import SearchPlan
 
     source = looking.result()
@@ -251,19 +249,25 @@ def run_search(
         calls=time_calls if source == "measured" else None,
         keep=source == "measured",
     )
-    require_sampler(plan.sampler)
-    for problem in problems:
-        # Problems that no template serves are refused before anything is written.
-        SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
+    _refuse_unsearchable(plan)
     logger.debug("planned")
     command = command or command_line(["flashtune", *sys.argv[1:]])
-    notes = notes or messages()
-    records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet, notes=notes)
+    records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet, notes=notes or messages())
     logger.debug("searched")
     if source == "measured":
         keep_machine_code(records, target, jobs=plan.jobs, notes=notes)
     logger.debug("done")
     return records
+
+
+def _refuse_unsearchable(plan: "SearchPlan") -> None:
+    """Raise InputError for an unknown sampler, and for problems that no template serves, before anything is written."""
+    from flashtune.tuner.propose.sampling import require_sampler
+    from flashtune.tuner.propose.space import SearchSpace
+
+    require_sampler(plan.sampler)
+    for problem in plan.problems:
+        SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 
 
 def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command: str, quiet: bool, notes: "Console") -> list[TuningRecord]:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class Table(NamedTuple):
             same = all(getattr(other, name) == getattr(key, name) for name in ("direction", "d", "d_v", "dtype", "features", "gqa_ratio"))
             if not same or (arch is not None and self.archs[other.gpu] != arch) or not _near(key, other):
                 continue
-            apart = distance(key, ProblemKey(**{name: getattr(other, name) for name in other.__slots__} | {"gpu": ""}))
+            apart = distance(key, replace(other, gpu=""))
             found.append((gpu is not None and other.gpu != gpu, apart, row.median_us, place, row))
         return [row for *_, row in sorted(found)]
 
