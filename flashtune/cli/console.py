@@ -4,9 +4,13 @@ Printed texts may come from strangers (values of a database, paths), so they are
 `rich.text.Text`), and characters that move the cursor, colour or reorder the screen become blanks.
 """
 
+import io
 import json
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
 
 import click
 from rich import box
@@ -21,8 +25,8 @@ LEAST = 12
 class _PlainConsole(Console):
     """Console that prints texts literally, without control characters."""
 
-    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
-        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    def __init__(self, *, width: int | None = None, **settings: Any) -> None:
+        super().__init__(width=width, highlight=False, markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """The printable text of a line, a cell or a title."""
@@ -37,6 +41,38 @@ def console(*, width: int | None = None) -> Console:
 def messages() -> Console:
     """Console on standard error, for progress and notes: standard output is for results alone."""
     return _sized(stderr=True, width=None)
+
+
+def silent() -> Console:
+    """Console that prints nothing."""
+    return _PlainConsole(quiet=True)
+
+
+@contextmanager
+def log_of(path: Path, *, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> Iterator[Console]:
+    """Console whose lines are added to the end of a file as they come, each after its time in UTC; raises OSError where that can't be
+    written."""
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        yield _PlainConsole(file=_Stamped(file, clock), width=160)
+
+
+class _Stamped(io.TextIOBase):
+    """Text file that puts the time before each line."""
+
+    def __init__(self, file: IO[str], clock: Callable[[], datetime]) -> None:
+        self._file, self._clock, self._begun = file, clock, False
+
+    def write(self, text: str) -> int:
+        """Add a text, which may end within a line."""
+        stamp = f"{self._clock():%Y-%m-%dT%H:%M:%SZ} "
+        for line in text.splitlines(keepends=True):
+            self._file.write(line if self._begun else stamp + line)
+            self._begun = not line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand the text on to the system."""
+        self._file.flush()
 
 
 def _sized(*, stderr: bool, width: int | None) -> Console:

@@ -1,13 +1,17 @@
-"""`flashtune export`: a compact database to ship with a model."""
+"""`flashtune export`: a compact database to ship with a model, or a folder of kernels for Hugging Face's `kernels`."""
 
 import os
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashtune.cli.console import console, print_json
+from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option, json_option, record_filters
-from flashtune.cli.records import servable
+from flashtune.cli.records import predicted_only, servable
+from flashtune.core.errors import InputError, NoKernelFound
+from flashtune.core.secrets import mask_secrets
 from flashtune.core.words import counted
 
 if TYPE_CHECKING:
@@ -15,19 +19,23 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("destination", metavar="PATH")
+@click.argument("destination", metavar="PATH", required=False)
+@click.option("--hub", "folder", metavar="DIR", help="Write a folder for Hugging Face's kernels package instead: kernels and a launcher.")
 @db_option
 @record_filters("gpu_name", "d", "dtype")
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
+@click.option("--predicted", is_flag=True, help="With --hub: predicted records serve, too.")
 @click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def export(
     *,
-    destination: str,
+    destination: str | None,
+    folder: str | None,
     location: str | None,
     filters: "KeyFilter",
     all_trials: bool,
+    predicted: bool,
     licence: str | None,
     force: bool,
     as_json: bool,
@@ -37,7 +45,20 @@ def export(
 
     Users load it over their own database with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed.
     Winners that this version can't serve are named and left out.
+
+    With --hub DIR in place of PATH, the winning forwards become a folder that kernels.get_local_kernel loads, and get_kernel once it is
+    uploaded: their text, a table, and a launcher that needs torch and triton alone. DIR must be empty, or of an earlier export.
     """
+    if (destination is None) == (folder is None):
+        raise InputError("export writes one thing: give PATH for a database, or --hub DIR for a folder of kernels")
+    if folder is not None:
+        if all_trials or force:
+            raise InputError(f"{'--all-trials' if all_trials else '--force'} is for databases: leave it out with --hub")
+        export_hub(folder, location, filters, predicted=predicted, licence=licence, as_json=as_json)
+        return
+    if predicted:
+        raise InputError("--predicted is for --hub: a database keeps its predicted records, marked as such")
+    assert destination is not None, "one of both is given"
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
     from flashtune.templates import BITS, unservable
@@ -51,7 +72,37 @@ def export(
     if as_json:
         print_json(found)
     else:
-        console().print(f"{counted(rows, 'record')} in {words}")
+        console().print(f"{counted(rows, 'record')} in {words}", soft_wrap=True)
+
+
+def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predicted: bool, licence: str | None, as_json: bool) -> None:
+    """Write a folder for Hugging Face's kernels package, and print its summary."""
+    from flashtune.db.card import checked_licence
+    from flashtune.db.library import overlay_path
+    from flashtune.db.store import Store
+    from flashtune.templates import unservable
+    from flashtune.tuner.publish.hub import write_hub
+
+    checked = None if licence is None else checked_licence(licence)
+    with Store.open(location or overlay_path(), writable=False) as store:
+        records = servable(store.records(passed_over=unservable, **filters))
+    kept = [record for record in records if predicted or record.outcome.source == "measured"]
+    if not kept:
+        holds = "only predicted records, which --predicted exports" if records else "no record"
+        raise NoKernelFound(f"{mask_secrets(location or 'your own database')} has {holds}: search on the GPU, or loosen the filters")
+    made = write_hub(Path(folder), kept, licence=checked)
+    if as_json:
+        print_json({"path": folder, **asdict(made), "predicted_left_out": len(records) - len(kept)})
+        return
+    parts = [counted(made.records, "record"), counted(made.kernels, "kernel")]
+    parts += [f"PyTorch serves {made.torch}"] if made.torch else []
+    parts += [f"{made.predicted} predicted"] if made.predicted else []
+    console().print(f"{', '.join(parts)} in {folder} ({made.bytes / 1024:.0f} KiB), a folder for kernels.get_local_kernel", soft_wrap=True)
+    if made.inexpressible:
+        why = "backwards, or features that scaled_dot_product_attention's arguments don't express"
+        messages().print(f"left out: {counted(made.inexpressible, 'record')} ({why})")
+    if len(kept) < len(records):
+        messages().print(f"left out: {counted(len(records) - len(kept), 'predicted record')} (--predicted lets them serve)")
 
 
 def licence_for(destination: str, licence: str | None, *, force: bool) -> str | None:
@@ -77,7 +128,11 @@ def written(destination: str, licence: str | None, rows: int) -> tuple[dict[str,
 
     path = sqlite_path(destination)
     assert path is not None, "a server is no destination, and was refused"
-    card = None if licence is None else write_card(path, licence, Library.of(path).winners())
     size = path.stat().st_size
+    winners = Library.of(path).winners()
+    card = None if licence is None else write_card(path, licence, winners)
+    predicted = sum(record.outcome.source == "predicted" for record in winners)
     found = {"path": str(path), "rows": rows, "bytes": size, "sha256": digest(path), "card": None if card is None else str(card)}
-    return found, f"{path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}")
+    found["predicted"] = predicted
+    words = f"{path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}")
+    return found, words + (f"; {predicted} of them predicted. {predicted_only(str(path))}" if predicted else "")

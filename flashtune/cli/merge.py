@@ -44,7 +44,7 @@ def merge(locations: tuple[str, ...], destination: str, licence: str | None, for
     for record, best in merged.lost:
         console().print(f"lost: {record.key.gpu} {record.problem.label()}: {_described(record)} to {_described(best)}", soft_wrap=True)
     servable(merged.passed_over)
-    console().print(f"{counted(len(merged.kept), 'record')} of {counted(len(locations), 'database')} in {words}")
+    console().print(f"{counted(len(merged.kept), 'record')} of {counted(len(locations), 'database')} in {words}", soft_wrap=True)
 
 
 def _described(record: "TuningRecord") -> str:

@@ -9,6 +9,8 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import Target
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from flashtune.core.results import TuningRecord
 
 
@@ -36,16 +38,19 @@ def stored(location: str | None) -> "list[TuningRecord]":
     return Library([Layer(location=path, optional=True) for path in (location or overlay_path(), shipped_path())]).winners()
 
 
-def worth_searching(problems: Sequence[Problem], target: Target, *, templates: Sequence[str], location: str | None) -> list[Problem]:
+def worth_searching(
+    problems: Sequence[Problem], target: Target, *, templates: Sequence[str], location: str | None, notes: "Console | None" = None
+) -> list[Problem]:
     """The searchable problems in the order of a search.
 
     First come those without a record in the database at `location` (None: the user's own) or the shipped one, then those with a predicted
-    record, then those with a measured one. The others are named on standard error; raises InputError where none is left."""
+    record, then those with a measured one. `notes` (None: standard error) names the others; raises InputError where none is left."""
     served, left_out = searchable(problems, target, templates=templates)
     if not served:
         raise InputError(f"none of the calls can be searched for {target.name}: {left_out[0]}")
+    notes = notes or messages()
     for line in left_out:
-        messages().print(f"left out {line}")
+        notes.print(f"left out {line}")
     known_records = {(record.key, record.outcome.source) for record in stored(location)}
 
     def priority(problem: Problem) -> tuple[bool, bool]:

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+
 from flashtune.cli.console import console, fitted, messages
 from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.secrets import mask_secrets
 from flashtune.templates import unservable
 
 PREDICTED_NOTE = (
@@ -74,6 +77,15 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
     }
 
 
+def predicted_only(location: str | None) -> str:
+    """The way to serve calls from the predicted records of a database (None: the user's own), in a sentence."""
+    database = "" if location is None else f"{mask_secrets(location)!r}, "
+    return (
+        "Calls that PyTorch can serve too are served from predicted records only with "
+        f"dispatch.use({database}unmeasured=True), or FLASHTUNE_UNMEASURED=1 in the environment."
+    )
+
+
 def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
     """Records that this version can serve; the others are listed with the reason on standard error."""
     found = []
@@ -89,25 +101,25 @@ def _rounded(time_us: float | None) -> float | None:
     return None if time_us is None else round(time_us, 3)
 
 
-def print_records(records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False) -> None:
+def print_records(records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False, out: Console | None = None) -> None:
     """Print records as a table, and explanations of its terms; `wide` adds columns that don't fit a terminal, such as the config.
 
     The ratios are PyTorch's time over ours: on the GPU alone, and as whole calls, host included.
     """
     rows = [(record, unservable(record)) for record in records]
     for gpu in dict.fromkeys(record.key.gpu for record in records):
-        _print_table([row for row in rows if row[0].key.gpu == gpu], title=title or gpu, wide=wide)
+        _print_table([row for row in rows if row[0].key.gpu == gpu], title=title or gpu, wide=wide, out=out)
     if notes := _notes(rows):
-        console().print(notes)
+        (out or console()).print(notes)
 
 
-def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool) -> None:
+def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool, out: Console | None) -> None:
     """Print the records of one GPU, each with the reason if it can't be served."""
     calls = any(record.outcome.call_us is not None for record, _ in rows)
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]
     # Wide tables are printed in full, so the terminal may break lines.
-    out = console(width=1 << 16) if wide else console()
+    out = console(width=1 << 16) if wide else out or console()
     lines = [_cells(record, why, wide) for record, why in rows]
     if out.width < NARROW:
         lines = [{**line, "source": line["source"].partition(",")[0]} for line in lines]

@@ -3,13 +3,16 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashtune.cli.console import messages, print_json
+from flashtune.cli.console import console, log_of, messages, print_json, silent
 from flashtune.cli.interrupts import INTERRUPTED
 from flashtune.cli.options import (
     GPU,
@@ -22,17 +25,20 @@ from flashtune.cli.options import (
     seconds_of,
     share_of,
 )
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
 from flashtune.core.problem import Problem
 from flashtune.core.results import Source, TuningRecord
-from flashtune.core.secrets import command_line
+from flashtune.core.secrets import command_line, mask_secrets
 from flashtune.core.target import Target
 from flashtune.core.threads import begun
+from flashtune.core.words import counted
 from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from flashtune.tuner.search.plan import SearchPlan
 
 DEFAULT_TRIALS = 60
@@ -111,8 +117,22 @@ class SearchOptions:
 @click.option("--db", "location", metavar="PATH|URL", help="Write to this database (default: your own).")
 @click.option("--jobs", type=click.IntRange(min=1), help="Number of parallel compilers (default: one per core).")
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where another GPU, or this one, is present.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors, for timers and cron.")
+@click.option(
+    "--log", "log", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Add progress and records to this file."
+)
 @json_option
-def search(*, requested: ProblemOptions, gpu_name: str | None, until: str, budget: str | None, as_json: bool, **others: Any) -> None:
+def search(
+    *,
+    requested: ProblemOptions,
+    gpu_name: str | None,
+    until: str,
+    budget: str | None,
+    quiet: bool,
+    log: Path | None,
+    as_json: bool,
+    **others: Any,
+) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
     On the named GPU, candidates are compiled, checked against a float64 oracle and timed: records are `measured`.
@@ -130,36 +150,66 @@ def search(*, requested: ProblemOptions, gpu_name: str | None, until: str, budge
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command resumes where it stopped, without finished problems.
     Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs, --gpus,
-    --db, --json) may differ. After a search has ended, the same command starts a new one.
+    --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
 
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
     target = gpu_of(gpu_name)
     problems = requested.problems()
-    if requested.calls is not None:
-        from flashtune.cli.problems import worth_searching
-
-        problems = worth_searching(problems, target, templates=others["templates"], location=others["location"])
     budget_s = None if budget is None else seconds_of(budget)
     options = SearchOptions(until=share_of("--until", until), budget_s=budget_s, **others)
+    with nullcontext() if log is None else log_of(log) as lines:
+        notes = lines or (silent() if quiet else messages())
+        with _logged(lines):
+            if requested.calls is not None:
+                from flashtune.cli.problems import worth_searching
+
+                problems = worth_searching(problems, target, templates=options.templates, location=options.location, notes=notes)
+            records = run_search(target, problems, options, quiet=lines is None and (quiet or as_json), notes=notes)
+            if not records:
+                none = f"no correct kernel was found for {counted(len(problems), 'problem')}"
+                raise NoKernelFound(f"{none}, so PyTorch serves: give more --budget or --trials")
+        from flashtune.cli.records import predicted_only, print_records, record_row
+
+        if as_json:
+            print_json([record_row(record) for record in records])
+        for out in (*([] if quiet or as_json else [console()]), *([] if lines is None else [lines])):
+            print_records(records, title=f"Best known on {target.name}", out=out)
+            if any(record.outcome.source == "predicted" for record in records):
+                out.print(predicted_only(options.location), soft_wrap=True)
+
+
+@contextmanager
+def _logged(log: "Console | None") -> Iterator[None]:
+    """Context of a search that adds the error that ends it to the log, if there is one, and says that an interrupted one resumes."""
     try:
-        records = run_search(target, problems, options, quiet=as_json)
+        yield
     except KeyboardInterrupt:
         # Printed after the live display has ended, which would hide it.
-        click.echo("flashtune: interrupted; results are kept, and the same command resumes from here", err=True)
+        said = "interrupted; results are kept, and the same command resumes from here"
+        click.echo(f"flashtune: {said}", err=True)
+        if log is not None:
+            log.print(said)
         raise SystemExit(INTERRUPTED) from None
-    from flashtune.cli.records import print_records, record_row
-
-    if as_json:
-        print_json([record_row(record) for record in records])
-        return
-    print_records(records, title=f"Best known on {target.name}")
+    except FlashtuneError as error:
+        if log is not None:
+            log.print(mask_secrets(str(error)), soft_wrap=True)
+        raise
 
 
 def run_search(
-    target: Target, problems: list[Problem], options: SearchOptions, *, quiet: bool, command: str | None = None
+    target: Target,
+    problems: list[Problem],
+    options: SearchOptions,
+    *,
+    quiet: bool,
+    command: str | None = None,
+    notes: "Console | None" = None,
 ) -> list[TuningRecord]:
-    """Search these problems and return the records that the database then has for them; `command` is stored as the command line."""
+    """Search these problems and return the records that the database then has for them.
+
+    `command` is stored as the command line. Progress, unless `quiet`, and notes go to the console `notes` (None: standard error).
+    """
     from flashtune.tuner.children.start import start_server
 
     trace_times()
@@ -171,8 +221,6 @@ def run_search(
     from flashtune.db.library import overlay_path
     from flashtune.templates import families, family
     from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
-    from flashtune.tuner.propose.sampling import require_sampler
-    from flashtune.tuner.propose.space import SearchSpace
     from flashtune.tuner.search.plan import SearchPlan
 
     source = looking.result()
@@ -201,21 +249,28 @@ def run_search(
         calls=time_calls if source == "measured" else None,
         keep=source == "measured",
     )
-    require_sampler(plan.sampler)
-    for problem in problems:
-        # Problems that no template serves are refused before anything is written.
-        SearchSpace(plan.families, problem, target, only_suited=plan.only_suited)
+    _refuse_unsearchable(plan)
     logger.debug("planned")
     command = command or command_line(["flashtune", *sys.argv[1:]])
-    records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet)
+    records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet, notes=notes or messages())
     logger.debug("searched")
     if source == "measured":
-        keep_machine_code(records, target, jobs=plan.jobs)
+        keep_machine_code(records, target, jobs=plan.jobs, notes=notes)
     logger.debug("done")
     return records
 
 
-def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command: str, quiet: bool) -> list[TuningRecord]:
+def _refuse_unsearchable(plan: "SearchPlan") -> None:
+    """Raise InputError for an unknown sampler, and for problems that no template serves, before anything is written."""
+    from flashtune.tuner.propose.sampling import require_sampler
+    from flashtune.tuner.propose.space import SearchSpace
+
+    require_sampler(plan.sampler)
+    for problem in plan.problems:
+        SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
+
+
+def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command: str, quiet: bool, notes: "Console") -> list[TuningRecord]:
     """Run the search into the database at `location`, and return its records of the problems."""
     from flashtune.cli.progress import SearchProgress
     from flashtune.cli.storage import study_storage
@@ -229,7 +284,7 @@ def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command:
     with (
         Store.open(location, writable=True) as store,
         study_storage(storage_url) as storage,
-        SearchProgress(messages(), problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
+        SearchProgress(notes, problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
     ):
         Search(
             plan,
@@ -251,17 +306,18 @@ def trace_times() -> None:
         logger.setLevel(logging.DEBUG)
 
 
-def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int) -> None:
+def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int, notes: "Console | None" = None) -> None:
     """Compile these records into the user's cache, for later calls; a failure is printed, and only makes a first call slower."""
     from flashtune.tuner.publish.winners import compile_winners
 
+    notes = notes or messages()
     try:
         failures = compile_winners(records, target, jobs=jobs)
     except EnvironmentProblem as error:
-        messages().print(str(error))
+        notes.print(str(error))
         return
     for stem, why in failures.items():
-        messages().print(f"no machine code cached of {stem}: {why}")
+        notes.print(f"no machine code cached of {stem}: {why}")
 
 
 def choose_source(target: Target, predict: bool) -> Source:

@@ -7,12 +7,14 @@ import json
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
-from flashtune.core.results import TuningRecord
 from flashtune.core.target import targets
+
+if TYPE_CHECKING:
+    from flashtune.core.results import TuningRecord
 
 PER_OCTAVE = {"n": 2.0, "n_q": 1.0, "bh_bucket": 1.0, "gqa_ratio": 1.0, "d": 16.0, "d_v": 16.0}
 """Distance of a factor of two in a size of the key."""
@@ -61,7 +63,7 @@ def coordinates(key: ProblemKey) -> tuple[float, ...]:
     return *sizes, work, *split, OTHER_COLUMNS * (max(padded for _, padded in columns) > 128)
 
 
-def nearest(key: ProblemKey, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
+def nearest(key: ProblemKey, records: "Iterable[TuningRecord]") -> "list[tuple[float, TuningRecord]]":
     """Records with their distances from `key`, nearest first and stable; those infinitely far are left out."""
     found = [(distance(key, record.key), record) for record in records]
     return sorted((pair for pair in found if pair[0] < math.inf), key=lambda pair: pair[0])

@@ -26,6 +26,11 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+def padded(head_dim: int) -> int:
+    """The power of two (at least 16, the smallest matrix tile) that a kernel pads a head size to."""
+    return max(16, next_power_of_two(head_dim))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features(Flags):
     """Features that are fused into the kernel beside softmax(scale QK^T) V.

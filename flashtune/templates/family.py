@@ -19,7 +19,8 @@ from flashtune.core.band import Band
 from flashtune.core.config import Config, Direction, KernelSpec, Value
 from flashtune.core.errors import InputError
 from flashtune.core.launches import Host
-from flashtune.core.problem import Problem, next_power_of_two
+from flashtune.core.problem import Problem
+from flashtune.core.problem import padded as padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.earlier import completed
@@ -262,11 +263,6 @@ def blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_
     start = np.zeros_like(first) if band.left is None else np.maximum(0, first + band.diagonal - band.left)
     stop = np.full_like(first, columns) if band.right is None else np.minimum(columns, last + band.diagonal + band.right + 1)
     return np.where(stop > start, (stop - 1) // block_columns - start // block_columns + 1, 0)
-
-
-def padded(head_dim: int) -> int:
-    """The power of two (at least 16, the smallest matrix tile) that a kernel pads a head size to."""
-    return max(16, next_power_of_two(head_dim))
 
 
 def _named(name: str) -> Family:

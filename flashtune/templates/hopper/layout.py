@@ -9,8 +9,7 @@ from typing import Self
 
 from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem
-from flashtune.templates.family import padded
+from flashtune.core.problem import Problem, padded
 
 ROWS = 64
 """Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""

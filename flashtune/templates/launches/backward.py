@@ -5,7 +5,7 @@ from typing import Any
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Launch, LaunchInputs, Operand, Scratch
-from flashtune.templates.family import padded
+from flashtune.core.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, score_numbers, strides_divide, wide
 from flashtune.templates.launches.pointers import accepts_narrow, interpretable
 

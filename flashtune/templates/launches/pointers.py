@@ -4,7 +4,7 @@ from typing import Any
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
-from flashtune.templates.family import padded
+from flashtune.core.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
 
 NARROW_TILE_BYTES = 128

@@ -4,9 +4,9 @@ from functools import lru_cache
 
 from flashtune.core.band import UNBOUNDED
 from flashtune.core.config import Config, KernelSpec, Value
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Problem, padded
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, padded
+from flashtune.templates.family import Axis
 from flashtune.templates.hopper.layout import ROWS, HopperTiles
 
 

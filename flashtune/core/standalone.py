@@ -1,0 +1,307 @@
+"""Attention from a table of kernels: the launcher of the folders that `flashtune export --hub` writes, which hold copies of this module
+and of those it imports, and run without flashtune."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core.band import Sides
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.errors import InputError
+from flashtune.core.launches import Host
+from flashtune.core.launching import LoadedKernel, launcher
+from flashtune.core.nearness import distance, octaves
+from flashtune.core.parameters import CallParameters
+from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Features, MaskKind, Problem, ProblemKey
+from flashtune.core.target import plain_words
+from flashtune.core.torch_attention import autocasting, sdpa, transformed
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
+
+FORMAT = 1
+"""Format of the table."""
+
+MOST_OCTAVES = 1.0
+"""Doublings of N_q and of N_kv up to which a record serves other lengths."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Row(NamedTuple):
+    """A record of the table: its key, the kernel that won (None where PyTorch did), and its time in microseconds."""
+
+    key: ProblemKey
+    kernel: str | None
+    median_us: float
+
+
+class Kernel(NamedTuple):
+    """A kernel of the table: the module of its text, its family, and what is compiled in."""
+
+    module: str
+    template: str
+    spec: KernelSpec
+    config: Config
+
+
+class Table(NamedTuple):
+    """The records of a folder, its kernels by id, and its GPUs: architecture and names, by slug."""
+
+    rows: tuple[Row, ...]
+    kernels: Mapping[str, Kernel]
+    archs: Mapping[str, str]
+    names: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "Table":
+        """The table of a JSON value; raises InputError for another format."""
+        if found.get("format") != FORMAT:
+            raise InputError(f"the table has the format {found.get('format')!r}, not {FORMAT}: export the folder again")
+        rows = (Row(ProblemKey(**one["key"]), one["kernel"], one["median_us"]) for one in found["records"])
+        kernels = {
+            name: Kernel(one["module"], one["template"], KernelSpec(**one["spec"]), Config.of(one["config"]))
+            for name, one in found["kernels"].items()
+        }
+        gpus = found["gpus"]
+        archs = {slug: gpu["arch"] for slug, gpu in gpus.items()}
+        return cls(tuple(rows), kernels, archs, {slug: frozenset(gpu["names"]) for slug, gpu in gpus.items()})
+
+    def ranked(self, problem: Problem, gpu: str | None, arch: str | None) -> list[Row]:
+        """The records that may serve a problem, best first: those of the GPU before others of its architecture (None: of any), then the
+        nearest in lengths, batches and heads. Head sizes, dtype, features and heads to a key head are the problem's own."""
+        key = problem.key("")
+        found: list[tuple[bool, float, float, int, Row]] = []
+        for place, row in enumerate(self.rows):
+            other = row.key
+            same = all(getattr(other, name) == getattr(key, name) for name in ("direction", "d", "d_v", "dtype", "features", "gqa_ratio"))
+            if not same or (arch is not None and self.archs[other.gpu] != arch) or not _near(key, other):
+                continue
+            apart = distance(key, replace(other, gpu=""))
+            found.append((gpu is not None and other.gpu != gpu, apart, row.median_us, place, row))
+        return [row for *_, row in sorted(found)]
+
+
+def _near(a: ProblemKey, b: ProblemKey) -> bool:
+    """True if a record of one key may serve lengths of the other."""
+    if (a.n_q <= DECODE_ROWS) != (b.n_q <= DECODE_ROWS):
+        return False
+    return max(octaves(a.n, b.n), octaves(a.n_q, b.n_q)) <= MOST_OCTAVES
+
+
+class Standalone:
+    """Attention by the kernels of one folder.
+
+    `table` is its JSON value, `hosts` the host code of each family, and `load` imports the module of a kernel's text by its name.
+    """
+
+    def __init__(
+        self, table: Mapping[str, Any], hosts: Mapping[str, Callable[[KernelSpec, Config], Host]], load: Callable[[str], ModuleType]
+    ) -> None:
+        self._table, self._hosts, self._load = Table.of(table), hosts, load
+        self._kernels: dict[str, LoadedKernel | None] = {}
+        self._ranked = functools.lru_cache(4096)(self._ranked_on)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
+
+        query (B, Hq, N_q, D), key (B, Hkv, N_kv, D), value (B, Hkv, N_kv, D_v); returns (B, Hq, N_q, D_v) in their dtype. A kernel of this
+        folder serves a call where a record's head sizes, dtype, features and heads to a key head are the call's, and its lengths are within
+        a factor of two; PyTorch serves every other call, and those whose gradient is needed. `explain` says which.
+
+        Rows with nothing to attend to give 0.
+        """
+        chosen = self._chosen(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if not isinstance(chosen, str):
+            out = self._launched(*chosen, query, key, value, attn_mask, is_causal, scale)
+            if out is not None:
+                return out
+        found: Tensor = sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return found
+
+    def explain(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **words: Any) -> str:
+        """The kernel that serves a call with `attention`'s arguments, or the reason why PyTorch does, in a line."""
+        chosen = self._chosen(query, key, value, attn_mask, **words)
+        if isinstance(chosen, str):
+            return f"PyTorch serves: {chosen}"
+        row, kernel = chosen
+        return f"{kernel.name} serves, by a record of {row.key.gpu} at N={row.key.n} (kernel {row.kernel})"
+
+    def _chosen(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> tuple[Row, LoadedKernel] | str:
+        """The record and the kernel of a call; the reason where PyTorch serves it."""
+        why = _why_torch(query, key, value, attn_mask) or _unlike(query, key, value, attn_mask, enable_gqa=enable_gqa)
+        if why or dropout_p or (is_causal and attn_mask is not None) or not (scale is None or isinstance(scale, (int, float))):
+            return why or "its options are PyTorch's alone"
+        kind: MaskKind = "none" if attn_mask is None else "bool" if attn_mask.dtype is torch.bool else "bias"
+        ranked = self._ranked(_problem(query, key, value, kind, is_causal), query.device)
+        mask = _expanded(attn_mask, query, key)
+        for row in ranked:
+            if row.kernel is None:
+                return f"its own attention won at N={row.key.n} on {row.key.gpu}"
+            loaded = self._loaded(row.kernel)
+            if loaded is not None and loaded.accepts(query, key, value, mask):
+                return row, loaded
+        return "no record is near this problem" if not ranked else "no kernel takes tensors of this layout"
+
+    def _ranked_on(self, problem: Problem, device: torch.device) -> list[Row]:
+        """The records for a problem on a device, best first; of any GPU in Triton's interpreter."""
+        if device.type == "cpu":
+            return self._table.ranked(problem, None, None)
+        facts = torch.cuda.get_device_properties(device)
+        name = "".join(plain_words(facts.name))
+        gpu = next((slug for slug, names in self._table.names.items() if name in names), None)
+        return self._table.ranked(problem, gpu, f"{facts.major}{facts.minor}")
+
+    def _loaded(self, name: str) -> LoadedKernel | None:
+        """The kernel of an id; None, with one warning, where this Triton can't import it."""
+        if name not in self._kernels:
+            kernel = self._table.kernels[name]
+            try:
+                host = self._hosts[kernel.template](kernel.spec, kernel.config)
+                self._kernels[name] = LoadedKernel(host, self._load(kernel.module), f"{kernel.template} {kernel.spec.label()}")
+            except Exception as error:
+                self._fail(name, error)
+        return self._kernels[name]
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """Leave out a kernel from now on."""
+        self._kernels[name] = None
+        self._ranked.cache_clear()
+        warnings.warn(f"kernel {name} can't run here, so other kernels or PyTorch serve: {error}", stacklevel=4)
+
+    def _launched(
+        self,
+        row: Row,
+        kernel: LoadedKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor | None:
+        """The output of a kernel on the current stream; None, with one warning, where it can't be compiled or launched."""
+        problem = _problem(query, key, value, "none", is_causal)
+        shape = (problem.batch, problem.heads, problem.n_q, problem.d_v)
+        out = torch.empty_strided(shape, _like(shape, query.stride()), dtype=query.dtype, device=query.device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=query.device)
+        parameters = CallParameters(
+            scale=1 / math.sqrt(problem.d) if scale is None else float(scale),
+            band=problem.band,
+            mask=_expanded(attn_mask, query, key),
+        )
+        try:
+            with torch.cuda.device(query.device) if query.device.type == "cuda" else nullcontext():
+                launcher(kernel)(query, key, value, out, lse, **parameters.keywords())
+        except Exception as error:
+            assert row.kernel is not None, "only kernels are launched"
+            self._fail(row.kernel, error)
+            return None
+        return out
+
+
+def _why_torch(*tensors: Tensor | None) -> str | None:
+    """The reason why only PyTorch's operations can serve these tensors now, or None where a kernel may."""
+    given = [x for x in tensors if x is not None]
+    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return "a compiler, a transform or a tracer watches torch's operations"
+    if any(type(x) not in _PLAIN for x in given):
+        return "tensor subclasses have their own dispatch"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return "the call's gradient is needed"
+    device = given[0].device
+    if any(x.device != device for x in given) or autocasting(device.type):
+        return "its tensors are on several devices, or under autocast"
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
+    if device.type == "cuda":
+        return None if torch.version.cuda is not None else "the kernels are for NVIDIA's GPUs"
+    return None if device.type == "cpu" and _interpreting() else "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1)"
+
+
+def _interpreting() -> bool:
+    """True if Triton's interpreter runs kernels."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)
+
+
+def _unlike(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, enable_gqa: bool) -> str | None:
+    """The reason why shapes or dtypes are none of the table's, or None."""
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
+        return "q, k and v need four dimensions and equal batches"
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or 0 in (*q.shape, *k.shape, *v.shape):
+        return "the shapes of q, k and v don't fit, or one of them is empty"
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        return f"no kernel takes heads larger than {MAX_HEAD_DIM}"
+    if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
+        return "the heads of q and k differ without enable_gqa"
+    if q.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype or any(x.is_neg() or x.is_conj() for x in (q, k, v)):
+        return "no kernel takes these dtypes"
+    if mask is None:
+        return None
+    if mask.dtype not in (torch.bool, q.dtype) or mask.dim() > 4:
+        return "no kernel takes this mask's dtype"
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = all(size in (1, whole) for size, whole in zip(reversed(mask.shape), reversed(full), strict=False))
+    return None if fits else "the mask's shape doesn't broadcast"
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, mask: MaskKind, is_causal: bool) -> Problem:
+    """The problem of a call, without a band that hides nothing."""
+    (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
+    band = Sides.of(None, is_causal, "top_left").band(n_q, n_kv)
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        n_q=n_q,
+        n_kv=n_kv,
+        d=d,
+        d_v=d_v,
+        dtype=KERNEL_DTYPES[q.dtype],
+        features=Features.within(band, mask=mask),
+    )
+
+
+def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as a view (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
+    return None if mask is None else mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _like(shape: tuple[int, ...], q_strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides of an output whose batch, heads and rows lie in memory in the order of the query's, as PyTorch's do."""
+    strides, step = [0, 0, 0, 1], shape[3]
+    # Broadcast dimensions (stride 0) go outermost.
+    for dim in sorted(range(3), key=lambda dim: q_strides[dim] or 2**62):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

@@ -1,0 +1,281 @@
+"""Folder that Hugging Face's `kernels` package loads: winners' kernels as text, a table of their records, and a launcher without flashtune.
+
+Layout of such a folder, by the package's own sources (kernels 0.17): `build/torch-universal/` holds `metadata.json` and `__init__.py`,
+which is imported under the metadata's `id`; `torch-universal` is the build for every backend, with Python alone.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashtune import __version__
+from flashtune.core.config import Variant
+from flashtune.core.errors import DatabaseError, EnvironmentProblem, NoKernelFound
+from flashtune.core.files import read_json
+from flashtune.core.problem import Features
+from flashtune.core.results import TuningRecord
+from flashtune.core.standalone import FORMAT
+from flashtune.core.target import Target, find_target, plain_words
+from flashtune.core.words import canonical, counted
+from flashtune.templates import family, unservable
+from flashtune.templates.rendering import render
+from flashtune.tuner.publish.copied_modules import copies
+from flashtune.tuner.publish.winners import variant_for
+
+NAME = "flashtune-attention"
+MARK = "flashtune.json"
+"""The file by which an earlier export is known."""
+VARIANT = "build/torch-universal"
+MINVER = "0.17.0"
+"""The oldest `kernels` that loads these folders: the one that the tests do it with."""
+
+_EXPRESSED = frozenset(
+    canonical(features.as_json()) for features in (Features(), Features(causal=True), Features(mask="bool"), Features(mask="bias"))
+)
+"""Features that the arguments of scaled_dot_product_attention express, but for dropout."""
+
+_ENTRY = '''"""Attention by the kernels of this folder, else PyTorch's: `attention` takes what F.scaled_dot_product_attention does."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+from .core.standalone import Standalone
+from .hosts import HOSTS
+
+_TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
+_KERNELS = Standalone(_TABLE, HOSTS, lambda name: import_module(f".kernels.{name}", __package__))
+
+attention = _KERNELS.attention
+explain = _KERNELS.explain
+
+__all__ = ["attention", "explain"]
+'''
+
+_README = """---
+library_name: kernels
+license: apache-2.0
+tags: [kernel, attention, triton]
+---
+# Attention kernels found by flashtune {version}
+
+```python
+from pathlib import Path
+from kernels import get_kernel, get_local_kernel
+
+kernel = get_local_kernel(Path("this-folder"))  # or get_kernel("you/your-repository", ...), once it is uploaded
+out = kernel.attention(q, k, v, is_causal=True)  # the arguments of F.scaled_dot_product_attention
+print(kernel.explain(q, k, v, is_causal=True))   # the kernel that serves, or the reason why PyTorch does
+```
+
+{summary} on {gpus}. torch and Triton 3.6 or newer are all it needs; Triton compiles a kernel at its first call.
+
+A kernel serves a call where the GPU's architecture, head sizes, dtype, features (plain, causal, boolean mask, bias) and query heads to
+a key head are those of a record, and both lengths are within a factor of two of the record's; the nearest record decides, and where
+PyTorch was faster in its run, PyTorch serves. PyTorch also serves calls whose gradient is needed (the kernels are forwards alone),
+dropout, tensors that aren't four-dimensional, float64, torch.compile, autocast, and every other GPU. Host code is Python and plans each
+call anew: where a call takes less time than the host, capture a CUDA graph.
+
+| file | what it is |
+|---|---|
+| `{variant}/table.json` | the records: problem, kernel or PyTorch, time; and each kernel's template, spec and config |
+| `{variant}/kernels/` | the kernels' text |
+| `{variant}/core/`, `{variant}/templates/` | the launcher and the kernels' host code, copies of flashtune's modules |
+{licence}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFolder:
+    """Result of an export: records in the table, those of them that PyTorch won and that are predicted, distinct kernels, records left out
+    (backwards, and what scaled_dot_product_attention can't express), and the bytes of the build."""
+
+    records: int
+    torch: int
+    predicted: int
+    kernels: int
+    inexpressible: int
+    bytes: int
+
+
+def write_hub(folder: Path, records: Sequence[TuningRecord], *, licence: str | None = None) -> HubFolder:
+    """Write a folder with the forwards among these records, the best of each key, that PyTorch's arguments express; replaces an earlier
+    export there. `licence` is that of the records.
+
+    A winner with frozen row maxima, which loses speed on scores that mislead it, gives way to its fallback kernel: nothing here watches it.
+
+    Raises DatabaseError where the folder holds anything else, NoKernelFound without a record, and EnvironmentProblem where it can't be
+    written.
+    """
+    told = [_unwatched(record) for record in records if _expressed(record)]
+    if not told:
+        kinds = "a forward that is plain, causal, masked or biased, in fp16, bf16 or fp32"
+        raise NoKernelFound(f"none of {counted(len(records), 'record')} is {kinds}, as a hub folder needs: search, or loosen the filters")
+    variants = {(variant := variant_for(record)).id: variant for record in told if _wins(record)}
+    files = _files(told, variants)
+    try:
+        _refuse_foreign(folder)
+        summary = HubFolder(
+            records=len(told),
+            torch=sum(not _wins(record) for record in told),
+            predicted=sum(record.outcome.source == "predicted" for record in told),
+            kernels=len(variants),
+            inexpressible=len(records) - len(told),
+            bytes=sum(len(text.encode()) for text in files.values()),
+        )
+        _write(folder, files, {"README.md": _readme(summary, told, licence), MARK: _json({"format": FORMAT, **asdict(summary)})})
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder} can't be written ({error.strerror or error}): give a folder that can be written to") from error
+    return summary
+
+
+def _expressed(record: TuningRecord) -> bool:
+    problem = record.problem
+    return problem.direction == "fwd" and problem.dtype != "fp8" and record.key.features in _EXPRESSED
+
+
+def _unwatched(record: TuningRecord) -> TuningRecord:
+    """The record of its fallback kernel, where it has one that serves."""
+    fallback = record.as_fallback()
+    return record if fallback is None or unservable(fallback) else fallback
+
+
+def _wins(record: TuningRecord) -> bool:
+    """True if the kernel was faster than PyTorch in its run, or PyTorch wasn't timed."""
+    ratio = record.relative_time
+    return ratio is None or ratio <= 1
+
+
+def _files(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> dict[str, str]:
+    """The texts of the build, by path."""
+    hosts = {variant.template: family(variant.template).host for variant in variants.values()}
+    named = {name: (host.__module__, host.__qualname__) for name, host in sorted(hosts.items()) if isinstance(host, type)}
+    assert named.keys() == hosts.keys(), "families' host code is a class of a module"
+    found = copies(["flashtune.core.standalone", *(module for module, _ in named.values())])
+    found["__init__.py"] = _ENTRY
+    found["hosts.py"] = _hosts_text(named)
+    found["kernels/__init__.py"] = '"""Kernels that flashtune rendered."""\n'
+    for variant in variants.values():
+        found[f"kernels/{_module(variant)}.py"] = render(family(variant.template), variant)
+    found["table.json"] = _json(_table(records, variants))
+    digest = hashlib.sha256()
+    for path in sorted(found):
+        digest.update(f"{path}\0{found[path]}\0".encode())
+    found["metadata.json"] = _json(
+        {
+            "id": f"{NAME.replace('-', '_')}_{digest.hexdigest()[:12]}",
+            "name": NAME,
+            "version": 1,
+            "kernels-minver": MINVER,
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": "cuda"},
+        }
+    )
+    return found
+
+
+def _hosts_text(named: Mapping[str, tuple[str, str]]) -> str:
+    lines = ['"""Host code of the kernels, by their templates."""\n']
+    lines += [f"from .{module.removeprefix('flashtune.')} import {name}" for module, name in sorted(set(named.values()))]
+    return "\n".join([*lines, "", "HOSTS = {", *(f'    "{template}": {name},' for template, (_, name) in named.items()), "}", ""])
+
+
+def _module(variant: Variant) -> str:
+    return f"{variant.template}_{variant.spec.label().replace('-', '_')}_{variant.id}"
+
+
+def _table(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> dict[str, Any]:
+    """The value that flashtune.core.standalone.Table reads."""
+    rows = []
+    for record in records:
+        key = asdict(record.key)
+        kernel = variant_for(record).id if _wins(record) else None
+        times = {
+            "median_us": round(record.median_us, 3),
+            "torch_us": None if record.framework_us is None else round(record.framework_us, 3),
+        }
+        rows.append({"key": key, "kernel": kernel, "source": record.outcome.source, **times})
+    kernels = {
+        variant.id: {
+            "module": _module(variant),
+            "template": variant.template,
+            "spec": variant.spec.as_dict(),
+            "config": variant.config.as_dict(),
+        }
+        for variant in sorted(variants.values(), key=lambda variant: variant.id)
+    }
+    gpus = {slug: _gpu(find_target(slug)) for slug in sorted({record.key.gpu for record in records})}
+    return {"format": FORMAT, "flashtune": __version__, "gpus": gpus, "kernels": kernels, "records": rows}
+
+
+def _gpu(target: Target) -> dict[str, Any]:
+    names = {"".join(plain_words(name)) for name in (target.slug, target.name, *target.aliases, *target.driver_names)}
+    return {"arch": target.arch, "names": sorted(names)}
+
+
+def _readme(summary: HubFolder, records: Iterable[TuningRecord], licence: str | None) -> str:
+    parts = f"{counted(summary.records, 'record')} with {counted(summary.kernels, 'kernel')}"
+    parts += f" (PyTorch won {summary.torch} of them)" if summary.torch else ""
+    if summary.predicted:
+        parts += f", {summary.predicted} of the records predicted by a cost model and never measured,"
+    gpus = ", ".join(sorted({find_target(record.key.gpu).name for record in records}))
+    closing = f"\nThe code is under Apache-2.0, the records under {licence}.\n" if licence else "\nApache-2.0.\n"
+    return _README.format(version=__version__, summary=parts, gpus=gpus, variant=VARIANT, licence=closing)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise DatabaseError unless the folder is missing, empty or an earlier export; hidden files (.git) don't count."""
+    if not folder.exists():
+        if folder.is_symlink():
+            raise DatabaseError(f"{folder} is a link to nothing: give a folder")
+        return
+    if not folder.is_dir():
+        raise DatabaseError(f"{folder} is no folder: give an empty one, or one of an earlier export")
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    if not names:
+        return
+    known = {MARK, "README.md", "build"}
+    foreign = sorted(names - known) or ([] if _marked(folder) else sorted(names))
+    foreign += [name for name in (*known, VARIANT) if (folder / name).is_symlink()]
+    build = folder / "build"
+    if not foreign and build.is_dir():
+        foreign = sorted(f"build/{path.name}" for path in build.iterdir() if path.name != Path(VARIANT).name)
+    if foreign:
+        raise DatabaseError(f"{folder} holds {foreign[0]}, which no export wrote: give an empty folder, or one of an earlier export")
+
+
+def _marked(folder: Path) -> bool:
+    try:
+        found = read_json(folder / MARK, 1 << 16)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def _write(folder: Path, files: Mapping[str, str], beside: Mapping[str, str]) -> None:
+    """Write the build beside the old one, then put it in its place."""
+    (folder / "build").mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".flashtune-", dir=folder))
+    try:
+        for path, text in files.items():
+            (aside / "new" / path).parent.mkdir(parents=True, exist_ok=True)
+            (aside / "new" / path).write_text(text)
+        for name, text in beside.items():
+            (aside / name).write_text(text)
+            os.replace(aside / name, folder / name)
+        with suppress(FileNotFoundError):
+            os.rename(folder / VARIANT, aside / "old")
+        os.rename(aside / "new", folder / VARIANT)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
