@@ -42,7 +42,8 @@ def test_huge_scores_agree_with_the_reference_however_keys_are_split() -> None:
 
 
 def test_every_feature_that_is_on_or_off_has_a_case() -> None:
-    assert {flag for case in CASES for flag in FLAGS if getattr(case.problem.features, flag)} == set(FLAGS)
+    # Packed sequences have cases of their own (test_varlen).
+    assert {flag for case in CASES for flag in FLAGS if getattr(case.problem.features, flag)} == set(FLAGS) - {"packed"}
 
 
 @pytest.mark.parametrize("name", REFUSED)
