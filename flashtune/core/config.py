@@ -145,7 +145,8 @@ class KernelSpec(Flags):
     """The part of a problem that is compiled into its kernel. Sizes N, batch and heads, the scale, the width of a window, the
     soft cap, the dropout rate, the diagonal and tensors per head are run-time arguments, so one kernel serves all of them.
 
-    `d` and `d_v` are the real head sizes; templates pad them to powers of two.
+    `d` and `d_v` are the real head sizes; templates pad them to powers of two. `mods` is the hash of a mask and a score as code
+    (flashtune.templates.mods), empty without.
     """
 
     direction: Direction
@@ -154,6 +155,7 @@ class KernelSpec(Flags):
     d_v: int
     window: bool
     mask: str
+    mods: str = ""
 
     @property
     def stride_unit(self) -> int:
@@ -185,7 +187,8 @@ class KernelSpec(Flags):
     def as_dict(self) -> dict[str, Any]:
         """Field to value: those of NAMED_ALWAYS, and other flags that are on."""
         named = {name: getattr(self, name) for name in NAMED_ALWAYS}
-        return named | {name: True for name, on in self.flags().items() if on and name not in named}
+        named |= {name: True for name, on in self.flags().items() if on and name not in named}
+        return named | ({"mods": self.mods} if self.mods else {})
 
     def label(self) -> str:
         """The short form for file names and test ids: `fwd-bf16-d128-causal`."""
@@ -193,6 +196,7 @@ class KernelSpec(Flags):
         flags = [name for name in ("causal", "window") if getattr(self, name)]
         flags += sorted(name for name, on in self.flags().items() if on and name != "causal")
         flags += [self.mask] if self.mask != "none" else []
+        flags += [f"mods-{self.mods}"] if self.mods else []
         return "-".join([self.direction, self.dtype, d, *flags])
 
 

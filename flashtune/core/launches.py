@@ -126,6 +126,7 @@ class LaunchInputs:
     contiguous. `mask` is expanded to (B, Hq, N_q, N_kv); `bias` is an additive mask as the copy engine takes it (`Host.narrowed_bias`).
     slopes and sinks (B, Hq), descale (q (B, Hq), k and v (B, Hkv)). Backwards also have dout like out, dlse like lse, and gradients; those
     without a request are None. Window sides are -1 for unbounded; `diagonal` shifts the band (0 top-left, N_kv - N_q bottom-right).
+    `mods` are the tensors of a mask and a score as code (flashtune.templates.launches.mods).
     `sms` is the device's number of multiprocessors, `counts` are int32 that are zero before and after every launch, and in
     `misses` a kernel with a frozen row maximum counts its launches and mispredicting programs: one int64 on the device, and nine where the
     host reads them.
@@ -153,6 +154,7 @@ class LaunchInputs:
     descale: tuple[Operand, Operand, Operand] | None = None
     sinks: Operand | None = None
     lengths: tuple[Operand, Operand, Operand | None] | None = None
+    mods: tuple[Operand, ...] = ()
     counts: Operand | None = None
     misses: tuple[Any, Any] | None = None
     scale: float

@@ -78,9 +78,11 @@ def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], k
     if lengths is not None:
         lengths = tuple(None if x is None else operand(len(everything) + i, x) for i, x in enumerate(lengths))
         everything += keywords["lengths"]
+    mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(keywords.get("mods", ())))
+    everything += keywords.get("mods", ())
     scratch = Scratch(len(everything))
     numbers = {name: keywords[name] for name in _NUMBERS if name in keywords}
-    numbers |= {"lengths": lengths, "misses": misses}
+    numbers |= {"lengths": lengths, "misses": misses, "mods": mods}
     inputs = LaunchInputs(**places, **found, **numbers, descale=descale or None, scale=scale)  # type: ignore[arg-type]
     return Plan(host.launches(inputs, scratch), everything, scratch.operands)
 

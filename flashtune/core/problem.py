@@ -236,7 +236,7 @@ class Problem:
             d_v=self.d_v,
             window=features.window is not None,
             mask=features.mask,
-            **features.flags(),
+            **features.flags(),  # type: ignore[arg-type]
         )
 
     def key(self, gpu: str) -> ProblemKey:

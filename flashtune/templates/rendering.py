@@ -11,6 +11,7 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.templates.family import Family, padded
+from flashtune.templates.mods import functions_of
 
 
 @cache
@@ -90,6 +91,7 @@ def _text(family: Family, variant: Variant) -> str:
             spec=variant.spec,
             config=variant.config.as_dict(),
             layout=layout,
+            mods=functions_of(variant.spec.mods),
             block_d=getattr(layout, "block_d", padded(variant.spec.d)),
             block_dv=getattr(layout, "block_dv", padded(variant.spec.d_v)),
         )

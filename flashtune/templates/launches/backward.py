@@ -7,6 +7,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Launch, LaunchInputs, Operand, Scratch
 from flashtune.core.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, score_numbers, strides_divide, wide
+from flashtune.templates.launches.mods import KEYS, QUERIES, gradient_arguments, mod_arguments
 from flashtune.templates.launches.pointers import accepts_narrow, interpretable
 
 FUSED = {"enable_fp_fusion": True}
@@ -36,8 +37,8 @@ class PointerBackward:
         )
         return Launch("row_deltas", (cdiv(i.n_q, 32) * i.batch * i.heads,), arguments, SMALL)
 
-    def tensors(self, deltas: Operand) -> tuple[Any, ...]:
-        """Kernel arguments before the output tensors."""
+    def tensors(self, deltas: Operand, blocks: int = KEYS) -> tuple[Any, ...]:
+        """Kernel arguments before the output tensors; `blocks` is the place of the list of blocks."""
         i = self.inputs
         masks = [] if self.spec.mask == "none" else [needed(i.mask)]
         read = (i.q, i.k, i.v, needed(i.dout))
@@ -46,6 +47,7 @@ class PointerBackward:
         if self.spec.alibi:
             slopes = needed(i.slopes)
             found += [slopes, *slopes.strides]
+        found += mod_arguments(self.spec, i, blocks)
         return tuple(found)
 
     def numbers(self) -> tuple[Any, ...]:
@@ -132,7 +134,8 @@ class BackwardHost:
             tiles = pointers.lengths.tiles(i, i.n_kv, number("BLOCK_N")) * i.kv_heads
             found.append(Launch("key_gradients", (tiles,), arguments, options))
         if i.dq is not None:
-            arguments = (*tensors, i.dq, *i.dq.strides, *numbers)
+            tensors = pointers.tensors(deltas, QUERIES)
+            arguments = (*tensors, i.dq, *gradient_arguments(self.spec, i), *i.dq.strides, *numbers)
             tiles = pointers.lengths.tiles(i, i.n_q, number("DQ_BLOCK_M")) * i.heads
             found.append(Launch("query_gradients", (tiles,), arguments, dq_options))
         return found + pointers.score_gradients(deltas, scratch)

@@ -6,6 +6,8 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
 from flashtune.core.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
+from flashtune.templates.launches.mods import FORWARD, mod_arguments
+from flashtune.templates.mods import functions_of
 
 NARROW_TILE_BYTES = 128
 """Bytes of a tile's row below which Triton 3.6 misreads it beside wider ones, unless Q and K are aligned."""
@@ -13,7 +15,8 @@ NARROW_TILE_BYTES = 128
 
 def raw_maxima(spec: KernelSpec) -> bool:
     """True if a forward takes row maxima of raw scores, which needs a positive scale."""
-    return not spec.softcap and not (spec.mask == "bias" or spec.alibi or spec.dtype == "fp8")
+    mods = functions_of(spec.mods)
+    return not spec.softcap and not (mods is not None and mods.score) and not (spec.mask == "bias" or spec.alibi or spec.dtype == "fp8")
 
 
 class PointerHost:
@@ -61,6 +64,7 @@ class PointerHost:
         if self._described:
             rows = self.config.number("BLOCK_N")
             found[1:3] = [_descriptor(named.pop("k"), rows, self.block_d), _descriptor(named.pop("v"), rows, self.block_dv)]
+        found += mod_arguments(self.spec, inputs, FORWARD)
         if self.spec.mask != "none":
             assert inputs.mask is not None, "a kernel with a mask needs one"
             found.append(inputs.mask)
