@@ -6,6 +6,7 @@ with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem
     from flashtune.dispatch.calls import save_calls
     from flashtune.dispatch.context import Use, reload, use
+    from flashtune.dispatch.flex import explain_flex, flex_attention
     from flashtune.dispatch.jagged import attention_jagged
     from flashtune.dispatch.resolve import Explanation
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
@@ -17,8 +18,10 @@ __all__ = [
     "attention_jagged",
     "attention_varlen",
     "explain",
+    "explain_flex",
     "explain_problem",
     "explain_varlen",
+    "flex_attention",
     "reload",
     "save_calls",
     "use",

@@ -53,6 +53,8 @@ def attention(
     v_descale: torch.Tensor | float | None = None,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    block_mask: Any = None,
 ) -> Any:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
@@ -84,6 +86,8 @@ def attention(
             is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
         deterministic: gradients are bitwise repeatable, as torch.use_deterministic_algorithms requires of all operations. Kernels that
             accumulate in no fixed order don't serve them then; where PyTorch does, it uses its math backend, with memory for all scores.
+        score_mod: scores as a function, (score, b, h, q_idx, kv_idx) to a score, as in `flashtune.dispatch.flex.flex_attention`.
+        block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa and return_lse are taken.
 
     flashtune.dispatch.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and gradients,
     on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes flash
@@ -97,6 +101,8 @@ def attention(
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense.
     """
+    if score_mod is not None or block_mask is not None:
+        return _functions().of_attention(dict(locals()))
     if has_torch_function_variadic(query, key, value):
         return inspection.overridden(attention, **locals())
     if attn_mask is not None:
@@ -178,6 +184,13 @@ def _looked_up(
     return signature, plan
 
 
+def _functions() -> Any:
+    """The module of masks and scores as code, which is above this one: some masks come back as windows."""
+    from flashtune.dispatch import flex
+
+    return flex
+
+
 def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
     """Decorator that gives a function of any arguments the parameters of another one, for readers and type checkers."""
 
@@ -195,6 +208,9 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     bound = inspect.signature(attention).bind(*arguments, **keywords)
     bound.apply_defaults()
     kwargs = bound.arguments
+    if kwargs["score_mod"] is not None or kwargs["block_mask"] is not None:
+        found: Explanation = _functions().explained(dict(kwargs))
+        return found
     kwargs["scale"], kwargs["dropout_p"] = unwrapped(kwargs["scale"]), unwrapped(kwargs["dropout_p"])
     if inspection.is_causal_bias(kwargs["attn_mask"]):
         kwargs["is_causal"], kwargs["causal_alignment"] = _causal(kwargs["attn_mask"], kwargs["query"], kwargs["key"], kwargs["is_causal"])

@@ -1,0 +1,325 @@
+"""`flex_attention`: PyTorch's torch.nn.attention.flex_attention, masks and scores as code, served by kernels where they can."""
+
+import functools
+import inspect
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.core.errors import InputError
+from flashtune.dispatch import api, flex_kernels
+from flashtune.dispatch.context import Memo, current
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, blocks
+from flashtune.dispatch.flex_kernels import kernel_of, launch, served_here
+from flashtune.dispatch.resolve import Explanation
+from flashtune.templates.mods import bounds, structure
+from flashtune.templates.mods.capture import Dependencies
+from flashtune.templates.mods.emit import Captured, emitted
+from flashtune.templates.mods.graph import Node
+from flashtune.templates.mods.trace import Unsupported, recaptured, traced
+
+Mod = Callable[..., Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Attention whose mask and scores are functions, as torch.nn.attention.flex_attention.flex_attention takes them.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, Hkv, S, E), or with batch 1 for all.
+        value: (B, Hkv, S, Ev).
+        score_mod: (score, b, h, q_idx, kv_idx) to the score that the softmax takes, of scalar tensors, by pointwise operations; captured
+            tensors are read by index, and get gradients where they ask for them.
+        block_mask: a BlockMask, whose mask_mod and blocks say which pairs are visible, or a mask_mod (b, h, q_idx, kv_idx) to a bool.
+        scale: factor of scores before score_mod; None is 1/sqrt(E).
+        enable_gqa: allow fewer key heads than query heads.
+        return_lse: return (output, lse), lse (B, Hq, L) float32, the natural logarithm of the softmax's denominator.
+        kernel_options: options of PyTorch's kernels where these serve.
+        return_aux: an AuxRequest, for (output, AuxOutput).
+
+    The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
+    tiles without a visible pair are skipped. PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for
+    float64, in torch.compile, for operations that kernels lack. `explain_flex` says which.
+
+    Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
+    """
+    call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux)
+    if isinstance(call, str):
+        return _torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    if call.band is not None and (built_in := _built_in(call, query, key, value, wants_lse)) is not None:
+        found = api.attention(query, key, value, return_lse=wants_lse, **built_in)
+        out, lse = found if wants_lse else (found, None)
+    else:
+        out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def explain_flex(*arguments: Any, **keywords: Any) -> str:
+    """Explanation of the same call of `flex_attention`: its kernel and config, or the reason why PyTorch serves."""
+    bound = _SIGNATURE.bind(*arguments, **keywords)
+    bound.apply_defaults()
+    given = bound.arguments
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
+    call = _call_of(*(given[name] for name in names))
+    if isinstance(call, str):
+        return f"PyTorch's flex_attention: {call}"
+    query, key, value = (given[name] for name in names[:3])
+    if call.band is not None and (built_in := _built_in(call, query, key, value, bool(given["return_lse"]))) is not None:
+        served = api.explain(query, key, value, return_lse=bool(given["return_lse"]), **built_in)
+        return f"attention with window={built_in['window']}: {served.template or 'PyTorch'}, {served.reason}"
+    variant = call.kernel.variant
+    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, not measured)"
+
+
+def _call_of(
+    query: Any, key: Any, value: Any, score_mod: Mod | None, block_mask: Any, scale: float | None, enable_gqa: bool, return_aux: Any
+) -> "FlexCall | str":
+    """The call for kernels, or the reason why PyTorch serves."""
+    if (why := _why_torch(query, key, value, block_mask, scale, return_aux)) is not None:
+        return why
+    _check(query, key, value, block_mask, enable_gqa)
+    mask_mod = getattr(block_mask, "mask_mod", block_mask)
+    try:
+        functions, captured = _traced(score_mod, mask_mod, query.device)
+        mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
+            trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
+            if isinstance(backward := kernel_of("bwd", query, value, trained), str):
+                return backward
+    except Unsupported as unsupported:
+        return str(unsupported)
+    if any(x.device != query.device for x in captured):
+        return "a captured tensor is on another device"
+    sizes = dict(zip(("b", "h", "q_idx", "kv_idx"), (*query.shape[:3], key.shape[2]), strict=True))
+    for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
+        if output is not None:
+            bounds.check(name, output, captured, sizes)
+    kernel = kernel_of("fwd", query, value, mods)
+    if isinstance(kernel, str):
+        return kernel
+    if not kernel.loaded.accepts(query, key, value, None):
+        return "the kernel can't read tensors of these strides"
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    band = structure.band(functions.mask) if functions.score is None and functions.mask is not None else None
+    call = FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, band=band, mask_of=block_mask)
+    if block_mask is not None and not callable(block_mask) and not agrees(call, query, key):
+        return "the BlockMask's blocks aren't those of its mask_mod"
+    return call
+
+
+_TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
+"""Arguments of `attention` that `flex_attention` has, too."""
+
+
+def of_attention(given: dict[str, Any]) -> Any:
+    """A call of `attention` with a mask or a score as code; raises InputError for arguments that belong into the functions."""
+    usual = inspect.signature(api.attention).parameters
+    more = [name for name, x in given.items() if name not in _TAKEN and x is not usual[name].default and x != usual[name].default]
+    if more:
+        raise InputError(f"{more[0]} is no argument beside score_mod and block_mask: leave it out, and write it into these functions")
+    return flex_attention(**{name: given[name] for name in _TAKEN})
+
+
+def explained(given: dict[str, Any]) -> Explanation:
+    """Explanation of such a call of `attention`."""
+    said = explain_flex(**{name: given[name] for name in _TAKEN})
+    torchs = said.startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
+    return Explanation(kind="framework" if torchs else "default", reason=said, gpu="")
+
+
+_BUILT_IN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, bool]]" = weakref.WeakKeyDictionary()
+
+
+def _built_in(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> dict[str, Any] | None:
+    """The arguments of `attention` for a mask that is a window, where its kernels serve that: they are tuned for the GPU."""
+    words = {"window": call.band, "scale": call.scale, "enable_gqa": True}
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    place = (flex_kernels.layout((query, key, value)), query.device, call.band, call.scale, wants_lse, trained)
+    known = _BUILT_IN.setdefault(current(), {})
+    if place not in known:
+        served = api.explain(query, key, value, return_lse=wants_lse, **words)  # type: ignore[arg-type]
+        known[place] = served.kind != "framework" and (not trained or served.backward is not None)
+    return words if known[place] else None
+
+
+def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, return_aux: Any) -> str | None:
+    every = (query, key, value)
+    if torch.compiler.is_compiling():
+        return "torch.compile traces the call"
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in every) or torch._C._len_torch_dispatch_stack():
+        return "arguments aren't plain tensors"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is active"
+    if any(x.dim() != 4 for x in every) or len({(x.dtype, x.device) for x in every}) > 1:
+        return "tensors don't have four dimensions, one dtype and one device"
+    if not served_here(query.device, query.dtype):
+        return f"no kernel runs on {query.device} with {query.dtype}"
+    if not all(x.numel() for x in every):
+        return "a tensor is empty"
+    if scale is not None and not scale > 0:
+        return "the scale isn't above 0"
+    if return_aux is not None and return_aux.max_scores:
+        return "kernels return no maxima of scores"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for"
+    if torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) is not query.dtype:
+        return "autocast takes another type"
+    if any(x.is_neg() for x in every):
+        return "a tensor is lazily negated"
+    return None
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raise InputError for shapes that don't fit together."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3] or key.shape[0] not in (1, query.shape[0]):
+        raise InputError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} don't fit together")
+    if heads != kv_heads and not enable_gqa:
+        raise InputError(f"{heads} query heads share {kv_heads} key heads: set enable_gqa=True")
+    if heads % kv_heads:
+        raise InputError(f"{heads} query heads can't share {kv_heads} key heads: the number must be a multiple")
+    lengths = getattr(block_mask, "seq_lengths", None)
+    if lengths is not None and tuple(lengths) != (query.shape[2], key.shape[2]):
+        raise InputError(
+            f"block_mask is for {tuple(lengths)} queries and keys, and these are {query.shape[2]} and {key.shape[2]}: make a new one"
+        )
+
+
+_TRACES: "OrderedDict[Hashable, Functions]" = OrderedDict()
+_MOST_TRACES = 1024
+
+
+def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
+    """Graphs of both functions, from their last trace where they are equal, with their captured tensors of this call."""
+    known = Dependencies((score_mod, mask_mod))  # type: ignore[arg-type]
+    key = None if known.key is None else (known.key, device)
+    found = _TRACES.get(key) if key is not None else None
+    if found is None:
+        found = _trace(score_mod, mask_mod, device, known.tensors)
+        if key is not None and not found.fresh:
+            _TRACES[key] = found
+            if len(_TRACES) > _MOST_TRACES:
+                _TRACES.popitem(last=False)
+    tensors = found.fresh or [known.tensors[place] for place in found.places]
+    return found, tuple(tensors)
+
+
+def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, walked: Sequence[Tensor]) -> Functions:
+    parts = [
+        None if function is None else traced(function, score=score, device=device)
+        for function, score in ((score_mod, True), (mask_mod, False))
+    ]
+    captured: list[Tensor] = []
+    outputs: list[Node | None] = []
+    for part in parts:
+        places = []
+        for x in () if part is None else part.captured:
+            at = next((place for place, y in enumerate(captured) if y is x), len(captured))
+            captured += [x] * (at == len(captured))
+            places.append(at)
+        outputs.append(None if part is None else recaptured(part.output, places))
+    names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
+    among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
+    fresh = tuple(captured) if -1 in among else ()
+    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh)  # type: ignore[arg-type]
+
+
+def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
+    return tuple(Captured(x.dtype, x.dim(), trained and x.is_floating_point()) for x, trained in zip(captured, trains, strict=True))
+
+
+class _Flex(torch.autograd.Function):
+    """Output and LSE; gradients of queries, keys, values and captured tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *captured: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
+        if query.transpose(1, 2).is_contiguous():
+            # The output lies as the queries do.
+            out = torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), dtype=query.dtype, device=query.device)
+            out = out.transpose(1, 2)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        config = call.kernel.config
+        more = list(captured)
+        if call.mods.mask:
+            more.append(blocks(call, call.kernel, query, key, (config.number("BLOCK_M"), config.number("BLOCK_N"))))
+        launch(call.kernel, (query, key, value, out, lse), more, call.scale)
+        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        query, key, value, out, lse, *captured = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (4 + len(captured))
+        call = ctx.call
+        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+        types = _types(captured, ctx.needs_input_grad[4:])
+        mods = emitted(call.functions.score, call.functions.mask, types, backward=True)
+        kernel = kernel_of("bwd", query, value, mods)
+        if isinstance(kernel, str):
+            raise InputError(f"no kernel computes these gradients ({kernel}): use torch.nn.attention.flex_attention for training")
+        call = replace(call, mods=mods, captured=tuple(captured))
+        number = kernel.config.number
+        more = list(captured)
+        if mods.mask:
+            of_keys = blocks(call, kernel, query, key, (number("BLOCK_M"), number("BLOCK_N")), of_keys=True)
+            more += [of_keys, blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N")))]
+        # Sums of atomic additions start from 0, and are rounded once.
+        sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
+        launch(kernel, operands, [*more, *sums.values()], call.scale)
+        of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
+        wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
+        return *wanted, None, *of_captured
+
+
+@functools.cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention as torchs
+
+    return torch.compile(torchs)
+
+
+def _torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
+    """PyTorch's own function, compiled on a GPU."""
+    from torch.nn.attention import flex_attention as torchs
+
+    if block_mask is not None and not isinstance(block_mask, torchs.BlockMask):
+        block_mask = torchs.create_block_mask(block_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device)
+    scale, enable_gqa, return_lse, kernel_options, return_aux = others
+    compiles = not torch.compiler.is_compiling() and isinstance(query, Tensor) and query.is_cuda
+    function = _compiled() if compiles else torchs.flex_attention
+    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
+
+
+_SIGNATURE = inspect.signature(flex_attention)

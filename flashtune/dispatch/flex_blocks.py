@@ -1,0 +1,123 @@
+"""Calls with a mask and a score as code, and their lists of blocks: which tiles need the mask, and which are skipped."""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.dispatch.flex_kernels import ModKernel, blocks_of, tile_kinds
+from flashtune.templates.mods.emit import Mods
+from flashtune.templates.mods.graph import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """Traced functions: graphs over one list of captured tensors, and the places of these in the walk over what they close over."""
+
+    score: Node | None
+    mask: Node | None
+    names: tuple[str, str]
+    places: tuple[int, ...]
+    fresh: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlexCall:
+    """A call that kernels serve."""
+
+    functions: Functions
+    captured: tuple[Tensor, ...]
+    kernel: ModKernel
+    mods: Mods
+    scale: float
+    band: tuple[int | None, int | None] | None
+    """Window that the mask is, where nothing else changes scores (flashtune.templates.mods.structure)."""
+    mask_of: Any
+    """The BlockMask or mask_mod, for its lists of blocks."""
+
+
+MOST_LISTS = 32
+"""Most lists of one mask: its captured tensors may change at every step."""
+
+
+class _Lists:
+    """Lists of blocks of a mask, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, Any] = {}
+
+
+LISTS: "weakref.WeakKeyDictionary[Any, _Lists]" = weakref.WeakKeyDictionary()
+
+
+def _kept(call: FlexCall, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Result of `make` from an earlier call with a mask, unless a captured tensor has changed since."""
+    if any(x.is_inference() for x in call.captured):
+        # These don't say when they change.
+        return make()
+    versions = tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in call.captured)
+    try:
+        lists = LISTS.setdefault(call.mask_of, _Lists()).found
+    except TypeError:
+        return make()
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    whole = (key, call.mods.hash, versions, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
+    if whole in lists:
+        return lists[whole]
+    made = make()
+    # What a graph's capture makes is filled at its replay alone.
+    if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+        if len(lists) >= MOST_LISTS:
+            lists.clear()
+        lists[whole] = made
+    return made
+
+
+def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    return (*query.shape[:3], key.shape[2])
+
+
+def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
+    """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
+    sizes = _sizes(query, key)
+
+    def make() -> Tensor:
+        kinds = tile_kinds(kernel, call.mods, call.captured, sizes, tile)
+        return blocks_of(kinds.transpose(2, 3).contiguous() if of_keys else kinds)
+
+    found: Tensor = _kept(call, (sizes, tile, of_keys, query.device), make)
+    return found.expand(*sizes[:2], -1, -1)
+
+
+def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
+    """True if the blocks of a BlockMask are those that its mask_mod has: one could be made of any blocks."""
+    mask, sizes = call.mask_of, _sizes(query, key)
+
+    def make() -> bool:
+        kinds = tile_kinds(call.kernel, call.mods, call.captured, sizes, tuple(mask.BLOCK_SIZE))
+        shape = (*mask.kv_num_blocks.shape[:2], *kinds.shape[2:])
+        partial, full = (
+            _dense(number, places, shape, query.device)
+            for number, places in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+        )
+        # A full block sees all, a block that is in neither list nothing.
+        return bool(((~full | (kinds == 1)) & (partial | full | (kinds == 2))).all())
+
+    # The answer waits for the GPU, which a capture can't: a mask is met before that, in a warm-up.
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return bool(_kept(call, ("agrees", sizes), make))
+
+
+def _dense(number: Tensor | None, places: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+    """True for the blocks of a list (batches, heads, rows, columns)."""
+    if number is None or places is None:
+        return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+    width = places.shape[-1]
+    listed = torch.arange(width, device=number.device) < number[..., None]
+    found = torch.zeros((*places.shape[:-1], width + 1), dtype=torch.bool, device=number.device)
+    found.scatter_(-1, torch.where(listed, places, width).long(), value=True)
+    return found[..., : shape[2], : shape[3]]

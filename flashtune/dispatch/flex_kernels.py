@@ -1,0 +1,218 @@
+"""Kernels of a mask and a score as code: compiled where they are first called, kept in the user's cache, launched by plans."""
+
+import gzip
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashtune.core import devices, kernel_cache, launching
+from flashtune.core.binaries import Binary, Manifest, machine_arch, source_digest
+from flashtune.core.config import Config, Direction, KernelSpec, Variant
+from flashtune.core.dtypes import DType
+from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import Plan, operand
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import Target
+from flashtune.dispatch import kernels
+from flashtune.dispatch import launch as drivers
+from flashtune.dispatch.choose import choose
+from flashtune.dispatch.context import current
+from flashtune.dispatch.launch import Program
+from flashtune.templates import family, mods
+from flashtune.templates.family import Family
+from flashtune.templates.launches.common import cdiv
+from flashtune.templates.launches.mods import kinds_launch
+from flashtune.templates.mods.emit import Mods
+
+_NAMES: dict[torch.dtype, DType] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_FAMILIES: dict[Direction, str] = {"fwd": "flash_fwd", "bwd": "flash_bwd"}
+
+TYPICAL = 4096
+"""Queries and keys of the problem whose record gives the config."""
+
+Tensors = Sequence[Tensor | None]
+
+
+def served_here(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if kernels with plain pointers run on this device, on a GPU or in Triton's interpreter."""
+    if dtype not in _NAMES or not devices.TRITON:
+        return False
+    if device.type == "cpu":
+        return devices.INTERPRETING and dtype is not torch.bfloat16
+    return device.type == "cuda"
+
+
+class ModKernel:
+    """The kernel of one spec on one device, with the machine code that this process has of it."""
+
+    def __init__(self, kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target) -> None:
+        """`origin` says where the config comes from."""
+        self.variant = kernels.variant(kind, spec, config)
+        self.device, self.config, self.origin = device, config, origin
+        self.loaded = kernels.load(kind, self.variant)
+        self._digest, self._text = "", ""
+        self._programs: dict[Hashable, Program] = {}
+        self._manifest: Manifest | None = None
+        self._codes: dict[str, bytes] = {}
+        if device.type == "cuda" and torch.version.cuda is not None:
+            from flashtune.templates import rendering
+
+            self._text = rendering.render(kind, self.variant)
+            with suppress(EnvironmentProblem):
+                self._manifest = kernels.manifest(self.variant, target.arch)
+
+    def run(self, key: Hashable, tensors: Tensors, plan: Callable[[], Plan]) -> None:
+        """Launch on the current stream; equal keys have equal plans but for the tensors, which come in the order of the plan's sources."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if self.device.type != "cuda" or torch.version.cuda is None:
+                made = plan()
+                arguments = launching.Arguments(made)
+                for one in made.launches:
+                    function = getattr(self.loaded, one.kernel)
+                    function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
+                return
+            if key not in self._programs:
+                self._programs[key] = self._program(plan())
+            program = self._programs[key]
+            held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
+            addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
+            program.run(addresses, torch.cuda.current_stream(self.device).cuda_stream)
+
+    def _program(self, plan: Plan) -> Program:
+        index = self.device.index
+        major, minor = torch.cuda.get_device_capability(index)
+        arch = machine_arch(10 * major + minor)
+        binaries, functions, new = [], [], False
+        for one in plan.launches:
+            binary = None if self._manifest is None else self._manifest.matching(one.kernel, one.arguments)
+            if binary is None or binary.arch != arch:
+                binary, code = drivers.compiled(getattr(self.loaded, one.kernel), one.grid, launching.Arguments(plan).of(one), one.options)
+                self._codes[binary.sha256], new = code, True
+                self._manifest = added(self._manifest, self.variant, self._text, binary)
+            binaries.append(binary)
+            functions.append(drivers._function(binary, lambda binary=binary: self._code(binary), index))  # type: ignore[misc]
+        if new and self._manifest is not None:
+            # What can't be kept is compiled again by the next process.
+            with suppress(EnvironmentProblem):
+                self._manifest = kept(self._text, self._manifest, {one.sha256: self._code(one) for one in self._manifest.binaries})
+        addresses = [0 if x is None else x.data_ptr() for x in plan.tensors]
+        addresses += [next(x for x in addresses if x) // 256 * 256] * len(plan.scratch)
+        return Program(plan, binaries, functions, index, addresses)
+
+    def _code(self, binary: Binary) -> bytes:
+        if binary.sha256 in self._codes or self._manifest is None:
+            return self._codes[binary.sha256]
+        return self._manifest.code(binary)
+
+
+def added(manifest: Manifest | None, variant: Variant, text: str, binary: Binary) -> Manifest:
+    """A variant's manifest with one more binary, tried first."""
+    before = () if manifest is None else tuple(one for one in manifest.binaries if one.sha256 != binary.sha256)
+    if manifest is None:
+        return Manifest(variant_id=variant.id, binaries=(binary,), source_sha256=source_digest(text))
+    return replace(manifest, binaries=(binary, *before))
+
+
+def kept(text: str, manifest: Manifest, codes: dict[str, bytes]) -> Manifest:
+    """The manifest as it was written to the user's cache, with its code; raises EnvironmentProblem where that can't be written."""
+    named = tuple(replace(one, file=f"{one.kernel}_{one.sha256[:16]}.cubin.gz") for one in manifest.binaries)
+    written = replace(manifest, binaries=named, archive=None)
+    folder = kernel_cache.keep(text, written, {one.file: gzip.compress(codes[one.sha256], mtime=0) for one in named})
+    return replace(written, folder=folder)
+
+
+_KERNELS: dict[tuple[KernelSpec, torch.device], ModKernel | str] = {}
+
+
+def kernel_of(direction: Direction, query: Tensor, value: Tensor, functions: Mods) -> ModKernel | str:
+    """The kernel for tensors like these, or the reason why there is none."""
+    tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    spec = KernelSpec(
+        direction=direction, dtype=_NAMES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
+        mods=mods.keep(functions),
+    )  # fmt: skip
+    place = spec, query.device
+    if place not in _KERNELS:
+        _KERNELS[place] = _made(spec, query.device)
+    return _KERNELS[place]
+
+
+def _made(spec: KernelSpec, device: torch.device) -> ModKernel | str:
+    kind, target = family(_FAMILIES[spec.direction]), devices.target_of(device)
+    if (why := kind.supports(spec, target)) is not None:
+        return why
+    if not kind.starts(spec, target):
+        return f"no config of {kind.name} fits into {target.name} at the head sizes {spec.d} and {spec.d_v}"
+    return ModKernel(kind, spec, *_config(kind, spec, device, target), device, target)
+
+
+def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:
+    """The config of the nearest record of this family with a bias or a mask at TYPICAL queries and keys, or the family's default; and why.
+
+    The sizes of the call don't count, so that one kernel serves every length.
+    """
+    functions = mods.functions_of(spec.mods)
+    features = Features(mask="bias" if functions is not None and functions.score else "bool", tf32=spec.tf32)
+    problem = Problem(
+        batch=1, heads=16, kv_heads=16, n_q=TYPICAL, n_kv=TYPICAL, d=spec.d, d_v=spec.d_v, dtype=spec.dtype, features=features,
+        direction=spec.direction,
+    )  # fmt: skip
+    memo = current()
+    with memo.lock:
+        _, _, records = memo.surroundings(device, problem)
+        choice = choose(problem, target, records, {kind.name: kind}, framework_serves=False, unmeasured=True)
+    if choice.record is None or choice.config is None or kind.unfit(choice.config, spec, target) is not None:
+        return kind.default(spec, target), "the family's default"
+    if choice.record.problem.n_kv < TYPICAL // 4:
+        return kind.default(spec, target), "the family's default"
+    return choice.config, f"of the record {choice.record.problem.label()}"
+
+
+def blocks_of(kinds: Tensor) -> Tensor:
+    """Lists of blocks from kinds of tiles (batches, heads, rows, columns): int32 (batches, heads, rows, 2 + columns), of each row the
+    number of blocks that need the mask, that of all visible ones, and their places, in this order."""
+    masked = (kinds == 0).sum(-1, keepdim=True, dtype=torch.int32)
+    visible = (kinds < 2).sum(-1, keepdim=True, dtype=torch.int32)
+    places = torch.argsort(kinds, dim=-1, stable=True).to(torch.int32)
+    return torch.cat((masked, visible, places), -1)
+
+
+def tile_kinds(
+    kernel: ModKernel, functions: Mods, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tile: tuple[int, int]
+) -> Tensor:
+    """Kinds of the tiles of a mask: int8 (batches, heads, tiles of queries, tiles of keys), with batches and heads of 1 where the mask
+    doesn't depend on them: 0 needs the mask, 1 is visible, 2 hidden. `sizes` are batches, heads, queries and keys."""
+    batch, heads, n_q, n_kv = sizes
+    shape = (batch if functions.by_batch else 1, heads if functions.by_head else 1, cdiv(n_q, tile[0]), cdiv(n_kv, tile[1]))
+    kinds = torch.empty(shape, dtype=torch.int8, device=kernel.device)
+
+    def plan() -> Plan:
+        places = tuple(operand(1 + i, x) for i, x in enumerate(captured))
+        return Plan([kinds_launch(operand(0, kinds), places, n_q, n_kv, tile)], [kinds, *captured], [])
+
+    kernel.run(("kinds", sizes, tile, layout(captured)), [kinds, *captured], plan)
+    return kinds
+
+
+def layout(tensors: Tensors) -> Hashable:
+    """All that a plan takes from tensors beside their addresses."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+
+
+def launch(kernel: ModKernel, operands: Tensors, more: Sequence[Tensor], scale: float) -> None:
+    """Launch a pass: its operands in the order of flashtune.core.passes, then the tensors of functions (LaunchInputs.mods)."""
+    spec = kernel.variant.spec
+
+    def plan() -> Plan:
+        query, key, *_ = operands
+        assert query is not None and key is not None, "a pass has queries and keys"
+        words = {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
+        assert kernel.loaded.host is not None, "families of the package have a host side"
+        return launching.plan(kernel.loaded.host, spec, operands, words)
+
+    # Between both are the tensors of other features.
+    everything = [*operands, *[None] * len(launching._MORE), *more]
+    kernel.run((scale, layout(operands), layout(more)), everything, plan)
