@@ -1,0 +1,124 @@
+"""Masks and scores as code on a GPU: by kernels, forwards and gradients, against the functions themselves in float64."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mod_cases import CASES, oracle
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flashtune import dispatch
+from flashtune.core.tolerances import TOLERANCES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def norm(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_the_function_itself(name: str, dtype: str) -> None:
+    case, generator = CASES[name], torch.Generator().manual_seed(5)
+    shapes = [(2, 4, case.n_q, 64), (2, 2, case.n_kv, 64), (2, 2, case.n_kv, 128)]
+    tensors = [torch.randn(shape, generator=generator).to("cuda", DTYPES[dtype]).requires_grad_() for shape in shapes]
+    captured = [x.detach().cuda().requires_grad_(x.requires_grad) for x in case.captured(generator)]
+    score_mod, mask_mod = case.functions(*captured)
+    mask: Any = mask_mod
+    if mask_mod is not None and case.block_mask:
+        mask = create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cuda")
+    given = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True, "return_lse": True}
+    assert dispatch.explain_flex(*tensors, **given).startswith(("flash_fwd", "attention with window="))
+    out, lse = dispatch.flex_attention(*tensors, **given)
+    seen = lse.isfinite()
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)
+    ((out * weights).sum() + lse[seen].sin().sum()).backward()
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    twins = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in captured]
+    out64, lse64 = oracle(*doubles, *case.functions(*twins))
+    ((out64 * weights.double()).sum() + lse64[seen].sin().sum()).backward()
+    bound = TOLERANCES[dtype]
+    assert torch.equal(lse64.isfinite(), seen)
+    assert norm(out.detach(), out64.detach()) <= bound.relative_norm
+    assert float((lse[seen].double() - lse64[seen]).abs().max()) <= bound.lse_atol
+    for ours, theirs in zip([*tensors, *captured], [*doubles, *twins], strict=True):
+        if ours.requires_grad:
+            assert norm(ours.grad, theirs.grad) <= 2 * bound.gradient_norm
+
+
+def test_another_length_compiles_nothing_anew() -> None:
+    table = torch.randn(4096, device="cuda")
+
+    def relative(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return s + table[q - k]
+
+    def causal(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q >= k
+
+    def call(n: int) -> torch.Tensor:
+        q, k, v = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        found: torch.Tensor = dispatch.flex_attention(q, k, v, relative, causal)
+        return found
+
+    from flashtune.dispatch import flex_kernels
+
+    call(512)
+    kernels = {place: kernel._manifest for place, kernel in flex_kernels._KERNELS.items() if not isinstance(kernel, str)}
+    for n in (777, 1024, 1031):
+        call(n)
+    after = {place: kernel._manifest for place, kernel in flex_kernels._KERNELS.items() if not isinstance(kernel, str)}
+    assert after == kernels
+
+
+CHILD = """
+import torch
+from flashtune import dispatch
+from flashtune.dispatch import flex_kernels
+from flashtune.dispatch.flex_kernels import drivers
+compiled, drivers.compiled = [], lambda *arguments: compiled.append(arguments) or 1 / 0
+q = torch.ones(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+dispatch.flex_attention(q, q, q, lambda s, b, h, q, k: s * 1.0625, lambda b, h, q, k: q >= k)
+print("found")
+"""
+
+
+def test_a_new_process_finds_the_kernel(tmp_path: Path) -> None:
+    environment = {**os.environ, "FLASHTUNE_CACHE": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    first = "\n".join(line for line in CHILD.splitlines() if not line.startswith("compiled"))
+    for script in (first, CHILD):
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == "found", done.stderr[-2000:]
+
+
+def test_a_call_is_captured_in_a_graph() -> None:
+    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cuda")
+    expected = dispatch.flex_attention(q, k, v, block_mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dispatch.flex_attention(q, k, v, block_mask=mask)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_what_kernels_lack_is_served_by_pytorch() -> None:
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def erfinv(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.lgamma(s.abs() + 1)
+
+    assert "lgamma" in dispatch.explain_flex(q, k, v, erfinv)
+    start = time.monotonic()
+    out = dispatch.flex_attention(q, k, v, erfinv)
+    twins = [x.double() for x in (q, k, v)]
+    assert norm(out, oracle(*twins, erfinv, None)[0]) <= TOLERANCES["bf16"].relative_norm, time.monotonic() - start

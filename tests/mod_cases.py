@@ -1,0 +1,160 @@
+"""Masks and scores as code that tests of the interpreter and of a GPU share, and their float64 oracle: the function itself."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Functions = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Functions over captured tensors, which `captured` makes from a generator, and sizes."""
+
+    functions: Callable[..., Functions]
+    captured: Callable[[torch.Generator], list[Tensor]] = lambda generator: []
+    n_q: int = 50
+    n_kv: int = 70
+    block_mask: bool = True
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
+    """Output and LSE in the type of the inputs, by calling the functions on all pairs at once."""
+    batch, heads, n_q, d = query.shape
+    n_kv = key.shape[2]
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    b, h, q, k = (torch.arange(size, device=query.device) for size in (batch, heads, n_q, n_kv))
+    places = b[:, None, None, None], h[None, :, None, None], q[None, None, :, None], k[None, None, None, :]
+    scores = query @ key.mT / math.sqrt(d)
+    if score_mod is not None:
+        scores = score_mod(scores, *places)
+    if mask_mod is not None:
+        scores = torch.where(mask_mod(*places), scores, -math.inf)
+    lse = scores.logsumexp(-1)
+    probs = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return probs @ value, lse
+
+
+def _causal(*_: Tensor) -> Functions:
+    return None, lambda b, h, q, k: q >= k
+
+
+def _window(*_: Tensor) -> Functions:
+    return None, lambda b, h, q, k: (q >= k) & (q - k <= 11)
+
+
+def _document(document: Tensor) -> Functions:
+    return None, lambda b, h, q, k: (document[b, q] == document[b, k]) & (q >= k)
+
+
+def _prefix(prefix: Tensor) -> Functions:
+    return None, lambda b, h, q, k: (k < prefix[b]) | (q >= k)
+
+
+def _dilated(*_: Tensor) -> Functions:
+    return None, lambda b, h, q, k: ((q - k).abs() <= 24) & ((q - k) % 3 == 0)
+
+
+def _global_window(*_: Tensor) -> Functions:
+    return None, lambda b, h, q, k: (k < 4) | (q < 3) | ((q - k).abs() <= 5)
+
+
+def _heads(*_: Tensor) -> Functions:
+    return None, lambda b, h, q, k: torch.where(h % 2 == 0, q >= k, (q // 8) == (k // 8))
+
+
+def _unseen(*_: Tensor) -> Functions:
+    return None, lambda b, h, q, k: (q >= 20) & (k < 33) & (b + h + q > k)
+
+
+def _softcap(*_: Tensor) -> Functions:
+    return lambda s, b, h, q, k: 1.5 * torch.tanh(s / 1.5), None
+
+
+def _alibi(slopes: Tensor) -> Functions:
+    return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), None
+
+
+def _signed_alibi(slopes: Tensor) -> Functions:
+    return lambda s, b, h, q, k: s + slopes[h] * (k - q), lambda b, h, q, k: q >= k
+
+
+def _relative(table: Tensor) -> Functions:
+    return lambda s, b, h, q, k: s + table[h, (q - k).clamp(-7, 7) + 7], None
+
+
+def _bias(bias: Tensor) -> Functions:
+    return lambda s, b, h, q, k: s + bias[h, q, k], lambda b, h, q, k: q + 20 >= k
+
+
+def _gated(gate: Tensor, rows: Tensor, columns: Tensor, temperature: Tensor) -> Functions:
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.where(q >= k, s * torch.sigmoid(gate[h]) + rows[b, q] * columns[k], s / temperature)
+
+    return score, None
+
+
+def _hidden_by_score(*_: Tensor) -> Functions:
+    return lambda s, b, h, q, k: torch.where((q + k) % 2 == 0, s, -math.inf), lambda b, h, q, k: q >= k
+
+
+def _numbers(*sizes: int, trained: bool = True, scale: float = 1.0) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: (torch.randn(sizes, generator=generator) * scale).requires_grad_(trained)
+
+
+def _of(*makers: Callable[[torch.Generator], Tensor]) -> Callable[[torch.Generator], list[Tensor]]:
+    return lambda generator: [make(generator) for make in makers]
+
+
+def _documents(generator: torch.Generator) -> list[Tensor]:
+    return [torch.randint(0, 4, (2, 70), generator=generator, dtype=torch.int32).sort(-1).values]
+
+
+CASES: dict[str, Case] = {
+    "causal": Case(_causal),
+    "window": Case(_window, n_q=70),
+    "document": Case(_document, _documents),
+    "prefix": Case(_prefix, lambda generator: [torch.tensor([9, 31])]),
+    "dilated": Case(_dilated),
+    "global_window": Case(_global_window, block_mask=False),
+    "heads": Case(_heads),
+    "unseen": Case(_unseen),
+    "softcap": Case(_softcap),
+    "alibi": Case(_alibi, _of(_numbers(4, trained=False, scale=0.1))),
+    "signed_alibi": Case(_signed_alibi, _of(_numbers(4, scale=0.1))),
+    "relative": Case(_relative, _of(_numbers(4, 15))),
+    "bias": Case(_bias, _of(_numbers(4, 50, 70))),
+    "gated": Case(_gated, _of(_numbers(4), _numbers(2, 50), _numbers(70), lambda generator: torch.tensor(1.7).requires_grad_())),
+    "hidden_by_score": Case(_hidden_by_score),
+}
+
+
+def _scores(**functions: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return functions
+
+
+OPERATIONS = _scores(
+    arithmetic=lambda s, b, h, q, k: (s * 2 - 1) / 3 + 1 / (s * s + 1) - (-s).abs() + (2 - s) + 0.5 * torch.sub(s, q, alpha=2),
+    divisions=lambda s, b, h, q, k: (
+        s + (q - k) // 3 + (q - k) % 5 + (q - k) // -4 + (q - k) % -3 + torch.div(q - k, 3, rounding_mode="trunc")
+    ),
+    quotients=lambda s, b, h, q, k: s + (q - k) / 7 + q / (k + 1) + torch.div(s, 0.3, rounding_mode="floor") + torch.fmod(q - k, 4),
+    halves=lambda s, b, h, q, k: torch.where(q // 4 == k // 4, s, s - 1.25) * torch.where(h > b, 1.5, 0.5),
+    compared=lambda s, b, h, q, k: torch.where((s > q - k) & ~(s == 0) | (s <= -1.5) ^ (k != 3), s, 2 * s - h),
+    logical=lambda s, b, h, q, k: torch.where(torch.logical_and(q > 3, torch.logical_not(k == 2)) | torch.logical_or(q < b, h), s, -s),
+    functions=lambda s, b, h, q, k: torch.exp(-s.abs()) + torch.log(s.abs() + 1) + torch.sqrt(s * s + 1) + torch.rsqrt(s * s + 1),
+    waves=lambda s, b, h, q, k: torch.sin(s) + torch.cos(s * k) + torch.erf(s) + torch.exp2(-s * s) + torch.log2(s.abs() + 2),
+    squashed=lambda s, b, h, q, k: torch.tanh(s) + torch.sigmoid(s) + torch.relu(s) + torch.nn.functional.silu(s),
+    clamped=lambda s, b, h, q, k: s.clamp(-1, 0.5) + s.clamp(min=0) + s.clamp(max=1) + (q - k).clamp(-3, 4) + torch.maximum(s, s * s),
+    powers=lambda s, b, h, q, k: s**2 + s**3 + (s * s + 1) ** 0.5 + (s * s + 1) ** -2 + 2.0 ** (-h - 1) + torch.pow(q - k, 2) / 9,
+    bits=lambda s, b, h, q, k: s + ((q & 3) | (k << 1)) + ((q ^ k) >> 1) + (~q).abs(),
+    converted=lambda s, b, h, q, k: s + q.float() * (q > k) + (s > 0).int() + (k * 1.5).to(torch.int64) + s.to(torch.float16).float() * 0,
+    rounded=lambda s, b, h, q, k: s + torch.floor(s * 3) + torch.ceil(s * 2) + torch.sign(s) + torch.minimum(q, k) + torch.square(s),
+    hidden=lambda s, b, h, q, k: torch.where(torch.isinf(s) | torch.isnan(s) | (q < k), -float("inf"), s),
+    constant=lambda s, b, h, q, k: torch.zeros_like(s) + h,
+)
+"""Scores that together use every operation that kernels have."""

@@ -1,0 +1,74 @@
+"""Machine code of masks and scores as code for a GPU that isn't here, with meta tensors in place of a call's.
+
+As a script: `mod_compiling.py CASE DIRECTION N` prints how many launches for N queries and keys find code in the user's cache, of how many.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from mod_cases import CASES
+
+from flashtune.core import launching
+from flashtune.core.binaries import Binary
+from flashtune.core.compiled import from_compiled
+from flashtune.core.config import KernelSpec, Variant
+from flashtune.core.launching import LoadedKernel, Plan, operand
+from flashtune.core.target import find_target
+from flashtune.dispatch import flex, kernels
+from flashtune.templates import family, mods
+from flashtune.templates.launches.common import cdiv
+from flashtune.templates.launches.mods import kinds_launch
+from flashtune.templates.loading import load_kernel
+from flashtune.templates.mods.emit import emitted
+from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.children.compile import compiling_for
+
+GPU = "h100"
+
+
+def planned(name: str, direction: Any, n: int = 1056) -> tuple[Variant, str, LoadedKernel, list[Plan]]:
+    """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys."""
+    functions, captured = flex._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
+    types = flex._types(captured, [x.requires_grad for x in captured])
+    made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
+    kind, target = family("flash_fwd" if direction == "fwd" else "flash_bwd"), find_target(GPU)
+    spec = KernelSpec(direction=direction, dtype="bf16", d=64, d_v=64, window=False, mask="none", mods=mods.keep(made))
+    variant = variant_of(kind, spec, kind.default(spec, target))
+    text = render(kind, variant)
+    module = load_kernel(text, f"mods_{variant.id}")
+    q, k, v, out, dout, dq = (torch.empty((2, 4, n, 64), dtype=torch.bfloat16, device="meta") for _ in range(6))
+    lse = torch.empty((2, 4, n), device="meta")
+    operands = (q, k, v, out, lse) if direction == "fwd" else (q, k, v, out, lse, dout, None, dq, dq, dq)
+    tensors = [x.detach().to("meta") for x in captured]
+    lists = [torch.empty((2, 4, cdiv(n, 64), cdiv(n, 64) + 2), dtype=torch.int32, device="meta")] * (len(operands) // 5)
+    sums = [torch.empty(captured[place].shape, device="meta") for place in made.trained]
+    words = {"scale": 0.1, "mods": (*tensors, *lists * bool(made.mask), *sums), "sms": 132, "counts": None}
+    assert module.host is not None
+    plans = [launching.plan(module.host, spec, operands, words)]
+    if made.mask:
+        kinds = torch.empty((1, 1, cdiv(n, 128), cdiv(n, 64)), dtype=torch.int8, device="meta")
+        launch = kinds_launch(operand(0, kinds), tuple(operand(1 + i, x) for i, x in enumerate(tensors)), n, n, (128, 64))
+        plans.append(Plan([launch], [kinds, *tensors], []))
+    return variant, text, module, plans
+
+
+def compiled(module: LoadedKernel, plans: list[Plan]) -> list[tuple[Binary, bytes]]:
+    """The machine code of every launch."""
+    found = []
+    with compiling_for(find_target(GPU)):
+        for plan in plans:
+            arguments = launching.Arguments(plan)
+            for launch in plan.launches:
+                words = launching.compiler_options(launch.options)
+                kernel = getattr(module, launch.kernel)
+                found.append(from_compiled(kernel.warmup(*arguments.of(launch), grid=launch.grid, **words)))
+    return found
+
+
+if __name__ == "__main__":
+    name, direction, n = sys.argv[1:]
+    variant, _, _, plans = planned(name, direction, int(n))
+    manifest = kernels.manifest(variant, find_target(GPU).arch)
+    launches = [launch for plan in plans for launch in plan.launches]
+    print(sum(manifest is not None and manifest.matching(x.kernel, x.arguments) is not None for x in launches), len(launches))
