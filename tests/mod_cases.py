@@ -51,6 +51,10 @@ def _document(document: Tensor) -> Functions:
     return None, lambda b, h, q, k: (document[b, q] == document[b, k]) & (q >= k)
 
 
+def _padding(valid: Tensor) -> Functions:
+    return None, lambda b, h, q, k: valid[b, k] & (q >= k)
+
+
 def _prefix(prefix: Tensor) -> Functions:
     return None, lambda b, h, q, k: (k < prefix[b]) | (q >= k)
 
@@ -118,6 +122,7 @@ CASES: dict[str, Case] = {
     "causal": Case(_causal),
     "window": Case(_window, n_q=70),
     "document": Case(_document, _documents),
+    "padding": Case(_padding, lambda generator: [torch.rand(2, 70, generator=generator) < 0.7]),
     "prefix": Case(_prefix, lambda generator: [torch.tensor([9, 31])]),
     "dilated": Case(_dilated),
     "global_window": Case(_global_window, block_mask=False),
