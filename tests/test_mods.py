@@ -99,7 +99,7 @@ def test_windows_are_recognised(mask: Any, found: Any) -> None:
         assert torch.equal(mask(0, 0, q, k).broadcast_to(40, 40), (k >= q - left) & (k <= q + right))
 
 
-def tensors(*, n: int = 24, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def tensors(*, n: int = 24, dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn((2, 4, n, 16), generator=generator, dtype=dtype) for _ in range(3)]
 

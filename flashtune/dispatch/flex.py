@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from flashtune.core.errors import InputError
-from flashtune.dispatch import api, flex_kernels
+from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, blocks
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, blocks, sizes_of
 from flashtune.dispatch.flex_kernels import kernel_of, launch, served_here
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds, structure
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.emit import Captured, emitted
-from flashtune.templates.mods.graph import Node
+from flashtune.templates.mods.graph import INDICES, Node
 from flashtune.templates.mods.trace import Unsupported, recaptured, traced
 
 Mod = Callable[..., Tensor]
@@ -115,7 +115,7 @@ def _call_of(
         return str(unsupported)
     if any(x.device != query.device for x in captured):
         return "a captured tensor is on another device"
-    sizes = dict(zip(("b", "h", "q_idx", "kv_idx"), (*query.shape[:3], key.shape[2]), strict=True))
+    sizes: dict[str, int] = dict(zip(INDICES, sizes_of(query, key), strict=True))
     for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
         if output is not None:
             bounds.check(name, output, captured, sizes)
@@ -173,7 +173,7 @@ def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, re
         return "torch.compile traces the call"
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in every) or torch._C._len_torch_dispatch_stack():
         return "arguments aren't plain tensors"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if inspection.transformed():
         return "a transform of torch.func is active"
     if any(x.dim() != 4 for x in every) or len({(x.dtype, x.device) for x in every}) > 1:
         return "tensors don't have four dimensions, one dtype and one device"

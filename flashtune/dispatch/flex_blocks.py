@@ -76,13 +76,14 @@ def _kept(call: FlexCall, key: Hashable, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
-    return (*query.shape[:3], key.shape[2])
+def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    """Batches, heads, queries and keys."""
+    return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
 
 
 def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
     """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
-    sizes = _sizes(query, key)
+    sizes = sizes_of(query, key)
 
     def make() -> Tensor:
         kinds = tile_kinds(kernel, call.mods, call.captured, sizes, tile)
@@ -94,7 +95,7 @@ def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: 
 
 def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
     """True if the blocks of a BlockMask are those that its mask_mod has: one could be made of any blocks."""
-    mask, sizes = call.mask_of, _sizes(query, key)
+    mask, sizes = call.mask_of, sizes_of(query, key)
 
     def make() -> bool:
         kinds = tile_kinds(call.kernel, call.mods, call.captured, sizes, tuple(mask.BLOCK_SIZE))
