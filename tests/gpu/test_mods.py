@@ -15,8 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flashtune import dispatch
 from flashtune.core.tolerances import TOLERANCES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,9 +47,12 @@ def test_kernels_agree_with_the_function_itself(name: str, dtype: str) -> None:
     assert torch.equal(lse64.isfinite(), seen)
     assert norm(out.detach(), out64.detach()) <= bound.relative_norm
     assert float((lse[seen].double() - lse64[seen]).abs().max()) <= bound.lse_atol
-    for ours, theirs in zip([*tensors, *captured], [*doubles, *twins], strict=True):
+    for ours, theirs in zip(tensors, doubles, strict=True):
+        assert norm(ours.grad, theirs.grad) <= 2 * bound.gradient_norm
+    # Terms of both signs cancel in sums over many pairs.
+    for ours, theirs in zip(captured, twins, strict=True):
         if ours.requires_grad:
-            assert norm(ours.grad, theirs.grad) <= 2 * bound.gradient_norm
+            assert norm(ours.grad, theirs.grad) <= 5 * bound.gradient_norm
 
 
 def test_another_length_compiles_nothing_anew() -> None:
