@@ -146,7 +146,23 @@ def layouts() -> float:
     return max(found)
 
 
+def watched() -> dict[Any, Any]:
+    """Launches of every plan from here on by kernel and key: equal keys have equal ones, and tensors come in the order of the plan's."""
+    seen: dict[Any, Any] = {}
+    run = flex_kernels.ModKernel.run
+
+    def checked(self: Any, key: Any, tensors: Any, plan: Any) -> None:
+        made = plan()
+        assert len(tensors) == len(made.tensors) and all(x is y for x, y in zip(tensors, made.tensors, strict=True)), "another order"
+        assert seen.setdefault((self.variant, key), made.launches) == made.launches, "a key with two plans"
+        run(self, key, tensors, lambda: made)
+
+    flex_kernels.ModKernel.run = checked  # type: ignore[method-assign]
+    return seen
+
+
 if __name__ == "__main__":
+    plans = watched()
     cases = {name: report(case) for name, case in CASES.items()}
     operations = {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()}
     others = {
@@ -156,5 +172,6 @@ if __name__ == "__main__":
         "kernels": kernels(),
         "built_in": built_in(),
         "layouts": layouts(),
+        "plans": len(plans),
     }
     print(json.dumps({"cases": cases, "operations": operations, **others}))

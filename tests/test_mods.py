@@ -60,6 +60,10 @@ def test_layouts_head_sizes_autocast_and_inference_mode() -> None:
     assert reports()["layouts"] <= 4e-3
 
 
+def test_equal_keys_have_equal_plans_over_tensors_in_their_order() -> None:
+    assert reports()["plans"] > 3 * len(CASES)
+
+
 def test_functions_made_anew_share_a_kernel_and_numbers_do_not() -> None:
     assert reports()["kernels"] == {"alike": 1, "another number": 2, "another length": 2}
 
