@@ -2,6 +2,7 @@
 
 import functools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,3 +271,17 @@ def test_masks_joined_by_torch_are_traced() -> None:
     functions, captured = flex._traced(None, joined, torch.device("cpu"))
     assert functions.mask is not None
     assert len(captured) == 1 and captured[0] is limit
+
+
+@pytest.mark.parametrize(("device", "allowed", "band", "serves"), [
+    ("cpu", False, None, True), ("cuda", True, None, True), ("cuda", False, None, False), ("cuda", False, (3, 0), False),
+])  # fmt: skip
+def test_on_a_gpu_unmeasured_kernels_have_to_be_allowed(
+    device: str, allowed: bool, band: Any, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_built_in", lambda *given: None)
+    query: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    with dispatch.use(unmeasured=allowed):
+        why = flex._unmeasured(SimpleNamespace(band=band), query, query, query, False)  # type: ignore[arg-type]
+    assert (why is None) == serves
+    assert why is None or "FLASHTUNE_UNMEASURED=1" in why

@@ -57,16 +57,17 @@ def flex_attention(
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
     tiles without a visible pair are skipped. PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for
-    float64, in torch.compile, for operations that kernels lack. `explain_flex` says which.
+    float64, in torch.compile, for operations that kernels lack; and on a GPU, where these kernels weren't measured, unless
+    FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
     call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux)
-    if isinstance(call, str):
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    if isinstance(call, str) or _unmeasured(call, query, key, value, wants_lse) is not None:
         return _torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     if call.band is not None and (built_in := _built_in(call, query, key, value, wants_lse)) is not None:
         found = api.attention(query, key, value, return_lse=wants_lse, **built_in)
         out, lse = found if wants_lse else (found, None)
@@ -89,6 +90,8 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     if isinstance(call, str):
         return f"PyTorch's flex_attention: {call}"
     query, key, value = (given[name] for name in names[:3])
+    if (why := _unmeasured(call, query, key, value, bool(given["return_lse"]))) is not None:
+        return f"PyTorch's flex_attention: {why}"
     if call.band is not None and (built_in := _built_in(call, query, key, value, bool(given["return_lse"]))) is not None:
         served = api.explain(query, key, value, return_lse=bool(given["return_lse"]), **built_in)
         return f"attention with window={built_in['window']}: {served.template or 'PyTorch'}, {served.reason}"
@@ -165,6 +168,15 @@ def _built_in(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants
         served = api.explain(query, key, value, return_lse=wants_lse, **words)  # type: ignore[arg-type]
         known[place] = served.kind != "framework" and (not trained or served.backward is not None)
     return words if known[place] else None
+
+
+def _unmeasured(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> str | None:
+    """The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
+    if query.device.type != "cuda" or current().unmeasured:
+        return None
+    if call.band is not None and _built_in(call, query, key, value, wants_lse) is not None:
+        return None
+    return "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
 
 
 def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, return_aux: Any) -> str | None:
@@ -319,7 +331,9 @@ def _torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
     compiles = not torch.compiler.is_compiling() and isinstance(query, Tensor) and query.is_cuda
     function = _compiled() if compiles else torchs.flex_attention
-    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
+    # Versions of torch before 2.9 don't have it.
+    more = {} if return_aux is None else {"return_aux": return_aux}
+    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **more)
 
 
 _SIGNATURE = inspect.signature(flex_attention)

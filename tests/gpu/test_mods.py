@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def norm(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-9))
+
+
+@pytest.fixture(autouse=True)
+def _allowed() -> Iterator[None]:
+    with dispatch.use(unmeasured=True):
+        yield
+
+
+def test_pytorch_serves_unless_unmeasured_kernels_are_allowed() -> None:
+    q, k, v = (torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with dispatch.use(unmeasured=False):
+        said = dispatch.explain_flex(q, k, v, lambda score, b, h, q_idx, kv_idx: score + q_idx % 3)
+        assert said.startswith("PyTorch's flex_attention: kernels with these functions weren't measured"), said
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
