@@ -16,10 +16,11 @@ from flashtune.core.config import KernelSpec, Variant
 from flashtune.core.launching import LoadedKernel, Plan, operand
 from flashtune.core.target import find_target
 from flashtune.dispatch import flex, kernels
-from flashtune.templates import family, mods
+from flashtune.templates import family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch
 from flashtune.templates.loading import load_kernel
+from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for
@@ -33,7 +34,7 @@ def planned(name: str, direction: Any, n: int = 1056) -> tuple[Variant, str, Loa
     types = flex._types(captured, [x.requires_grad for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
     kind, target = family("flash_fwd" if direction == "fwd" else "flash_bwd"), find_target(GPU)
-    spec = KernelSpec(direction=direction, dtype="bf16", d=64, d_v=64, window=False, mask="none", mods=mods.keep(made))
+    spec = KernelSpec(direction=direction, dtype="bf16", d=64, d_v=64, window=False, mask="none", mods=known.keep(made))
     variant = variant_of(kind, spec, kind.default(spec, target))
     text = render(kind, variant)
     module = load_kernel(text, f"mods_{variant.id}")

@@ -15,8 +15,8 @@ from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
 from flashtune.dispatch import flex
-from flashtune.templates import family, mods
-from flashtune.templates.mods import structure
+from flashtune.templates import family
+from flashtune.templates.mods import known, structure
 from flashtune.templates.rendering import render
 
 BOUND = 1e-5
@@ -249,7 +249,7 @@ def test_a_spec_holds_a_hash_and_no_code() -> None:
     assert "mods" not in plain.as_dict()
     functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.375, None, torch.device("cpu"))
     made = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
-    spec = KernelSpec(**plain.as_dict(), mods=mods.keep(made))
+    spec = KernelSpec(**plain.as_dict(), mods=known.keep(made))
     assert json.loads(json.dumps(spec.as_dict()))["mods"] == made.hash
     assert "1.375" not in json.dumps(spec.as_dict())
     other = Variant(template="flash_fwd", spec=KernelSpec(**plain.as_dict(), mods="0" * 16), config=Config.of())

@@ -21,10 +21,11 @@ from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.choose import choose
 from flashtune.dispatch.context import current
 from flashtune.dispatch.launch import Program
-from flashtune.templates import family, mods
+from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch
+from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
 
 _NAMES: dict[torch.dtype, DType] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -132,7 +133,7 @@ def kernel_of(direction: Direction, query: Tensor, value: Tensor, functions: Mod
     tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
     spec = KernelSpec(
         direction=direction, dtype=_NAMES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
-        mods=mods.keep(functions),
+        mods=known.keep(functions),
     )  # fmt: skip
     place = spec, query.device
     if place not in _KERNELS:
@@ -154,7 +155,7 @@ def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target
 
     The sizes of the call don't count, so that one kernel serves every length.
     """
-    functions = mods.functions_of(spec.mods)
+    functions = known.functions_of(spec.mods)
     features = Features(mask="bias" if functions is not None and functions.score else "bool", tf32=spec.tf32)
     problem = Problem(
         batch=1, heads=16, kv_heads=16, n_q=TYPICAL, n_kv=TYPICAL, d=spec.d, d_v=spec.d_v, dtype=spec.dtype, features=features,

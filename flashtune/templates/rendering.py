@@ -11,7 +11,7 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.templates.family import Family, padded
-from flashtune.templates.mods import functions_of
+from flashtune.templates.mods.known import functions_of
 
 
 @cache

@@ -5,7 +5,7 @@ from typing import Any
 from flashtune.core.config import KernelSpec
 from flashtune.core.launches import Launch, LaunchInputs, Operand
 from flashtune.templates.launches.common import cdiv
-from flashtune.templates.mods import functions_of
+from flashtune.templates.mods.known import functions_of
 
 FORWARD, KEYS, QUERIES = 0, 0, 1
 """Places of lists among a call's: of a tile of queries in the forward, of one of keys and one of queries in the backward."""

@@ -7,7 +7,7 @@ from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, S
 from flashtune.core.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
 from flashtune.templates.launches.mods import FORWARD, mod_arguments
-from flashtune.templates.mods import functions_of
+from flashtune.templates.mods.known import functions_of
 
 NARROW_TILE_BYTES = 128
 """Bytes of a tile's row below which Triton 3.6 misreads it beside wider ones, unless Q and K are aligned."""
