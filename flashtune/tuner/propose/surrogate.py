@@ -105,8 +105,8 @@ class Surrogate:
         self._known = places
         if places:
             with _BLAS.limit(limits=1):
-                self._factor = np.asarray(np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places))))
-                self._weights = cho_solve((self._factor, True), errors, check_finite=False)
+                factor: Array = np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places)))
+                self._factor, self._weights = factor, cho_solve((factor, True), errors, check_finite=False)
 
     def _across(self, places: list[int]) -> Array:
         """Covariances of the known candidates with these: (known, places)."""
