@@ -105,7 +105,7 @@ class Surrogate:
         self._known = places
         if places:
             with _BLAS.limit(limits=1):
-                factor: Array = np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places)))
+                factor: Array = np.linalg.cholesky(self._covariances.among(places) + NOISE**2 * np.eye(len(places)))  # type: ignore[assignment]
                 self._factor, self._weights = factor, cho_solve((factor, True), errors, check_finite=False)
 
     def _across(self, places: list[int]) -> Array:
