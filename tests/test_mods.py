@@ -285,3 +285,16 @@ def test_on_a_gpu_unmeasured_kernels_have_to_be_allowed(
         why = flex._unmeasured(SimpleNamespace(band=band), query, query, query, False)  # type: ignore[arg-type]
     assert (why is None) == serves
     assert why is None or "FLASHTUNE_UNMEASURED=1" in why
+
+
+def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: Any) -> Any:
+        raise AssertionError("a kernel is made")
+
+    monkeypatch.setattr(flex, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex, "_allowed", lambda query: False)
+    monkeypatch.setattr(flex, "kernel_of", made)
+    q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
+    for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):
+        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None) == flex.UNMEASURED

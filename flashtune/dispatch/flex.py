@@ -109,11 +109,6 @@ def _call_of(
     mask_mod = getattr(block_mask, "mask_mod", block_mask)
     try:
         functions, captured = _traced(score_mod, mask_mod, query.device)
-        mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
-            trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
-            if isinstance(backward := kernel_of("bwd", query, value, trained), str):
-                return backward
     except Unsupported as unsupported:
         return str(unsupported)
     if any(x.device != query.device for x in captured):
@@ -122,13 +117,24 @@ def _call_of(
     for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
         if output is not None:
             bounds.check(name, output, captured, sizes)
+    band = structure.band(functions.mask) if functions.score is None and functions.mask is not None else None
+    # Only a kernel could tell if a BlockMask's blocks are those of its function.
+    if not _allowed(query) and (band is None or not callable(block_mask)):
+        return UNMEASURED
+    try:
+        mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
+            trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
+            if isinstance(backward := kernel_of("bwd", query, value, trained), str):
+                return backward
+    except Unsupported as unsupported:
+        return str(unsupported)
     kernel = kernel_of("fwd", query, value, mods)
     if isinstance(kernel, str):
         return kernel
     if not kernel.loaded.accepts(query, key, value, None):
         return "the kernel can't read tensors of these strides"
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    band = structure.band(functions.mask) if functions.score is None and functions.mask is not None else None
     call = FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, band=band, mask_of=block_mask)
     if block_mask is not None and not callable(block_mask) and not agrees(call, query, key):
         return "the BlockMask's blocks aren't those of its mask_mod"
@@ -170,13 +176,19 @@ def _built_in(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants
     return words if known[place] else None
 
 
+UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
+"""The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
+
+
+def _allowed(query: Tensor) -> bool:
+    """True where kernels with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
+    return query.device.type != "cuda" or current().unmeasured
+
+
 def _unmeasured(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> str | None:
-    """The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
-    if query.device.type != "cuda" or current().unmeasured:
-        return None
-    if call.band is not None and _built_in(call, query, key, value, wants_lse) is not None:
-        return None
-    return "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
+    """The reason why PyTorch serves, or None where kernels with functions are allowed, or those of `attention` serve."""
+    served = _allowed(query) or (call.band is not None and _built_in(call, query, key, value, wants_lse) is not None)
+    return None if served else UNMEASURED
 
 
 def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, return_aux: Any) -> str | None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from flashtune.core import devices, kernel_cache, launching
 from flashtune.core.binaries import Binary, Manifest, machine_arch, source_digest
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
-from flashtune.core.dtypes import DType
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.choose import choose
@@ -28,7 +28,6 @@ from flashtune.templates.launches.mods import kinds_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
 
-_NAMES: dict[torch.dtype, DType] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _FAMILIES: dict[Direction, str] = {"fwd": "flash_fwd", "bwd": "flash_bwd"}
 
 TYPICAL = 4096
@@ -39,7 +38,7 @@ Tensors = Sequence[Tensor | None]
 
 def served_here(device: torch.device, dtype: torch.dtype) -> bool:
     """True if kernels with plain pointers run on this device, on a GPU or in Triton's interpreter."""
-    if dtype not in _NAMES or not devices.TRITON:
+    if KERNEL_DTYPES.get(dtype, "fp8") == "fp8" or not devices.TRITON:
         return False
     if device.type == "cpu":
         return devices.INTERPRETING and dtype is not torch.bfloat16
@@ -132,7 +131,7 @@ def kernel_of(direction: Direction, query: Tensor, value: Tensor, functions: Mod
     """The kernel for tensors like these, or the reason why there is none."""
     tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
     spec = KernelSpec(
-        direction=direction, dtype=_NAMES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
+        direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
         mods=known.keep(functions),
     )  # fmt: skip
     place = spec, query.device
