@@ -20,8 +20,8 @@ from flashtune.core.band import Band
 from flashtune.core.collector import held_off
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.core.torch_attention import readable
-from flashtune.dispatch.plan import out_strides, random_bits
+from flashtune.core.torch_attention import out_strides, readable
+from flashtune.dispatch.plan import random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.core.dtypes import DTYPES, DType
-from flashtune.core.problem import DIRECTIONS, FLAGS, MASK_KINDS, Features, Problem
+from flashtune.core.problem import DIRECTIONS, FLAGS, MASK_KINDS, Features, Problem, padded
 from flashtune.core.target import Target, targets
 from flashtune.templates import families, family
-from flashtune.templates.family import Family, padded
+from flashtune.templates.family import Family
 from flashtune.templates.predicates import live_registers, shared_bytes
 from flashtune.templates.rendering import render, variant_of
 

@@ -22,7 +22,7 @@ from flashtune.core.nearness import distance, octaves
 from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Features, MaskKind, Problem, ProblemKey
 from flashtune.core.target import plain_words
-from flashtune.core.torch_attention import autocasting, sdpa, transformed
+from flashtune.core.torch_attention import autocasting, out_strides, sdpa, transformed
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 
 FORMAT = 1
@@ -95,6 +95,15 @@ def _near(a: ProblemKey, b: ProblemKey) -> bool:
     return max(octaves(a.n, b.n), octaves(a.n_q, b.n_q)) <= MOST_OCTAVES
 
 
+class Chosen(NamedTuple):
+    """The record and the kernel of a call, its problem, and its mask as a view of all scores."""
+
+    row: Row
+    kernel: LoadedKernel
+    problem: Problem
+    mask: Tensor | None
+
+
 class Standalone:
     """Attention by the kernels of one folder.
 
@@ -129,7 +138,7 @@ class Standalone:
         """
         chosen = self._chosen(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if not isinstance(chosen, str):
-            out = self._launched(*chosen, query, key, value, attn_mask, is_causal, scale)
+            out = self._launched(chosen, query, key, value, scale)
             if out is not None:
                 return out
         found: Tensor = sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -140,8 +149,8 @@ class Standalone:
         chosen = self._chosen(query, key, value, attn_mask, **words)
         if isinstance(chosen, str):
             return f"PyTorch serves: {chosen}"
-        row, kernel = chosen
-        return f"{kernel.name} serves, by a record of {row.key.gpu} at N={row.key.n} (kernel {row.kernel})"
+        row = chosen.row
+        return f"{chosen.kernel.name} serves, by a record of {row.key.gpu} at N={row.key.n} (kernel {row.kernel})"
 
     def _chosen(
         self,
@@ -153,20 +162,21 @@ class Standalone:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> tuple[Row, LoadedKernel] | str:
-        """The record and the kernel of a call; the reason where PyTorch serves it."""
+    ) -> Chosen | str:
+        """The kernel of a call; the reason where PyTorch serves it."""
         why = _why_torch(query, key, value, attn_mask) or _unlike(query, key, value, attn_mask, enable_gqa=enable_gqa)
         if why or dropout_p or (is_causal and attn_mask is not None) or not (scale is None or isinstance(scale, (int, float))):
             return why or "its options are PyTorch's alone"
         kind: MaskKind = "none" if attn_mask is None else "bool" if attn_mask.dtype is torch.bool else "bias"
-        ranked = self._ranked(_problem(query, key, value, kind, is_causal), query.device)
-        mask = _expanded(attn_mask, query, key)
+        problem = _problem(query, key, value, kind, is_causal)
+        ranked = self._ranked(problem, query.device)
+        mask = None if attn_mask is None else attn_mask.expand(problem.batch, problem.heads, problem.n_q, problem.n_kv)
         for row in ranked:
             if row.kernel is None:
                 return f"its own attention won at N={row.key.n} on {row.key.gpu}"
             loaded = self._loaded(row.kernel)
             if loaded is not None and loaded.accepts(query, key, value, mask):
-                return row, loaded
+                return Chosen(row, loaded, problem, mask)
         return "no record is near this problem" if not ranked else "no kernel takes tensors of this layout"
 
     def _ranked_on(self, problem: Problem, device: torch.device) -> list[Row]:
@@ -195,26 +205,16 @@ class Standalone:
         self._ranked.cache_clear()
         warnings.warn(f"kernel {name} can't run here, so other kernels or PyTorch serve: {error}", stacklevel=4)
 
-    def _launched(
-        self,
-        row: Row,
-        kernel: LoadedKernel,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor | None:
+    def _launched(self, chosen: Chosen, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
         """The output of a kernel on the current stream; None, with one warning, where it can't be compiled or launched."""
-        problem = _problem(query, key, value, "none", is_causal)
+        row, kernel, problem, mask = chosen
         shape = (problem.batch, problem.heads, problem.n_q, problem.d_v)
-        out = torch.empty_strided(shape, _like(shape, query.stride()), dtype=query.dtype, device=query.device)
+        out = torch.empty_strided(shape, out_strides(shape, query.stride()), dtype=query.dtype, device=query.device)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=query.device)
         parameters = CallParameters(
             scale=1 / math.sqrt(problem.d) if scale is None else float(scale),
             band=problem.band,
-            mask=_expanded(attn_mask, query, key),
+            mask=mask,
         )
         try:
             with torch.cuda.device(query.device) if query.device.type == "cuda" else nullcontext():
@@ -290,18 +290,3 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, mask: MaskKind, is_causal: bool) -
         dtype=KERNEL_DTYPES[q.dtype],
         features=Features.within(band, mask=mask),
     )
-
-
-def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as a view (B, Hq, N_q, N_kv), with stride 0 where it is broadcast."""
-    return None if mask is None else mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-
-def _like(shape: tuple[int, ...], q_strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides of an output whose batch, heads and rows lie in memory in the order of the query's, as PyTorch's do."""
-    strides, step = [0, 0, 0, 1], shape[3]
-    # Broadcast dimensions (stride 0) go outermost.
-    for dim in sorted(range(3), key=lambda dim: q_strides[dim] or 2**62):
-        strides[dim] = step
-        step *= shape[dim]
-    return tuple(strides)

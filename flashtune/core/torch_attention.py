@@ -88,6 +88,17 @@ def _laying_out(strides: tuple[int, ...]) -> Callable[[Tensor | None], Tensor | 
     return functools.partial(laid_out, strides)
 
 
+def out_strides(shape: tuple[int, int, int, int], q_strides: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Dense strides for an output whose batch, heads and rows lie in memory in the order of the query's, the head size innermost."""
+    # Broadcast dimensions (stride 0) go outermost.
+    outer = sorted(range(3), key=lambda dim: -q_strides[dim] if q_strides[dim] else -(2**62))
+    strides, step = [0, 0, 0], shape[3]
+    for dim in reversed(outer):
+        strides[dim] = step
+        step *= shape[dim]
+    return strides[0], strides[1], strides[2], 1
+
+
 def laid_out(strides: tuple[int, ...], x: Tensor | None) -> Tensor | None:
     """The gradient, or a copy of it where it has other strides or is unaligned to 16 bytes; None stays None."""
     if x is None:

@@ -18,10 +18,11 @@ from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import PER_HEAD, CallParameters
+from flashtune.core.torch_attention import out_strides
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.launch import Program
-from flashtune.dispatch.plan import Plan, capturing, out_strides, padded, placed, random_bits
+from flashtune.dispatch.plan import Plan, capturing, padded, placed, random_bits
 from flashtune.dispatch.pytorch import TorchPlan
 
 WINDOW = 8

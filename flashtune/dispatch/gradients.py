@@ -11,11 +11,11 @@ from torch import Tensor
 from flashtune.core import devices, launching, reference
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
-from flashtune.core.torch_attention import readable
+from flashtune.core.torch_attention import out_strides, readable
 from flashtune.dispatch import launch
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.forward import ModulePlan
-from flashtune.dispatch.plan import out_strides, placed
+from flashtune.dispatch.plan import placed
 from flashtune.dispatch.pytorch import no_autocast
 
 _Maybe = Tensor | None

@@ -16,6 +16,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
+from flashtune.core.torch_attention import out_strides
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import backwards, context, inspection, pytorch
 from flashtune.dispatch.call import Call, Outputs, PerHead
@@ -23,7 +24,7 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.gradients import BackwardInputs
 from flashtune.dispatch.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
 from flashtune.dispatch.parse import Arguments, Options, parse, seed_bits, signed
-from flashtune.dispatch.plan import capturing, out_strides, random_bits
+from flashtune.dispatch.plan import capturing, random_bits
 
 
 def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:

@@ -111,17 +111,6 @@ def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return ends[:-1], ends[-1]
 
 
-def out_strides(shape: tuple[int, int, int, int], q_strides: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Dense strides for an output whose batch, heads and rows lie in memory in the order of the query's, the head size innermost."""
-    # Broadcast dimensions (stride 0) go outermost.
-    outer = sorted(range(3), key=lambda dim: -q_strides[dim] if q_strides[dim] else -(2**62))
-    strides, step = [0, 0, 0], shape[3]
-    for dim in reversed(outer):
-        strides[dim] = step
-        step *= shape[dim]
-    return strides[0], strides[1], strides[2], 1
-
-
 _MASK64 = 2**64 - 1
 
 _DRAWING = threading.Lock()

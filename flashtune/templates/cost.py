@@ -13,13 +13,13 @@ import numpy as np
 
 from flashtune.core.config import Config, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Problem, padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.cost_constants import CONSTANTS, Constants, kind_of, peak_per_clock, programs_per_sm
 from flashtune.templates.cost_of_gradients import backward_us
 from flashtune.templates.decode.flash_decode import few_rows, row_splits
-from flashtune.templates.family import blocks_of_head, blocks_of_tiles, padded
+from flashtune.templates.family import blocks_of_head, blocks_of_tiles
 from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile_queries, tiles_of
 from flashtune.templates.launches.pointers import split_count
 

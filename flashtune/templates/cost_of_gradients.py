@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from flashtune.core.config import Config
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Problem, padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
 from flashtune.templates.backward.hopper.layout import divisions_of
 from flashtune.templates.cost_constants import Constants, kind_of, peak_per_clock, programs_per_sm
-from flashtune.templates.family import blocks_of_head, padded
+from flashtune.templates.family import blocks_of_head
 
 
 def backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:

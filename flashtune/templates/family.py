@@ -20,7 +20,6 @@ from flashtune.core.config import Config, Direction, KernelSpec, Value
 from flashtune.core.errors import InputError
 from flashtune.core.launches import Host
 from flashtune.core.problem import Problem
-from flashtune.core.problem import padded as padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.earlier import completed

@@ -2,9 +2,10 @@
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import constraint, padded
+from flashtune.templates.family import constraint
 
 
 def operand_bytes(spec: KernelSpec) -> int:

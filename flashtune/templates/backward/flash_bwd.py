@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, Family, constraint, padded
+from flashtune.templates.family import Axis, Family, constraint
 from flashtune.templates.launches.backward import BackwardHost
 from flashtune.templates.predicates import capped_facts, has_scalar_products
 

@@ -8,10 +8,10 @@ import math
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.problem import DECODE_ROWS, Problem, padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, Family, constraint, padded, wave_efficiency
+from flashtune.templates.family import Axis, Family, constraint, wave_efficiency
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.launches.pointers import DecodeHost
 from flashtune.templates.predicates import (

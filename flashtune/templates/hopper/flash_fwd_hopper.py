@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from flashtune.core.config import Config, KernelSpec, rescales_grown
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Problem, padded
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.family import Axis, Constraint, Family, padded
+from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.hopper.layout import HopperLayout, packed_heads, tiles_of
 from flashtune.templates.launches.hopper_forward import HopperForwardHost
 from flashtune.templates.predicates import warpgroup_facts

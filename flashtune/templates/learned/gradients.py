@@ -2,10 +2,9 @@
 
 import math
 
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Problem, padded
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import divisions_of
-from flashtune.templates.family import padded
 from flashtune.templates.learned.residual import Likeness, Tried
 
 FUSED, SPLIT = "flash_bwd_hopper", "flash_bwd_hopper_split"

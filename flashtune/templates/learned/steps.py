@@ -7,13 +7,12 @@ per SM, rounds, and bytes in flight.
 import math
 
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.problem import DECODE_ROWS, Problem, padded
 from flashtune.core.target import Target
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
 from flashtune.templates.cost_constants import programs_per_sm
 from flashtune.templates.decode import flash_decode
-from flashtune.templates.family import padded
 from flashtune.templates.hopper.layout import packed_problem, tiles_of
 from flashtune.templates.learned.residual import Likeness, Tried
 
