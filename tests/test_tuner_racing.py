@@ -3,8 +3,11 @@
 import math
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import simulated_races
@@ -15,8 +18,11 @@ from flashtune.core.results import CompileFacts, Measurement, Outcome
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
+from flashtune.tuner.children import tasks
 from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.replies import Timed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest, fallback_ahead, first_by_calls, placed, to_call, to_race, trimmed_mean
+from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -178,3 +184,27 @@ def test_repeated_searches_pick_alike_under_the_noise_of_committed_races() -> No
     assert len(rows) >= 10
     assert sum(agreement >= 0.8 for agreement, _, _ in found) >= 0.9 * len(rows)
     assert all(loss <= 2 * TIE for _, loss, _ in found)
+
+
+def test_a_lead_by_a_disturbed_race_is_no_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delay while the incumbent was timed would put every later trial in a wrong scale."""
+
+    class Disturbed(Stopwatch):
+        def __init__(self) -> None:
+            self.races = iter([[220.0, 345.0], [290.0, 270.0]])
+
+        def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
+            return [[290.0] * count, [270.0] * count]
+
+        def race(self, runs: Sequence[Run], **_: Any) -> list[Measurement]:
+            return [Measurement.of([time] * 7) for time in next(self.races)]
+
+    verifier = SimpleNamespace(verdict=lambda *_, **__: SimpleNamespace(reason="", error=0.0))
+    bench = SimpleNamespace(inputs=None, verifier=verifier, stopwatch=Disturbed())
+    monkeypatch.setattr(tasks, "_ready", lambda *_: bench)
+    monkeypatch.setattr(tasks, "launch_of", lambda *_: lambda: None)
+    monkeypatch.setattr(tasks, "_loaded", lambda source: (None, None))
+    source: Any = SimpleNamespace(repeats=True, text="")
+    reply = tasks.evaluate_candidate(source, source, cast(Any, None), cast(Any, None), 0, 1.0, 3.0)
+    assert isinstance(reply, Timed) and reply.incumbent is not None
+    assert (reply.time.median_us, reply.incumbent.median_us) == (290.0, 270.0)

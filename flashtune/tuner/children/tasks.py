@@ -107,9 +107,6 @@ class _Bench:
     stopwatch: "Stopwatch"
 
 
-CLEAR = 0.03
-"""Relative lead over the incumbent that is no chance: ten times the noise of a median."""
-
 MOST_ROUNDS = 400
 """Most rounds of one race: short kernels have time for many, and ties are decided by a tenth of a percent."""
 
@@ -275,8 +272,8 @@ def evaluate_candidate(
             times = [Measurement.of(times) for times in look]
             if incumbent is None or times[0].median_us <= patience * times[1].median_us:
                 times = bench.stopwatch.race(runs, budget_s=budget_s, seen=look)
-                if incumbent is not None and (1 - CLEAR) * times[1].median_us < times[0].median_us < times[1].median_us:
-                    # A second race, for which it wasn't selected, avoids the selection bias of the best of many noisy times.
+                if incumbent is not None and times[0].median_us < times[1].median_us:
+                    # Whoever leads races again: the best of many noisy times is chosen for its luck, and later times are in its scale.
                     times = bench.stopwatch.race(runs, budget_s=2 * budget_s, seen=look)
     except Exception as error:
         return _failed(error)
