@@ -115,7 +115,7 @@ def planted_family(kind: str, choices: int = 1, *, paths: bool = True) -> Family
             Axis(name="BLOCK_N", values=(64,), why="keys"),
         ),
         constraints=(),
-        supports=lambda spec, target: None,
+        refuses=lambda spec, target: None,
         tried_first=lambda spec, target: [Config.of(CHOICE=0, BLOCK_M=1, BLOCK_N=64)],
         interpretable=True,
         path_axes=("CHOICE",) if paths else (),

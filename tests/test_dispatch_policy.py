@@ -57,7 +57,7 @@ def family(name: str, *, unsupported: str | None = None, most_rows: int | None =
                 why="the blocks fit into shared memory",
             ),
         ),
-        supports=lambda spec, target: unsupported,
+        refuses=lambda spec, target: unsupported,
         tried_first=lambda spec, target: [Config.of(BLOCK_M=32, SHARED=0)],
         interpretable=True,
         suits=lambda problem, target: None if most_rows is None or problem.n_q <= most_rows else f"{problem.n_q} rows are too many",

@@ -1,6 +1,7 @@
 """The search spaces: sound defaults everywhere, constraints that hold, sizes that a search can walk."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,13 @@ def test_a_family_says_why_it_cant_serve_a_gpu() -> None:
     fp8 = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp8").spec()
     assert "e4m3" in (family("flash_fwd").supports(fp8, targets()["a100"]) or "")
     assert all(family("flash_fwd").supports(fp8, targets()[slug]) is None for slug in ("l4", "h200", "b200", "mi300x"))
+
+
+def test_a_flag_that_a_family_doesnt_declare_is_refused() -> None:
+    spec = Problem(batch=1, heads=1, kv_heads=1, n_q=64, n_kv=64, d=64, d_v=64, dtype="fp16", features=Features(sinks=True)).spec()
+    assert family("flash_fwd").supports(spec, targets()["h200"]) is None
+    without = replace(family("flash_fwd"), flags=family("flash_fwd").flags - {"sinks"})
+    assert without.supports(spec, targets()["h200"]) == "flash_fwd has no sinks"
 
 
 def test_families_are_listed_under_their_own_names() -> None:
