@@ -93,15 +93,12 @@ def test_a_kernel_that_wins_on_two_architectures_stands_under_both(tmp_path: Pat
     assert index.find(one.kernel.variant_id, "103") is not None
 
 
-def test_the_package_shows_each_family_and_the_readmes_shapes() -> None:
+def test_the_package_shows_a_kernel_of_each_family() -> None:
     shown = selected(arrange(SHIPPED))
     files = read_index(PACKAGE).files
     assert {one.kernel.path for one in shown} == {path for path in files if path.endswith(".py") and "__init__" not in path}
     assert {one.variant.template for one in shown} == {record.outcome.template for record in SHIPPED}
-    named = [
-        r.problem for one in shown for r in one.records if r.key.gpu == "h200" and r.key.n == r.key.n_q == 16384 and r.key.dtype == "bf16"
-    ]
-    assert {(p.d, p.features.causal) for p in named} >= {(d, causal) for d in (64, 128, 256) for causal in (False, True)}
+    assert len(shown) == len({one.variant.template for one in shown})
     listed = (PACKAGE / "README.md").read_text()
     assert not [one.kernel.path for one in shown if f"]({one.kernel.path})" not in listed]
 
