@@ -63,17 +63,11 @@ BACKWARD: dict[str, int | str | bool] = {"BLOCK_M": 32, "BLOCK_N": 128, "num_war
 BACKWARD |= {"DQ_BLOCK_M": 128, "DQ_BLOCK_N": 64, "DQ_num_warps": 8, "DQ_num_stages": 2}
 
 GOLDEN: dict[str, Callable[[], str]] = {
-    "flash_bwd-bwd-bf16-d128-causal.py": lambda: text_of(
-        "flash_bwd", spec_of(Features(causal=True), d=128, d_v=128, dtype="bf16"), **BACKWARD, ORDER="longest_first"
-    ),
     "flash_bwd-bwd-fp32-d80x64-window-bool-alibi-dropout-softcap.py": lambda: text_of(
         "flash_bwd",
         spec_of(Features(window=(9, 9), mask="bool", alibi=True, dropout=True, softcap=True), d=80, d_v=64, dtype="fp32"),
         **BACKWARD,
         ORDER="rows",
-    ),
-    "flash_decode-fwd-bf16-d128.py": lambda: text_of(
-        "flash_decode", spec_of(Features(), d=128, d_v=128, dtype="bf16"), **DECODE, combine="last", loads="pointer"
     ),
     "flash_decode-fwd-fp16-d80x64-window-bool.py": lambda: text_of(
         "flash_decode",
@@ -88,9 +82,6 @@ GOLDEN: dict[str, Callable[[], str]] = {
         **DECODE,
         combine="rows",
         loads="pointer",
-    ),
-    "flash_fwd-fwd-bf16-d128-causal.py": lambda: golden_text(
-        "flash_fwd", spec_of(Features(causal=True), d=128, d_v=128, dtype="bf16"), LOAD_V_EARLY=False, ORDER="longest_first"
     ),
     "flash_fwd-fwd-fp32-d80x64-window-bool-dropout.py": lambda: golden_text(
         "flash_fwd",
