@@ -9,13 +9,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 from matplotlib import image
 
 from flashtune.bench.profiling import Profile
 from flashtune.bench.report import chart
 from flashtune.bench.report import html as html_of
-from flashtune.cli.main import main
 from flashtune.cli.profile import print_report
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
@@ -131,7 +130,7 @@ PROFILE = ("profile", "--n", "256", "--d", "64", "--gpu-name", "v100")
 def test_the_command_writes_every_kind_of_file(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.html", "a.png", "a.SVG")]
     options = [word for path in files for word in ("--plot", str(path))]
-    result = CliRunner().invoke(main, [*PROFILE, *options])
+    result = flashtune(*PROFILE, *options)
     assert result.exit_code == 0, result.output
     assert [path.read_bytes()[:5] for path in files] == [b"<!DOC", b"\x89PNG\r", b"<?xml"]
     assert sorted(tmp_path.iterdir()) == sorted(files), "no temporary file stays behind"
@@ -139,7 +138,7 @@ def test_the_command_writes_every_kind_of_file(tmp_path: Path) -> None:
 
 def test_a_missing_matplotlib_is_one_sentence_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = CliRunner().invoke(main, [*PROFILE, "--plot", str(tmp_path / "a.png")])
+    result = flashtune(*PROFILE, "--plot", str(tmp_path / "a.png"))
     assert result.exit_code == EnvironmentProblem.exit_code
     assert result.stderr == "flashtune: --plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'\n"
 
@@ -152,7 +151,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("os.replace", full)
-    result = CliRunner().invoke(main, [*PROFILE, "--plot", str(path)])
+    result = flashtune(*PROFILE, "--plot", str(path))
     assert result.exit_code == 4 and "can't be read or written (No space left on device)" in result.stderr
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 

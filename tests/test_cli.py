@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import flashtune
 
 from flashtune import dispatch
 from flashtune.cli.main import COMMANDS, main
@@ -18,10 +18,6 @@ from flashtune.core.kernel_index import read_index
 from flashtune.core.results import Fate
 from flashtune.db.store import Store
 from flashtune.tuner.publish import machine_code
-
-
-def flashtune(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
 
 
 def rows_of(*words: str) -> list[dict[str, Any]]:

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 from planted import PLANTED_PROBLEM
 
 from flashtune.bench import time_calls
-from flashtune.cli.main import main
 from flashtune.core.results import Fate, Measurement
 from flashtune.core.target import find_target
 from flashtune.tuner import machine
@@ -50,7 +49,7 @@ class OnTheGpu:
 def bench(monkeypatch: pytest.MonkeyPatch, called: Called | Failed, *more: str) -> Any:
     monkeypatch.setattr(machine, "local_gpu", lambda: machine.LocalGpu(name="NVIDIA H200", target=H200))
     monkeypatch.setattr(workers, "Workers", type("Made", (OnTheGpu,), {"called": called}))
-    return CliRunner().invoke(main, [*WORDS, *more], env={"COLUMNS": "200"})
+    return flashtune(*WORDS, *more, COLUMNS="200")
 
 
 def test_bench_shows_both_ratios(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands import flashtune
 from db_samples import outcome, result
 
 from flashtune import dispatch
-from flashtune.cli.main import main
 from flashtune.cli.options import ProblemOptions
 from flashtune.cli.problems import worth_searching
 from flashtune.cli.search import search
@@ -30,10 +29,6 @@ from flashtune.integrations import torchs_place
 A100, H200 = find_target("a100"), find_target("h200")
 CAUSAL = Problem(batch=1, heads=2, kv_heads=1, n_q=64, n_kv=64, d=16, d_v=16, dtype="fp16", features=Features(causal=True))
 FULL, FP8 = replace(CAUSAL, features=Features()), replace(CAUSAL, dtype="fp8")
-
-
-def flashtune(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
 
 
 def written(folder: Path, *problems: Problem) -> Path:

@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import db_samples as samples
 import pytest
-
-from flashtune.core.target import find_target
-from flashtune.templates import family
 
 HERE = Path(__file__).parent
 FOREVER_S = 3600
@@ -108,12 +104,6 @@ with interruptible(Interrupts()):
         time.sleep(0.1)
         assert interrupted(child, number) == "flashtune: interrupted\n"
     holder.close()
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
-    return samples.write(tmp_path / "in.sqlite", (samples.result(samples.outcome("aaaa000000000001", config=config)),))
 
 
 def test_the_server_of_children_keeps_no_pipe_of_a_command_open(tmp_path: Path) -> None:

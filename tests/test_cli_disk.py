@@ -9,6 +9,7 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 from click.testing import CliRunner
+from commands import flashtune
 from test_cli_folders import FILES
 from test_core_files import Failing
 from test_db_disk import in_child
@@ -18,20 +19,12 @@ from flashtune.cli.main import main
 from flashtune.core import calls
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import INDEX, digest
-from flashtune.core.target import find_target
 from flashtune.db.card import card_path, check_card
 from flashtune.db.library import Library
-from flashtune.templates import family
 from flashtune.tuner.publish.generated import write
 
 LIMITS = (0, 1, 300, 600, 4096, 20_000, 50_000, 1 << 30)
 """Bytes that a file may have. A card takes some 400, a database some 30,000."""
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
-    return samples.write(tmp_path / "in" / "a.sqlite", (samples.result(samples.outcome("aaaa000000000001", config=config)),))
 
 
 @pytest.mark.parametrize("command", ["export", "merge", "forced"])
@@ -109,7 +102,7 @@ def test_calls_and_cards_that_cannot_be_written_leave_what_was_there(
     with pytest.raises(EnvironmentProblem, match=r"calls\.json can't be written"):
         calls.add(path, [samples.problem(4096)])
     assert path.read_bytes() == before
-    result = CliRunner().invoke(main, ["export", str(out), "--db", str(database), "--licence", "MIT"])
+    result = flashtune("export", str(out), "--db", str(database), "--licence", "MIT")
     assert result.exit_code == 4 and result.stderr.count("\n") == 1 and "the card" in result.stderr
     assert not card_path(out).exists() and len(Library.of(out).records()) == 1
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["calls.json", "in", "out"]

@@ -7,32 +7,19 @@ from pathlib import Path
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner, Result
+from commands import flashtune
 from test_tuner_generated import DECODES, generated, snapshot
 
 from flashtune import dispatch
-from flashtune.cli.main import main
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
 from flashtune.core.kernel_index import INDEX, digest
-from flashtune.core.target import find_target
 from flashtune.db.card import card_path
 from flashtune.db.library import Library
-from flashtune.templates import family
 from flashtune.tuner.publish import machine_code
 from flashtune.tuner.publish.generated import differing, require_writable, write
 
 FILES = generated(DECODES[:2])
 MODULE = next(name for name in sorted(FILES) if name.endswith(".py") and not name.endswith("__init__.py"))
-
-
-def flashtune(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
-    return samples.write(tmp_path / "in" / "a.sqlite", (samples.result(samples.outcome("aaaa000000000001", config=config)),))
 
 
 @pytest.fixture

@@ -8,24 +8,18 @@ import sys
 from pathlib import Path
 
 import click
-import db_samples as samples
 import pytest
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner, Result
+from commands import flashtune
 
 from flashtune import dispatch
 from flashtune.cli import doctor
 from flashtune.cli.main import main
 from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
 from flashtune.db.library import shipped_path
-from flashtune.templates import families, family
+from flashtune.templates import families
 
 CAUSAL = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
-
-
-def flashtune(*words: str, **environment: str) -> Result:
-    return CliRunner(env=environment).invoke(main, list(words))
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -87,12 +81,6 @@ def test_heads_times_batch_is_bounded_too(tmp_path: Path) -> None:
     result = flashtune("search", *words)
     assert result.exit_code == 2 and "--batch" in result.stderr and "--heads" in result.stderr, result.output
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
-    return samples.write(tmp_path / "in" / "a.sqlite", (samples.result(samples.outcome("aaaa000000000001", config=config)),))
 
 
 def test_an_export_goes_where_its_destination_says(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,14 @@ from pathlib import Path
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from commands import flashtune
 
 from flashtune.cli.main import main
 from flashtune.core.results import SearchResult
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
-
-
-def flashtune(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
 
 
 def file_of(path: Path, *results: SearchResult) -> Path:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands import flashtune
 
 from flashtune.cli.console import log_of
-from flashtune.cli.main import main
 from flashtune.core.results import TuningRecord
 
 WORDS = (
@@ -32,10 +32,6 @@ WORDS = (
     "--predict",
 )
 UNMEASURED = "Calls that PyTorch can serve too are served from predicted records only with dispatch.use("
-
-
-def flashtune(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
 
 
 @pytest.fixture(scope="module")

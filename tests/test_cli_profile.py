@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from commands import flashtune
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["profile", *arguments])
+    return flashtune("profile", *arguments)
 
 
 def run_json(*arguments: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 from click.testing import CliRunner
+from commands import flashtune
 
 from flashtune.cli.main import main
 from flashtune.cli.records import doubts_of
@@ -41,7 +42,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(database: Path) -> None:
-    raced, unchecked = json.loads(CliRunner().invoke(main, ["show", "--db", str(database), "--json"]).stdout)
+    raced, unchecked = json.loads(flashtune("show", "--db", str(database), "--json").stdout)
     assert (raced["fate"], raced["trial_us"], raced["call_us"], raced["framework_call_us"]) == ("correct", 81.0, 85.5, 130.25)
     assert raced["provenance"]["conditions"] == {
         "samples": 60,
@@ -57,10 +58,10 @@ def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(data
 
 
 def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Path) -> None:
-    shown = CliRunner().invoke(main, ["show", "--db", str(database)]).stdout
+    shown = flashtune("show", "--db", str(database)).stdout
     assert "unchecked: predicted, without a check of its results" in shown
     assert "power-limited: the card's power limit" in shown and "throttled" not in shown
-    wide = CliRunner().invoke(main, ["show", "--db", str(database), "--wide"]).stdout
+    wide = flashtune("show", "--db", str(database), "--wide").stdout
     assert "predicted, unchecked" in wide and "measured, power-limited" in wide
 
 
@@ -87,13 +88,13 @@ def test_the_source_of_a_kernel_is_shown_by_its_recorded_id_and_by_the_one_it_ha
     record = next(iter(Library.of(database).records()))
     today = variant_for(record).id
     assert today != record.outcome.variant_id
-    shown = [CliRunner().invoke(main, ["show", "--db", str(database), "--kernel", one]) for one in (record.outcome.variant_id, today)]
+    shown = [flashtune("show", "--db", str(database), "--kernel", one) for one in (record.outcome.variant_id, today)]
     assert [one.exit_code for one in shown] == [0, 0] and shown[0].stdout == shown[1].stdout and today in shown[0].stdout
 
 
 def test_the_kernel_in_the_help_of_show_is_one_of_the_package() -> None:
-    [example] = re.findall(r"--kernel ([0-9a-f]{16})", CliRunner().invoke(main, ["show", "--help"]).stdout)
-    assert f"Variant: {example}" in CliRunner().invoke(main, ["show", "--db", str(shipped_path()), "--kernel", example]).stdout
+    [example] = re.findall(r"--kernel ([0-9a-f]{16})", flashtune("show", "--help").stdout)
+    assert f"Variant: {example}" in flashtune("show", "--db", str(shipped_path()), "--kernel", example).stdout
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -116,7 +117,7 @@ def test_verify_that_checked_nothing_does_not_succeed(tmp_path: Path, shape: str
     assert "none of 1 record could be checked" in result.stderr
     if shape == "--json":
         assert json.loads(result.stdout)["skipped"] == 1
-    assert CliRunner().invoke(main, [*words, "--d", "32"]).exit_code == 5
+    assert flashtune(*words, "--d", "32").exit_code == 5
 
 
 @pytest.mark.parametrize("sample", [None, 2, 50])
@@ -141,7 +142,7 @@ def test_verify_counts_what_it_checks_and_folds_what_it_skips(
 
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     monkeypatch.setattr(winners, "recheck", checked)
-    result = CliRunner().invoke(main, ["verify", "--db", str(path), *(["--sample", str(sample)] if sample else [])])
+    result = flashtune("verify", "--db", str(path), *(["--sample", str(sample)] if sample else []))
     count = min(sample or 3, 3)
     assert result.exit_code == 0 and len(asked) == count == len({problem.n_kv for problem in asked} & {64, 128, 192})
     first, *lines = result.stderr.splitlines()
@@ -155,11 +156,11 @@ def test_a_prediction_of_a_family_that_no_interpreter_runs_is_unchecked(tmp_path
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     where = ["--db", str(tmp_path / "a.sqlite")]
     words = ["--gpu-name", "h200", "--d", "64", "--n", "1024", "--causal", "--dtype", "fp16", "--softcap", "30", *where]
-    searched = CliRunner().invoke(main, ["search", *words, "--template", "flash_fwd_hopper", "--trials", "1", "--seed", "1", "--json"])
+    searched = flashtune("search", *words, "--template", "flash_fwd_hopper", "--trials", "1", "--seed", "1", "--json")
     assert searched.exit_code == 0, searched.output
     [row] = json.loads(searched.stdout)
     assert (row["source"], row["fate"], row["unservable"]) == ("predicted", "unchecked", None)
-    explained = CliRunner().invoke(main, ["explain", *words])
+    explained = flashtune("explain", *words)
     assert "neither measured nor checked" in " ".join(explained.stdout.split()), explained.output
 
 

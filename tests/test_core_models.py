@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 
-from flashtune.cli.main import main
 from flashtune.cli.options import ProblemOptions
 from flashtune.cli.search import search
 from flashtune.core.errors import InputError
@@ -76,10 +75,10 @@ def test_what_makes_no_sense_is_said(words: tuple[str, ...], said: str) -> None:
 
 
 def test_show_lists_them_and_profile_takes_one() -> None:
-    shown = CliRunner().invoke(main, ["show", "--models", "--json"])
+    shown = flashtune("show", "--models", "--json")
     assert {row["slug"] for row in json.loads(shown.output)} == models().keys()
-    assert "deepseek-v3" in CliRunner().invoke(main, ["show", "--models"]).output
-    counted = CliRunner().invoke(main, ["profile", "--model", "llama-3-8b", "--n", "1024", "--gpu-name", "a100", "--json"])
+    assert "deepseek-v3" in flashtune("show", "--models").output
+    counted = flashtune("profile", "--model", "llama-3-8b", "--n", "1024", "--gpu-name", "a100", "--json")
     assert counted.exit_code == 0, counted.output
     problem = json.loads(counted.output[counted.output.index("{") :])["problem"]
     assert (problem["heads"], problem["kv_heads"], problem["n"], problem["d"]) == (32, 8, 1024, 128)
@@ -92,26 +91,26 @@ def test_show_says_which_attentions_are_measured_and_what_serves_the_others(tmp_
             if result.gpu == "h200" and (result.problem.d, result.problem.n_q, result.problem.n_kv) == (96, 1, 4096):
                 some.save(result)
     words = ("show", "--models", "--gpu-name", "h200", "--db", str(path))
-    found = {row["slug"]: row["attentions"] for row in json.loads(CliRunner().invoke(main, [*words, "--json"]).output)}
+    found = {row["slug"]: row["attentions"] for row in json.loads(flashtune(*words, "--json").output)}
     prefill, step = found["phi-3-mini"][0]["served"]
     assert (prefill["n_q"], prefill["kind"]) == (4096, "default"), "torch has no windows"
     assert (step["n"], step["n_q"], step["kind"], step["estimated_loss"]) == (4096, 1, "exact", None)
     assert [one["n_q"] for one in found["whisper-tiny"][2]["served"]] == [448], "crossing takes no step"
     assert found["bert-base"][0]["served"][0]["kind"] == "framework"
-    table = CliRunner().invoke(main, list(words)).output
+    table = flashtune(*words).output
     assert "measured" in table and "torch" in table and "untuned" in table
-    assert "served" not in json.loads(CliRunner().invoke(main, ["show", "--models", "--json"]).output)[0]["attentions"][0]
+    assert "served" not in json.loads(flashtune("show", "--models", "--json").output)[0]["attentions"][0]
 
 
 def test_models_are_listed_by_head_size_and_length_and_other_options_are_refused_by_name() -> None:
-    found = json.loads(CliRunner().invoke(main, ["show", "--models", "--d", "64", "--n", "8192", "--json"]).output)
+    found = json.loads(flashtune("show", "--models", "--d", "64", "--n", "8192", "--json").output)
     assert {row["slug"] for row in found} == {
         model.slug for model in models().values() if any(kind.d == 64 and 8192 in kind.n for kind in model.attentions)
     }
     assert found and all((kind["d"], kind["n"]) == (64, [8192]) for row in found for kind in row["attentions"])
-    assert "no models match" in CliRunner().invoke(main, ["show", "--models", "--d", "63"]).output
+    assert "no models match" in flashtune("show", "--models", "--d", "63").output
     for words in (("--source", "measured"), ("--dtype", "fp16"), ("--wide",), ("--db", "some.sqlite")):
-        refused = CliRunner().invoke(main, ["show", "--models", *words])
+        refused = flashtune("show", "--models", *words)
         assert refused.exit_code == 2 and len(refused.stderr.splitlines()) == 1, refused.output
         assert f"{words[0]} was given together with --models" in refused.stderr
 

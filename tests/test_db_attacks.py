@@ -13,11 +13,10 @@ from pathlib import Path
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 from test_cli_hostile import readers
 from test_db_hostile import plain, read_everything, refused, sql
 
-from flashtune.cli.main import main
 from flashtune.core.errors import DatabaseError, InputError
 from flashtune.db import card, connecting, library, records, sqlite_file
 from flashtune.db.connecting import Allowance, bounded
@@ -124,7 +123,7 @@ def test_random_schemas_end_every_command_soon_with_a_line_or_what_it_is_for(tmp
         merging = ("merge", str(path), "--out", str(tmp_path / f"merged{fed}.sqlite"))
         for words in [*readers(path, tmp_path / str(fed)), merging]:
             began = time.process_time()
-            result = CliRunner().invoke(main, list(words))
+            result = flashtune(*words)
             assert time.process_time() - began < CPU_SECONDS, (words, path)
             assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exception)
 

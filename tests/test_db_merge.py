@@ -8,10 +8,9 @@ from typing import Any
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 
 from flashtune import dispatch
-from flashtune.cli.main import main
 from flashtune.core.config import Config
 from flashtune.core.errors import DatabaseError, InputError, NoKernelFound
 from flashtune.core.problem import Direction
@@ -95,10 +94,6 @@ def test_a_merge_never_writes_over_what_it_reads_nor_nothing(three: list[Path], 
     with pytest.raises(DatabaseError, match=r"there\.sqlite"):
         merge(three, tmp_path / "there.sqlite")
     assert three[0].read_bytes() == before and not (tmp_path / "none.sqlite").exists()
-
-
-def flashtune(*words: str) -> Any:
-    return CliRunner().invoke(main, list(words))
 
 
 TRAINED = samples.problem(4096, batch=8, kv_heads=16, direction="bwd")

@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.cases.archive import folder
 from flashtune import dispatch
-from flashtune.cli.main import main
 from flashtune.core.config import Config, Value
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
@@ -172,7 +171,7 @@ def test_its_kernel_is_generated_under_todays_id_while_the_row_stays_as_it_is(tm
     assert one.kernel.variant_id == variant.id
     assert "maximum=running" in one.text
     database = save(tmp_path / "earlier.sqlite")
-    done = CliRunner().invoke(main, ["generate", "--db", str(database), "--out", str(tmp_path / "kernels")])
+    done = flashtune("generate", "--db", str(database), "--out", str(tmp_path / "kernels"))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "kernels" / one.kernel.path).read_text() == one.text
     [kept] = Library.of(database).records()

@@ -12,9 +12,8 @@ from typing import Any
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner, Result
+from commands import flashtune
 
-from flashtune.cli.main import main
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import Features, Problem
@@ -54,10 +53,6 @@ RESULTS = (
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return samples.write(tmp_path_factory.mktemp("hub") / "tuned.sqlite", RESULTS)
-
-
-def flashtune(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words))
 
 
 def exported(folder: Path, database: Path, *words: str) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """The shipped data: the tuned records are complete, safe and current, and the kernels are exactly what the templates render."""
 
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 
 from flashtune import dispatch
-from flashtune.cli.main import main
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index
@@ -66,7 +65,7 @@ def test_rows_and_their_fallbacks_are_of_the_installed_templates_and_inside_the_
 
 def test_regenerating_the_shipped_kernels_changes_nothing() -> None:
     # Text, and machine code by its hashes; tests/test_tuner_machine_code.py compiles some of it anew.
-    result = CliRunner().invoke(main, ["generate", "--check", "--sample", "0"])
+    result = flashtune("generate", "--check", "--sample", "0")
     assert result.exit_code == 0, result.output
     assert " 0 files unlike" in result.output
 

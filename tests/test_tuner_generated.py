@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands import flashtune
 
 from flashtune.cli.generate import in_a_checkout
-from flashtune.cli.main import main
 from flashtune.core.config import settles
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_index import INDEX, read_index
@@ -177,7 +177,7 @@ def test_an_index_that_names_files_elsewhere_removes_nothing(tmp_path: Path, nam
 
 
 def run_generate(*words: str) -> Result:
-    return CliRunner().invoke(main, ["generate", *words])
+    return flashtune("generate", *words)
 
 
 def test_an_installed_package_is_never_written_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from click.testing import CliRunner
+from commands import flashtune
 
-from flashtune.cli.main import main
 from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import INDEX, read_index
@@ -260,7 +259,7 @@ def operations(code: bytes, path: Path) -> list[str]:
 
 
 def test_a_sample_of_the_shipped_machine_code_is_what_the_pinned_triton_compiles(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["generate", "--check", "--sample", "1", "--jobs", "1"])
+    result = flashtune("generate", "--check", "--sample", "1", "--jobs", "1")
     assert re.search(r"compiled (\d) of \1: ", result.stderr)
     if result.exit_code == 0:
         assert " 0 files unlike" in result.stdout

@@ -9,9 +9,8 @@ from typing import Any
 
 import db_samples as samples
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 
-from flashtune.cli.main import main
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, Conditions, Fate, Measurement, SearchResult
@@ -81,7 +80,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict
         machine, "provenance", lambda **_: replace(samples.PROVENANCE, torch="2.12.0", created_at="2026-11-27T10:00:00+00:00")
     )
     monkeypatch.setattr(evaluation, "MeasuredEvaluation", lambda *, problem, **_: Planted(problem, times))
-    done = CliRunner().invoke(main, ["verify", "--requalify", "--db", str(path), "--json"])
+    done = flashtune("verify", "--requalify", "--db", str(path), "--json")
     assert done.exit_code == 0, done.output
     return path, {row["problem"]: row for row in json.loads(done.stdout)["rows"]}
 
@@ -124,5 +123,5 @@ def test_the_worst_suspects_come_first() -> None:
 def test_without_a_gpu_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     path = samples.write(tmp_path / "a.sqlite", (stored(512, 50.0, 60.0),))
-    done = CliRunner().invoke(main, ["verify", "--requalify", "--db", str(path)])
+    done = flashtune("verify", "--requalify", "--db", str(path))
     assert done.exit_code == 4 and "run it on the records' own GPU" in done.stderr

@@ -4,10 +4,9 @@ import math
 from typing import get_args
 
 import pytest
-from click.testing import CliRunner
+from commands import flashtune
 from db_samples import outcome
 
-from flashtune.cli.main import main
 from flashtune.cli.options import share_of
 from flashtune.core.errors import InputError
 from flashtune.core.results import Ending
@@ -87,5 +86,5 @@ def test_what_is_no_share_is_refused_in_one_line(text: str) -> None:
 
 
 def test_the_command_line_refuses_it_before_anything_is_searched() -> None:
-    result = CliRunner().invoke(main, ["search", "--gpu-name", "a100", "--d", "64", "--until", "many"])
+    result = flashtune("search", "--gpu-name", "a100", "--d", "64", "--until", "many")
     assert isinstance(result.exception, InputError) or "--until" in result.output
