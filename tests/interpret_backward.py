@@ -1,6 +1,5 @@
-"""Runs flash_bwd in Triton's interpreter and prints one JSON report; a test starts it as a child process with TRITON_INTERPRET=1."""
+"""flash_bwd in Triton's interpreter; see test_templates_backward."""
 
-import json
 from dataclasses import replace
 
 import torch
@@ -98,7 +97,7 @@ def repeated_bias_errors() -> dict[str, float]:
     return errors
 
 
-def main() -> None:
+def main() -> dict[str, object]:
     """Check the cases, then what the cases can't show, and print what was found."""
     report: dict[str, object] = {}
     for index, (name, p) in enumerate(CASES.items()):
@@ -127,8 +126,4 @@ def main() -> None:
     inputs = very_negative()
     launch = launcher(module_of(inputs.problem, "rows"))  # type: ignore[arg-type]
     report["very negative"] = check(launch, inputs, oracle(inputs, everywhere(inputs.problem))).reason
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

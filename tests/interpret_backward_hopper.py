@@ -1,9 +1,5 @@
-"""Runs flash_bwd_hopper without a GPU, its plain kernels in Triton's interpreter and the warp-specialised one in `hopper_emulator`.
+"""flash_bwd_hopper without a GPU: its plain kernels in Triton's interpreter and the warp-specialised one in `hopper_emulator`."""
 
-Prints one JSON report; a test starts it as a child process with TRITON_INTERPRET=1.
-"""
-
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -165,7 +161,7 @@ def same_of_strides(launch: Callable[..., None], inputs: Inputs, mask: torch.Ten
     return all(torch.allclose(*pair, atol=1e-3) for pair in zip(*found, strict=True))
 
 
-def main() -> None:
+def main() -> dict[str, object]:
     """Check the cases, then what they can't show, and print what was found."""
     report: dict[str, object] = {}
     for seed, (name, (p, changes)) in enumerate(CASES.items()):
@@ -189,8 +185,4 @@ def main() -> None:
             # Scores around 150 and -150: past the last key, where they are 0, exponentials overflow.
             make_extreme(inputs)
             report[f"{name}: extreme"] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

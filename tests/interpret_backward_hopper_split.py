@@ -1,9 +1,5 @@
-"""Runs flash_bwd_hopper_split without a GPU, its plain kernels in Triton's interpreter and the warp-specialised ones in `hopper_emulator`.
+"""flash_bwd_hopper_split without a GPU: its plain kernels in Triton's interpreter, the warp-specialised ones in `hopper_emulator`."""
 
-Prints one JSON report; a test starts it as a child process with TRITON_INTERPRET=1.
-"""
-
-import json
 from typing import Any
 
 import torch
@@ -78,7 +74,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def main() -> dict[str, object]:
     """Check the cases, then what they can't show, and print what was found."""
     report: dict[str, object] = {}
     for seed, (name, (p, changes)) in enumerate(CASES.items()):
@@ -94,8 +90,4 @@ def main() -> None:
             # Scores around 150 and -150: past the last key, where they are 0, exponentials overflow.
             make_extreme(inputs)
             report["extreme"] = check(launch, inputs, oracle(inputs, everywhere(p))).reason
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,10 +1,4 @@
-"""Runs cases of attention_cases in Triton's interpreter and prints one JSON list; tests start it as a child process.
-
-Usage: interpret_cases.py FAMILY NAME...; the variable TRITON_INTERPRET=1 has to be set before Triton is imported.
-"""
-
-import json
-import sys
+"""Cases of attention_cases in Triton's interpreter."""
 
 from attention_cases import CASES, AttentionCase, make_case, written_beside
 
@@ -63,12 +57,6 @@ def run(chosen: Family, case: AttentionCase, index: int) -> dict[str, object]:
     return report
 
 
-def main() -> None:
-    """Run the cases that the command line names."""
-    chosen, names = family(sys.argv[1]), set(sys.argv[2:])
-    found = [run(chosen, case, index) for index, case in enumerate(CASES) if case.name in names]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def main(name: str, names: list[str]) -> list[dict[str, object]]:
+    """Outcomes of the named cases of a family."""
+    return [run(family(name), case, index) for index, case in enumerate(CASES) if case.name in names]

@@ -1,10 +1,6 @@
-"""Runs random decoding steps of flash_decode in Triton's interpreter and prints one JSON list; see test_templates_decode.
-
-Usage: interpret_decode.py COUNT SEED; the variable TRITON_INTERPRET=1 has to be set before Triton is imported.
-"""
+"""Random decoding steps of flash_decode in Triton's interpreter; see test_templates_decode."""
 
 import functools
-import json
 import random
 import sys
 from typing import Any
@@ -86,16 +82,12 @@ def run(draw: random.Random) -> dict[str, object]:
     return {"label": label, "refused": False, "reasons": reasons, "counts": int(counts.abs().sum()), "empty_rows": empty}
 
 
-def main() -> None:
-    draw = random.Random(int(sys.argv[2]))
+def main(count: int, seed: int) -> list[dict[str, object]]:
+    draw = random.Random(seed)
     found = []
-    for _ in range(int(sys.argv[1])):
+    for _ in range(count):
         # A module of its own for each, because it is changed.
         found.append(run(draw))
         for name in [name for name in sys.modules if name.startswith("flashtune_rendered_")]:
             del sys.modules[name]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,11 +1,6 @@
-"""Reads dropout's mask off a family's kernel at several tile sizes in Triton's interpreter and prints JSON; see test_templates_dropout.
-
-Usage: interpret_dropout.py FAMILY...; the variable TRITON_INTERPRET=1 has to be set before Triton is imported.
-"""
+"""Dropout's mask, read off a family's kernel at several tile sizes in Triton's interpreter; see test_templates_dropout."""
 
 import hashlib
-import json
-import sys
 
 import torch
 
@@ -13,7 +8,7 @@ from flashtune.core import reference
 from flashtune.core.launching import launcher
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.templates import Family, family
+from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 
@@ -23,9 +18,9 @@ CASES = ((64, 32, 4, 0.3), (128, 64, 8, 0.3), (64, 128, 4, 0.3), (16, 64, 1, 0.3
 """BLOCK_M, BLOCK_N, warps and the rate."""
 
 
-def masks(chosen: Family) -> list[dict[str, object]]:
+def main(family_name: str) -> list[dict[str, object]]:
     """Of each case: the rate, the mask's digest, whether it is the reference's, and the share of pairs kept."""
-    p = PROBLEM
+    p, chosen = PROBLEM, family(family_name)
     sizes = next(axis.values for axis in chosen.axes if axis.name == "BLOCK_M")
     # Equal scores and V = I: an output element is above 0 exactly where its pair is kept.
     q, k = torch.zeros(p.batch, p.heads, p.n_q, p.d).half(), torch.zeros(p.batch, p.kv_heads, p.n_kv, p.d).half()
@@ -44,7 +39,3 @@ def masks(chosen: Family) -> list[dict[str, object]]:
         same = torch.equal(keep, reference.dropout_keep(SEED, OFFSET, p.batch, p.heads, p.n_q, p.n_kv, rate))
         found.append({"rate": rate, "digest": digest, "is_reference": same, "kept": keep.double().mean().item()})
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: masks(family(name)) for name in sys.argv[1:]}))

@@ -1,11 +1,8 @@
-"""Runs what goes before a Hopper kernel, `pack_mask` and `transpose_v`, in Triton's interpreter; tests start it as a child process.
+"""Kernels that go before a Hopper kernel, `pack_mask` and `transpose_v`, in Triton's interpreter.
 
-Usage: interpret_hopper_copies.py ORDER, a JSON list of the key within sixteen that every place of transposed values is to hold;
-TRITON_INTERPRET=1 has to be set before Triton is imported. Printed is the name of each case that came out wrong, as a JSON list.
+Their order is the key within sixteen that every place of transposed values is to hold.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -79,13 +76,9 @@ def transposed(d_v: int, n_kv: int, heads_inside: bool, order: torch.Tensor) -> 
     return torch.equal(found, padded[:, :, keys].transpose(2, 3))
 
 
-def main() -> None:
-    """Run all cases; block sizes have words of their own types."""
+def main(keys: list[int]) -> list[str]:
+    """Cases that came out wrong; block sizes have words of their own types."""
     torch.manual_seed(0)
-    order, blocks = torch.tensor(json.loads(sys.argv[1])), [(64, 64), (128, 128), (256, 64)]
+    order, blocks = torch.tensor(keys), [(64, 64), (128, 128), (256, 64)]
     wrong = [f"{name} {sizes}" for name, make in MASKS.items() for sizes in blocks if not packed(make(), *sizes)]
-    print(json.dumps([*wrong, *(str(case) for case in VALUES if not transposed(*case, order))]))
-
-
-if __name__ == "__main__":
-    main()
+    return [*wrong, *(str(case) for case in VALUES if not transposed(*case, order))]

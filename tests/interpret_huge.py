@@ -1,9 +1,4 @@
-"""Runs huge scores through flash_fwd and flash_decode in Triton's interpreter and prints a JSON list of what is wrong.
-
-The variable TRITON_INTERPRET=1 has to be set before Triton is imported.
-"""
-
-import json
+"""Huge scores through flash_fwd and flash_decode in Triton's interpreter: a sentence for each that is wrong."""
 
 from flashtune.core.launching import launcher
 from flashtune.core.problem import Features, Problem
@@ -18,7 +13,7 @@ from flashtune.tuner.verify.inputs import make_inputs
 FEATURES = (Features(), Features(causal=True, sinks=True), Features(mask="bool"))
 
 
-def main() -> None:
+def main() -> list[str]:
     """Run them with tiles of few rows, and splits of one block each."""
     found = []
     for name, n_q in (("flash_fwd", 20), ("flash_decode", 3)):
@@ -36,8 +31,4 @@ def main() -> None:
                 run(launch, inputs, 1000)
                 verdict = compare(inputs, stacked(problem, oracle(inputs, everywhere(problem))))
                 found += [f"{config.label()} {distribution}: {verdict.reason}"] * bool(verdict.reason)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

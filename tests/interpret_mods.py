@@ -1,7 +1,5 @@
-"""Masks and scores as code through dispatch with kernels in Triton's interpreter; prints one JSON report. A test starts it with
-TRITON_INTERPRET=1."""
+"""Masks and scores as code through dispatch with kernels in Triton's interpreter."""
 
-import json
 import warnings
 from typing import Any, NamedTuple
 
@@ -161,11 +159,11 @@ def watched() -> dict[Any, Any]:
     return seen
 
 
-if __name__ == "__main__":
+def main() -> dict[str, Any]:
     plans = watched()
-    cases = {name: report(case) for name, case in CASES.items()}
-    operations = {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()}
-    others = {
+    return {
+        "cases": {name: tuple(report(case)) for name, case in CASES.items()},
+        "operations": {name: tuple(report(Case(lambda f=f: (f, None), n_q=20, n_kv=24))) for name, f in OPERATIONS.items()},
         "poisoned": poisoned(),
         "foreign": foreign(),
         "changed": changed(),
@@ -174,4 +172,3 @@ if __name__ == "__main__":
         "layouts": layouts(),
         "plans": len(plans),
     }
-    print(json.dumps({"cases": cases, "operations": operations, **others}))

@@ -1,19 +1,17 @@
-"""Scripts under Triton's interpreter, in processes of their own: it is switched on where Triton is imported.
+"""Work under Triton's interpreter, in processes of its own: it is switched on where Triton is imported.
 
 They are forked off the server that `Workers` forks off, which has imported torch, so that none of them does it anew.
 """
 
 import contextlib
 import functools
+import importlib
 import inspect
 import io
-import json
 import multiprocessing
 import os
-import runpy
-import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,29 +19,34 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent
 
 
-def interpreted(script: str, *words: str) -> Any:
-    """The JSON that `script` of this folder prints."""
-    return json.loads(printed(script, *words))
+def interpreted(module: str, *arguments: Any) -> Any:
+    """Result of `main` of a module of this folder; fails where it raises."""
+    return _in_a_child({}, _result, module, arguments)
 
 
-def printed(script: str, *words: str, **environment: str) -> str:
-    """Output of `script` of this folder (`-m NAME`: a module), run with these words; fails where it ends with an error."""
+def tested(*words: str, **environment: str) -> str:
+    """Output of pytest with these words; fails where a test does."""
+    return str(_in_a_child(environment, _output, words))
+
+
+def _in_a_child(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     mine, its = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=({**os.environ, "TRITON_INTERPRET": "1", **environment}, script, words, its), daemon=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
+    child = context.Process(target=_run, args=(environment, its, work, arguments), daemon=True)
     child.start()
     its.close()
     try:
-        text, failure = mine.recv()
+        found, failure = mine.recv()
     except EOFError:
-        text, failure = "", "its process died"
+        found, failure = "", "its process died"
     child.join()
-    assert not failure, f"{script} {' '.join(words)} (exit code {child.exitcode}): {failure}\n{text[-4000:]}"
-    return str(text)
+    assert not failure, f"{arguments} (exit code {child.exitcode}): {failure}"
+    return found
 
 
-def _run(environment: Mapping[str, str], script: str, words: tuple[str, ...], answer: Connection) -> None:
+def _run(environment: Mapping[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """In the child."""
     # A search's workers, in this process before, may have started the fork server with Triton imported, compiler and all.
     from flashtune.tuner.children.start import forget_triton
@@ -52,20 +55,25 @@ def _run(environment: Mapping[str, str], script: str, words: tuple[str, ...], an
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(TESTS.parent)
-    sys.argv = [script, *words]
-    output, complaints, failure = io.StringIO(), io.StringIO(), ""
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(complaints):
-        try:
-            quicken()
-            if script.startswith("-m "):
-                runpy.run_module(script.removeprefix("-m "), run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(str(TESTS / script), run_name="__main__")
-        except SystemExit as ended:
-            failure = f"exit code {ended.code}" if ended.code else ""
-        except BaseException:
-            failure = traceback.format_exc()
-    answer.send((output.getvalue(), failure and complaints.getvalue()[-2000:] + failure))
+    try:
+        quicken()
+        answer.send((work(*arguments), ""))
+    except BaseException:
+        answer.send(("", traceback.format_exc()))
+
+
+def _result(module: str, arguments: tuple[Any, ...]) -> Any:
+    return importlib.import_module(module).main(*arguments)
+
+
+def _output(words: list[str]) -> str:
+    import pytest
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        ended = pytest.main(list(words))
+    assert ended == 0, output.getvalue()[-4000:]
+    return output.getvalue()
 
 
 def quicken() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from stand_ins import quick_compile
 
 from flashtune.core.problem import Problem
-from flashtune.core.results import Measurement
+from flashtune.core.results import Conditions, Measurement
 from flashtune.core.target import Target
 from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.replies import Compiled, Failed, Ready, Rounds, Timed
@@ -66,3 +66,19 @@ def clock() -> None:
 def trials(clock_file: Path) -> int:
     """Reading of a device's clock."""
     return clock_file.stat().st_size if clock_file.exists() else 0
+
+
+class NoWatch:
+    """A GPU that nobody watches."""
+
+    def __init__(self, gpu: str) -> None:
+        pass
+
+    def __enter__(self) -> "NoWatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def between(self, start: float, end: float, own: int) -> Conditions | None:
+        return None

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from benchmarks.cases import forward
 from benchmarks.shared import peers as forward_peers
 from benchmarks.shared.cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, cells
 from benchmarks.shared.peers import OURS, Checked, Error
-from benchmarks.shared.report import NO_TIME, Row, geometric_mean, summary, tables
+from benchmarks.shared.report import Row, geometric_mean, summary, tables
 from flashtune import dispatch
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
@@ -102,14 +101,6 @@ def test_decode_is_rated_by_the_bytes_of_the_cache() -> None:
     assert found.rate("copy") == pytest.approx(2 * 2**30 / 500.0 / 1e6)
     assert found.best_peer == "cudnn", "the copy is no peer"
     assert f"{found.rate(OURS) / found.rate('copy'):.0%}" in tables([found])  # type: ignore[operator]
-
-
-def test_small_cells_are_shown_in_microseconds() -> None:
-    found = row(find("small", "128 rows"), {OURS: 12.34, "flash": 37.0})
-    heading, line = tables([found]).splitlines()
-    assert heading.split()[0] == "us"
-    assert "  12.3  " in line and "  37.0  " in line and "3.00 flash" in line
-    assert found.as_json()["rates"][OURS] == pytest.approx(found.cell.problem.flops() / 12.34 / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -308,28 +299,6 @@ def test_an_lse_that_is_further_off_than_twice_the_frameworks_is_wrong() -> None
         assert bool(Row(cell=cell, checked=checked).wrong) is wrong
 
 
-def test_distributions_have_a_column_each_and_those_that_lose_are_named() -> None:
-    rows = [
-        row(scores_cell("full bf16 random"), {OURS: 100.0, "cudnn": 120.0, RANDOM: 100.0}, cudnn=GOOD),
-        row(scores_cell("full bf16 sink+8"), {OURS: 110.0, "cudnn": 121.0, RANDOM: 99.0}, cudnn=replace(GOOD, max_abs=5e-4)),
-        row(scores_cell("causal bf16 sink+8"), {OURS: 100.0, "cudnn": 90.0, RANDOM: 100.0}, cudnn=GOOD),
-        Row(cell=scores_cell("causal bf16 sink+30"), failed=NO_TIME),
-        Row(cell=scores_cell("causal bf16 sink+14"), failed="killed after 60 s"),
-    ]
-    blocks = tables(rows).split("\n\n")
-    by_title = {block.split("  ")[0]: [line.split() for line in block.splitlines()] for block in blocks}
-    speeds = by_title["rate over cuDNN's"]
-    assert speeds[0][-4:] == ["random", "sink+8", "sink+14", "sink+30"]
-    assert speeds[1] == ["full", "bf16", "D=16", "N=80", "1.20", "1.10"]
-    assert speeds[2] == ["causal", "bf16", "D=16", "N=80", "0.90"]
-    assert by_title["rate over our own on random numbers"][1][-2:] == ["1.00", "0.90"]
-    assert by_title["largest error over cuDNN's"][1][-2:] == ["1.00", "2.00"]
-    said = tables(rows)
-    assert "scores causal bf16 sink+14 D=16 N=80: FAILED: killed after 60 s\n1 of 5 left out: time was up" in said
-    assert "scores, ours / cudnn: min 0.90" in said and "scores, ours / random numbers: min 0.90" in said
-    assert "below 0.95 of the rate on random numbers:\nscores full bf16 sink+8 D=16 N=80: 0.90" in said
-
-
 def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = cells(("plain",), d=[64], n=[512])
     kept: list[int] = []
@@ -348,96 +317,6 @@ def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path: Path, monkeypatch: py
     # The second came within WRITING_S of the first.
     assert kept == [1, 1]
     assert len(json.loads((tmp_path / "forward.json").read_text())["rows"]) == len(chosen) == 2
-
-
-class Frontend:
-    """cuDNN's frontend as far as cudnn_fp8.py needs it: keeps the graphs, and runs one by torch, in the numbers that e4m3 rounds."""
-
-    class data_type:
-        FP8_E4M3, FLOAT = "e4m3", "float"
-
-    class diagonal_alignment:
-        TOP_LEFT = "top left"
-
-    class heur_mode:
-        A, FALLBACK = "a", "fallback"
-
-    class cudnnGraphNotSupportedError(RuntimeError):
-        pass
-
-    def __init__(self, *, only_with_stats: bool = False) -> None:
-        self.only_with_stats = only_with_stats
-        self.asked: list[dict[str, Any]] = []
-
-    def create_handle(self) -> int:
-        return 7
-
-    def set_stream(self, *, handle: int, stream: int) -> None:
-        assert handle == 7
-
-    def pygraph(self, **how: Any) -> "Graph":
-        return Graph(self, how)
-
-
-class Said(dict[str, Any]):
-    """A tensor of a graph: what was said of it."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-    def __getattr__(self, name: str) -> Callable[[Any], "Said"]:
-        def say(value: Any) -> "Said":
-            self[name.removeprefix("set_")] = value
-            return self
-
-        return say
-
-
-class Graph:
-    def __init__(self, frontend: Frontend, how: dict[str, Any]) -> None:
-        self.frontend, self.how = frontend, how
-
-    def tensor(self, **said: Any) -> Said:
-        return Said(said)
-
-    def sdpa_fp8(self, **words: Any) -> list[Said]:
-        self.words = words
-        self.frontend.asked.append(words)
-        self.outputs = [Said() for _ in range(4)]
-        return self.outputs
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if name == "check_support" and self.frontend.only_with_stats and not self.words["generate_stats"]:
-            raise Frontend.cudnnGraphNotSupportedError("no engine")
-        return lambda *_: 0
-
-    def execute(self, pack: dict[Said, torch.Tensor], workspace: torch.Tensor, *, handle: int) -> None:
-        assert handle == 7
-        given = {name: pack[said] for name, said in self.words.items() if isinstance(said, Said)}
-        for name in ("q", "k", "v"):
-            x, said = given[name].transpose(1, 2), self.words[name]
-            assert tuple(x.shape) == said["dim"]
-            assert all(found == wanted for found, wanted, size in zip(x.stride(), said["stride"], x.shape, strict=True) if size > 1)
-        q, k, v = (given[name].transpose(1, 2).float() * given[f"descale_{name}"] for name in ("q", "k", "v"))
-        causal = self.words.get("right_bound") == 0
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.words["attn_scale"], enable_gqa=True)
-        pack[self.outputs[0]].copy_((out * given["scale_o"]).transpose(1, 2))
-        assert not self.words["generate_stats"] or pack[self.outputs[1]].shape == (*q.shape[:3], 1)
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("case", "only_with_stats"), [("full", False), ("causal 64/8", True)])
-def test_cudnns_fp8_computes_the_cell_where_its_frontend_is_there(
-    case: str, only_with_stats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frontend = Frontend(only_with_stats=only_with_stats)
-    monkeypatch.setitem(sys.modules, "cudnn", frontend)  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    cell = small(find("fp8", case))
-    checked = forward_peers.check_cell(cell, "cpu", 0)
-    assert CUDNN_FP8 not in checked.notes and checked.errors[CUDNN_FP8].relative_norm < 0.05
-    assert [words["generate_stats"] for words in frontend.asked] == [False, True][: 1 + only_with_stats]
-    assert CUDNN_FP8 in forward_peers.time_cell(cell, "cpu", 0, 0.1)
 
 
 @pytest.mark.usefixtures("on_cpu")

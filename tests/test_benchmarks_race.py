@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from children_here import Here
+from simulated import NoWatch
 
 from benchmarks.cases import race
 from benchmarks.shared import cells, racing
 from flashtune.core.config import Config, settles
 from flashtune.core.limits import least_us
 from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.core.results import Conditions, Fate, Measurement, Provenance
+from flashtune.core.results import Fate, Measurement, Provenance
 from flashtune.core.target import Target, find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
@@ -23,22 +24,6 @@ from flashtune.templates import families
 from flashtune.tuner.propose.space import Candidate
 
 H100, H200 = find_target("h100"), find_target("h200")
-
-
-class NoWatch:
-    """A GPU that nobody watches."""
-
-    def __init__(self, gpu: str) -> None:
-        pass
-
-    def __enter__(self) -> "NoWatch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def between(self, start: float, end: float, own: int) -> Conditions | None:
-        return None
 
 
 def check_problem(problem: Problem, candidates: race.Candidates, target: Target, seed: int) -> list[race.Checked]:

@@ -32,7 +32,7 @@ PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Findings of the interpreter."""
-    found: dict[str, Any] = interpreted("interpret_training.py")
+    found: dict[str, Any] = interpreted("interpret_training")
     return found
 
 

@@ -1,7 +1,6 @@
 """Computations of Hopper kernels beside attention itself, run without a GPU: who takes which tile, which keys a tile
 sees, how masks and values are laid out for the copy engine."""
 
-import json
 import random
 import re
 from dataclasses import replace
@@ -271,7 +270,7 @@ def test_e4m3_weights_are_packed_within_a_thread(block_n: int) -> None:
 
 
 def test_masks_are_packed_into_words_and_values_transposed_into_the_order_of_the_weights() -> None:
-    assert interpreted("interpret_hopper_copies.py", json.dumps(weights_order(64)[:16])) == []
+    assert interpreted("interpret_hopper_copies", weights_order(64)[:16]) == []
 
 
 @pytest.mark.parametrize(("columns", "copied"), [(64, False), (24, False), (50, True), (1, True)])

@@ -83,16 +83,14 @@ def text_of(spec: KernelSpec, changes: tuple[tuple[str, Any], ...]) -> str:
     return source(spec, **dict(changes))
 
 
-def try_out(
-    features: Features, changes: dict[str, Any], seed: int, *, dtype: DType = "bf16", broken: tuple[str, str] | None = None
-) -> None:
-    """A problem and an order of events that `seed` draws."""
-    generator = random.Random(seed)
+def try_out(features: Features, changes: dict[str, Any], seed: int, *, broken: tuple[str, str] | None = None) -> None:
+    """A problem and an order of events that `seed` draws; `changes` are those of the config, and `dtype` and `chunks`."""
+    generator, changes = random.Random(seed), dict(changes)
+    dtype, chunks = changes.pop("dtype", "bf16"), changes.pop("chunks", False)
     d, d_v = 256 if changes.get("tiles") == "loop" else 64, 0
-    if "chunks" in changes:
+    if chunks:
         # At these head sizes tiles lie in chunks.
         d, d_v = 192, 0 if "v_columns" in changes else 128
-        changes = {name: value for name, value in changes.items() if name != "chunks"}
     problem = problem_of(generator, features, d, dtype, d_v)
     if "packed_heads" in changes:
         problem = replace(problem, heads=2 * (group := generator.choice([3, 4, 5, 8])), kv_heads=2, n_q=-(-problem.n_q // group))
@@ -104,6 +102,10 @@ def try_out(
     tiles = tiles_of(config(problem.spec(), **changes), problem)
     programs = tiles if chosen["tiles"] == "one" else min(tiles, generator.randint(1, 4))
     run(problem, text, launch, chosen, programs=programs, seed=seed)
+
+
+CHUNKS = {"chunks": True, "num_stages": 3}
+PIECES = CHUNKS | {"v_columns": "pieces"}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -133,6 +135,24 @@ def try_out(
         (CAUSAL, CHAINED | {"BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
         (LEFT, CHAINED | {"order": "drawn", "section": 32, "rescale": "outgrown"}),
         (replace(CAUSAL, softcap=True, dropout=True, alibi=True), CHAINED | {"order": "drawn"}),
+        # e4m3.
+        (CAUSAL, {"dtype": "fp8", "BLOCK_M": 192, "BLOCK_N": 128, "num_stages": 3, "intra_wg_overlap": 0}),
+        (replace(BAND, alibi=True), {"dtype": "fp8", "BLOCK_M": 192, "intra_wg_overlap": 0}),
+        (CAUSAL, {"dtype": "fp8", "tiles": "chained", "order": "drawn"}),
+        # Tiles in chunks.
+        (Features(), PIECES | {"tiles": "loop", "maximum": "first", "rescale": "grown", "pingpong": True}),
+        (CAUSAL, PIECES | {"tiles": "loop", "order": "drawn"}),
+        (CAUSAL, PIECES | {"BLOCK_M": 192, "intra_wg_overlap": 0, "maximum": "first"}),
+        (LEFT, PIECES | {"rescale": "outgrown", "pingpong": True}),
+        (Features(), CHUNKS | {"num_stages": 2, "tiles": "chained", "maximum": "first"}),
+        (CAUSAL, CHUNKS | {"num_stages": 2, "BLOCK_N": 128, "tiles": "loop", "order": "drawn", "pingpong": True}),
+        (replace(LEFT, mask="bias"), CHUNKS | {"num_stages": 2}),
+        # Tiles of several heads.
+        (Features(), {"packed_heads": 4, "intra_wg_overlap": 0, "maximum": "first"}),
+        (CAUSAL, {"packed_heads": 8, "BLOCK_M": 192, "pingpong": True}),
+        (replace(LEFT, sinks=True), {"packed_heads": 2, "rescale": "outgrown"}),
+        (CAUSAL, CHAINED | {"packed_heads": 4, "order": "drawn", "section": 8, "maximum": "first"}),
+        (Features(), PIECES | {"packed_heads": 8, "tiles": "loop"}),
     ],
     ids=str,
 )
@@ -140,71 +160,20 @@ def test_every_tile_gets_the_blocks_that_it_sees(features: Features, changes: di
     try_out(features, changes, seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("features", "changes"),
-    [
-        (CAUSAL, {"BLOCK_M": 192, "BLOCK_N": 128, "num_stages": 3, "intra_wg_overlap": 0}),
-        (replace(BAND, alibi=True), {"BLOCK_M": 192, "intra_wg_overlap": 0}),
-        (CAUSAL, {"tiles": "chained", "order": "drawn"}),
-    ],
-    ids=str,
-)
-def test_e4m3_tiles_get_the_blocks_that_they_see(features: Features, changes: dict[str, Any], seed: int) -> None:
-    try_out(features, changes, seed, dtype="fp8")
-
-
-CHUNKS = {"chunks": True, "num_stages": 3}
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("features", "changes"),
-    [
-        (Features(), CHUNKS | {"v_columns": "pieces", "tiles": "loop", "maximum": "first", "rescale": "grown", "pingpong": True}),
-        (CAUSAL, CHUNKS | {"v_columns": "pieces", "tiles": "loop", "order": "drawn"}),
-        (CAUSAL, CHUNKS | {"v_columns": "pieces", "BLOCK_M": 192, "intra_wg_overlap": 0, "maximum": "first"}),
-        (LEFT, CHUNKS | {"v_columns": "pieces", "rescale": "outgrown", "pingpong": True}),
-        (Features(), CHUNKS | {"num_stages": 2, "tiles": "chained", "maximum": "first"}),
-        (CAUSAL, CHUNKS | {"num_stages": 2, "BLOCK_N": 128, "tiles": "loop", "order": "drawn", "pingpong": True}),
-        (replace(LEFT, mask="bias"), CHUNKS | {"num_stages": 2}),
-    ],
-    ids=str,
-)
-def test_tiles_in_chunks_get_the_blocks_that_they_see(features: Features, changes: dict[str, Any], seed: int) -> None:
-    try_out(features, changes, seed)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("features", "changes"),
-    [
-        (Features(), {"packed_heads": 4, "intra_wg_overlap": 0, "maximum": "first"}),
-        (CAUSAL, {"packed_heads": 8, "BLOCK_M": 192, "pingpong": True}),
-        (replace(LEFT, sinks=True), {"packed_heads": 2, "rescale": "outgrown"}),
-        (CAUSAL, CHAINED | {"packed_heads": 4, "order": "drawn", "section": 8, "maximum": "first"}),
-        (Features(), CHUNKS | {"packed_heads": 8, "v_columns": "pieces", "tiles": "loop"}),
-    ],
-    ids=str,
-)
-def test_tiles_of_several_heads_get_the_blocks_that_they_see(features: Features, changes: dict[str, Any], seed: int) -> None:
-    try_out(features, changes, seed)
-
-
 BROKEN = {
     "a chunk is left": (
         Features(),
-        CHUNKS | {"v_columns": "pieces"},
+        PIECES,
         "for c in gl.static_range(CHUNKS):",
         "for c in gl.static_range(CHUNKS - 1):",
     ),
     "chunks are mixed up": (
         Features(),
-        CHUNKS | {"v_columns": "pieces"},
+        PIECES,
         "c * CHUNK], full, smem.index(first + c))",
         "c * CHUNK], full, smem.index(first + (c + 1) % CHUNKS))",
     ),
-    "tiles share chunks": (CAUSAL, CHUNKS | {"v_columns": "pieces"}, "stage * DV_CHUNKS, DV_CHUNKS)", "stage * 2, DV_CHUNKS)"),
+    "tiles share chunks": (CAUSAL, PIECES, "stage * DV_CHUNKS, DV_CHUNKS)", "stage * 2, DV_CHUNKS)"),
     "keys are kept": (CAUSAL, {}, "release(smem.k, block)\n        wait_full(smem.v", "wait_full(smem.v"),
     "blocks are left": (
         CAUSAL,

@@ -25,7 +25,7 @@ BOUND = 1e-5
 
 @functools.cache
 def reports() -> Any:
-    return interpreted("interpret_mods.py")
+    return interpreted("interpret_mods")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,7 @@ from flashtune.tuner.children.compile import compiled_kernels, read_facts
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Findings of the interpreter."""
-    found: dict[str, Any] = interpreted("interpret_backward.py")
+    found: dict[str, Any] = interpreted("interpret_backward")
     return found
 
 

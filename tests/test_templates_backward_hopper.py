@@ -30,7 +30,7 @@ FAMILY = family("flash_bwd_hopper")
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Findings of the emulator."""
-    found: dict[str, Any] = interpreted("interpret_backward_hopper.py")
+    found: dict[str, Any] = interpreted("interpret_backward_hopper")
     return found
 
 

@@ -27,7 +27,7 @@ FAMILY = family("flash_bwd_hopper_split")
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Findings of the emulator."""
-    found: dict[str, Any] = interpreted("interpret_backward_hopper_split.py")
+    found: dict[str, Any] = interpreted("interpret_backward_hopper_split")
     return found
 
 

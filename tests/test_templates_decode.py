@@ -45,7 +45,7 @@ def launched(problem: Problem, **changes: int | str | bool) -> list[Any]:
 
 def test_random_decoding_steps_agree_with_the_reference_at_any_split_count() -> None:
     """Shared heads, ragged keys, bands, masks, rows that see nothing, and more splits than there are blocks; both ways to add up."""
-    taken = [report for report in interpreted("interpret_decode.py", "12", "7") if not report["refused"]]
+    taken = [report for report in interpreted("interpret_decode", 12, 7) if not report["refused"]]
     assert len(taken) >= 9
     assert [report for report in taken if any(report["reasons"])] == []
     assert [report for report in taken if report["counts"]] == [], "counts are zero again after a launch"

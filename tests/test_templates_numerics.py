@@ -24,7 +24,7 @@ UNSUPPORTED: dict[str, set[str]] = {
 
 
 def interpret(name: str, cases: list[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = interpreted("interpret_cases.py", name, *cases)
+    found: list[dict[str, Any]] = interpreted("interpret_cases", name, cases)
     return found
 
 
@@ -38,7 +38,7 @@ def test_every_case_agrees_with_the_reference(name: str) -> None:
 
 
 def test_huge_scores_agree_with_the_reference_however_keys_are_split() -> None:
-    assert interpreted("interpret_huge.py") == []
+    assert interpreted("interpret_huge") == []
 
 
 def test_every_feature_that_is_on_or_off_has_a_case() -> None:

@@ -19,7 +19,7 @@ from flashtune.tuner.children.compile import compiled_kernels
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Findings of the interpreter."""
-    found: dict[str, Any] = interpreted("interpret_strides.py")
+    found: dict[str, Any] = interpreted("interpret_strides")
     return found
 
 

@@ -13,10 +13,11 @@ import optuna
 import pytest
 import simulated
 from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_family, planted_plan
+from simulated import NoWatch
 
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Conditions, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.results import Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
@@ -47,22 +48,6 @@ def problems(count: int) -> tuple[Problem, ...]:
 def plan(count: int, **changes: Any) -> SearchPlan:
     made = planted_plan(problems(count), trials=8)
     return replace(made, source="measured", families={RIGHT.name: RIGHT}, **changes)
-
-
-class NoWatch:
-    """A GPU that nobody watches."""
-
-    def __init__(self, gpu: str) -> None:
-        pass
-
-    def __enter__(self) -> "NoWatch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def between(self, start: float, end: float, own: int) -> Conditions | None:
-        return None
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,13 @@ from flashtune.core.errors import InputError, InputTypeError
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_kernels_compute_each_sequence_alone(half: int) -> None:
-    report = interpreted("interpret_varlen.py", *list(CASES)[half::2])
+    report = interpreted("interpret_varlen", *list(CASES)[half::2])
     assert {name: failure for name, failure in report.items() if failure} == {}
     assert len(report) == len(CASES) // 2
 
 
 def test_kernels_keep_the_promises_of_packed_calls() -> None:
-    report = interpreted("interpret_varlen.py")
+    report = interpreted("interpret_varlen")
     assert {name: failure for name, failure in report.items() if failure} == {}
     assert len(report) > 8
 

@@ -79,7 +79,7 @@ def test_hoppers_forward_computes_each_sequence_alone(case: dict[str, Any], chan
 
 
 def test_hoppers_backward_computes_each_sequence_alone() -> None:
-    report = interpreted("interpret_varlen_hopper.py")
+    report = interpreted("interpret_varlen_hopper")
     assert {name: failure for name, failure in report.items() if failure} == {}
     assert len(report) > 5
 
