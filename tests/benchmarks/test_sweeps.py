@@ -1,12 +1,11 @@
 """The committed sweeps, replayed: what the cost model and the search are worth, without a GPU."""
 
 import math
-import sys
-from pathlib import Path
 from statistics import geometric_mean
 
 import pytest
 
+from benchmarks.cases import stops, sweeps
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, SearchResult
 from flashtune.core.target import find_target
@@ -15,10 +14,6 @@ from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
 from flashtune.templates.expected import left_out
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.cases import stops, sweeps
 
 
 @pytest.fixture

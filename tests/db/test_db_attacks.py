@@ -18,7 +18,7 @@ from test_cli_hostile import readers
 from test_db_hostile import plain, read_everything, refused, sql
 
 from flashtune.core.errors import DatabaseError, InputError
-from flashtune.db import card, connecting, library, records, sqlite_file
+from flashtune.db import card, connecting, inspection, library, records, sqlite_file
 from flashtune.db.connecting import Allowance, bounded
 from flashtune.db.library import Layer, Library
 from flashtune.db.merging import merge
@@ -35,8 +35,7 @@ SLOW = "replace(hex(zeroblob(4000)), '0', 'a') NOT LIKE '%a%a%a%a%a%a%a%a%a%b'"
 
 @pytest.fixture(autouse=True)
 def _nobody_else_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sqlite_file, records):
-        monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(inspection, "QUIET_SECONDS", 0.0)
 
 
 def rewritten(path: Path, kind: str, name: str, old: str, new: str) -> None:

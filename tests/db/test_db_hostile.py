@@ -12,7 +12,7 @@ import db_samples as samples
 import pytest
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.db import sqlite_file
+from flashtune.db import inspection
 from flashtune.db.library import Layer, Library
 from flashtune.db.schema import METADATA
 from flashtune.db.store import Store
@@ -24,7 +24,7 @@ MEASURED = samples.FIXTURE_RESULTS[0]
 @pytest.fixture(autouse=True)
 def _nobody_else_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read at once, however young they are."""
-    monkeypatch.setattr(sqlite_file, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(inspection, "QUIET_SECONDS", 0.0)
 
 
 def plain(path: Path, *results: object) -> Path:

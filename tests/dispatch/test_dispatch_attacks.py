@@ -24,7 +24,7 @@ from flashtune.core.errors import DatabaseError, EnvironmentProblem
 from flashtune.core.kernel_archive import Archive, Group, archive_bytes
 from flashtune.core.results import Outcome, TuningRecord
 from flashtune.core.target import find_target
-from flashtune.db import records, sqlite_file
+from flashtune.db import inspection, records
 from flashtune.dispatch import choose as choices
 from flashtune.dispatch.choose import Pool, Refusal, rank
 from flashtune.templates import families, family
@@ -54,8 +54,7 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 def test_calls_are_served_whatever_became_of_the_overlay(
     machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    monkeypatch.setattr(records, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(sqlite_file, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(inspection, "QUIET_SECONDS", 0.0)
     if not whole:
         for name in ("READ_WHOLE", "CHECKED_BYTES"):
             monkeypatch.setattr(records, name, 0)

@@ -1,13 +1,10 @@
 """Rows that an earlier version wrote, before an axis was declared: they are served with what configs did without it."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import flashtune
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.cases.archive import folder
 from flashtune import dispatch

@@ -5,17 +5,17 @@ import json
 import math
 import random
 import statistics
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cases import archive
+from benchmarks.shared.cells import cells
 from flashtune import dispatch
 from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
@@ -32,10 +32,6 @@ from flashtune.templates import cost, families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.learned.residual import Residual
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.shared.cells import cells
 
 H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
 PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
@@ -600,7 +596,7 @@ def test_torch_reads_by_how_many_key_heads_each_sm_has(d: int, heads: int, busy:
 
 def test_measured_rates_of_torchs_steps_are_alike_where_what_it_fills_is_counted() -> None:
     """98 steps on an H200 (benchmarks/results/2026-11-24-h200-splits)."""
-    kept = json.loads((Path(__file__).parents[2] / "benchmarks/results/2026-11-24-h200-splits/split_counts.json").read_text())
+    kept = json.loads((archive.folder() / "2026-11-24-h200-splits/split_counts.json").read_text())
     rates: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for step in kept:
         problem = Problem(**step["sizes"], features=Features())

@@ -283,27 +283,38 @@ def whole_steps() -> list[object]:
     return [len(times), bool(ran)]
 
 
-def main() -> dict[str, Any]:
-    """Everything with kernels that nobody measured, since an interpreter's times mean nothing."""
-    report: dict[str, Any] = {}
+report: dict[str, Any] = {}
+"""What `main` returns."""
+
+
+def step(*tensors: torch.Tensor) -> torch.Tensor:
+    return loss(*causal(*tensors, return_lse=True))
+
+
+def before_asking() -> None:
     x = leaves()
     report["unasked"] = dispatch.explain(*x, is_causal=True, enable_gqa=True).reason
     report["dropout checkpointed reentrantly where torch trains"] = same_when_checkpointed()
     report["of a mask"] = dispatch.explain(*x, attn_mask=torch.zeros(20, 24, requires_grad=True), enable_gqa=True).reason
     report["of dropout"] = [of_dropout(mode) for mode in (torch.no_grad, torch.inference_mode, torch.no_grad)]
-    dispatch.use(unmeasured=True)
+
+
+def causal_step() -> list[torch.Tensor | None]:
+    """Gradients of a step, those that others of these inputs have to have."""
+    x = leaves()
     band = Band(right=0, diagonal=4)
     explained = dispatch.explain(*x, is_causal=True, causal_alignment="bottom_right", enable_gqa=True)
     report["explained"] = [explained.template, explained.backward.template if explained.backward else None]
-
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         out, lse = causal(*x, return_lse=True)
     report["saved"] = [max(saved), x[0].numel()]
     loss(out, lse).backward()
     report["causal and lse"] = gap(x, {"band": band}, with_lse=True)
-    eager = [t.grad for t in x]
+    return [t.grad for t in x]
 
+
+def with_masks_and_dropout() -> None:
     x = leaves(heads_first=False)
     mask = torch.rand(20, 24, generator=torch.Generator().manual_seed(4)) > 0.5
     mask[7] = False
@@ -311,15 +322,9 @@ def main() -> dict[str, Any]:
     loss(dispatch.attention(*x, attn_mask=mask, dropout_p=0.25, seed=11, enable_gqa=True)).backward()
     report["mask and dropout"] = gap(x, {"mask": mask, "keep": keep, "dropout_p": 0.25})
     report["laid out as inputs"] = all(t.grad is not None and t.grad.stride() == t.stride() for t in x)
-
     x = leaves(wanted=(True, False, False))
     loss(causal(*x)).backward()
     report["of the query alone"] = [t.grad is not None for t in x]
-
-    def step(*tensors: torch.Tensor) -> torch.Tensor:
-        out, lse = causal(*tensors, return_lse=True)
-        return loss(out, lse)
-
     x = leaves()
     torch.manual_seed(1)
     first = torch.autograd.grad(causal(*x, dropout_p=0.5).sum(), x)
@@ -328,13 +333,14 @@ def main() -> dict[str, Any]:
     report["dropout checkpointed"] = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     report["dropout checkpointed reentrantly"] = same_when_checkpointed()
 
+
+def batches_of_gradients() -> None:
     x = leaves()
     grads = torch.autograd.grad(step(*x), x, create_graph=True)
     try:
         sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
     except InputError as error:
         report["twice"] = str(error)
-
     x = leaves()
     out, lse = causal(*x, return_lse=True)
     ones = torch.randn((3, *out.shape), generator=torch.Generator().manual_seed(5)), torch.ones(3, *lse.shape)
@@ -346,23 +352,21 @@ def main() -> dict[str, Any]:
     lse_batched = torch.autograd.grad(lse, x, ones[1], is_grads_batched=True)[0]
     report["gradients batched"] &= lse_batched.shape == (3, *x[0].shape)
 
+
+def other_backwards(eager: list[torch.Tensor | None]) -> None:
     x = leaves()
     with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         step(*x).backward()
     report["compiled backward"] = all(torch.equal(t.grad, wanted) for t, wanted in zip(x, eager, strict=True))  # type: ignore[arg-type]
-
     x = leaves()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack([t, t], -1)[..., 0]):
         total = step(*x)
     total.backward()
     report["unpacked with gaps"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
 
-    report["whole steps"] = whole_steps()
-    report["more"] = more_gradients()
-    report["recomputed"] = recomputed()
 
-    asked: list[object] = []
-    choose = backwards.gradient_kernels
+def of_kernels_chosen_once_and_by_the_formula(eager: list[torch.Tensor | None]) -> None:
+    asked, choose = list[object](), backwards.gradient_kernels
     backwards.gradient_kernels = lambda *given: asked.append(given) or choose(*given)  # type: ignore[assignment, func-returns-value]
     dispatch.reload()
     for _ in range(2):
@@ -370,7 +374,6 @@ def main() -> dict[str, Any]:
         step(*x).backward()
     report["asked once"] = [len(asked), all(torch.equal(t.grad, wanted) for t, wanted in zip(x[:2], eager, strict=False))]  # type: ignore[arg-type]
     dispatch.reload()
-
     backwards.gradient_kernels = lambda *_: iter(())  # type: ignore[assignment]
     x = leaves()
     step(*x).backward()
@@ -382,4 +385,16 @@ def main() -> dict[str, Any]:
     report["by the formula"] = max(float((t.grad - wanted).abs().max()) for t, wanted in zip(x, eager, strict=True))  # type: ignore[operator]
     x = leaves()
     report["everything by the formula"] = of_everything(*others_of(20, 24), *x)
+
+
+def main() -> dict[str, Any]:
+    """Everything with kernels that nobody measured, since an interpreter's times mean nothing."""
+    before_asking()
+    dispatch.use(unmeasured=True)
+    eager = causal_step()
+    with_masks_and_dropout()
+    batches_of_gradients()
+    other_backwards(eager)
+    report.update({"whole steps": whole_steps(), "more": more_gradients(), "recomputed": recomputed()})
+    of_kernels_chosen_once_and_by_the_formula(eager)
     return report

@@ -146,6 +146,49 @@ class Product:
         self.found = array(product if start is None else start + product)
 
 
+def _least(choose: Callable[..., int], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: (
+        array(of_tensors(torch.as_tensor(a), torch.as_tensor(b)))
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+        else Number(choose(a, b))
+    )
+
+
+def _where(condition: Any, one: Any, other: Any) -> Any:
+    return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
+
+
+def _load(place: Pointer, cache_modifier: str = "") -> Array:
+    return array(torch.as_tensor(place.memory[place.offset]))
+
+
+def _philox(c0: Any, c1: Any, _zero: Any, head: Any, _params: Any) -> list[torch.Tensor]:
+    # Not bits, but what they would be drawn for.
+    return [((head.index * 2.0**14 + torch.as_tensor(c0).double()) * 2**14 + c1) * 4 + word for word in range(4)]
+
+
+def _apply_dropout(probs: torch.Tensor, words: torch.Tensor, transposed: bool, params: Any) -> torch.Tensor:
+    """Reads what a pair's word is for and checks nothing: another pair's word drops other pairs than the reference."""
+    code = words.long()
+    head, group, rows, word = code // 2**30, code // 2**16 % 2**14, code // 4 % 2**14, code % 4
+    key, query = (torch.arange(size) for size in (probs.shape if transposed else probs.shape[::-1]))
+    places = (key[:, None], query[None, :]) if transposed else (key[None, :], query[:, None])
+    column = group // 4 * 32 + word * 8 + group % 4 * 2 + places[0] % 2
+    row = rows // 8 * 16 + places[1] // 8 % 2 * 8 + rows % 8
+    kept = torch.zeros_like(probs, dtype=torch.bool)
+    for index in head.unique().tolist():
+        wanted = dropout_keep_rows(
+            params.seed, params.offset, index, 0, int(row.max()) + 1, int(column.max()) + 1, params.threshold / 32768, "cpu"
+        )
+        kept |= (head == index) & wanted[row, column]
+    return torch.where(kept, probs, 0.0)
+
+
+def _store(place: Pointer, values: torch.Tensor, mask: Any = True) -> None:
+    inside = torch.as_tensor(mask).expand_as(values)
+    place.memory[place.offset[inside]] = values[inside].as_subclass(torch.Tensor)
+
+
 class Machine(Scheduler):
     """The programs of a launch, one after another."""
 
@@ -271,63 +314,26 @@ class Machine(Scheduler):
             return Barriers(Single() for _ in range(shape[0]))
         return Tile(torch.full([int(size) for size in shape], float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
 
+    def _random_words_dq(self, key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
+        column = torch.arange(key, key + self._module.DQ_BLOCK_N.value)[None, :]
+        query = torch.arange(row, row + 64)[:, None]
+        words = _philox(column // 32 * 4 + column // 2 % 4, query // 16 * 8 + query % 8, None, head, None)
+        return words[0] + column // 8 % 4
+
+    def _add(self, place: Pointer, values: Any, sem: str) -> Any:
+        if isinstance(values, torch.Tensor):
+            place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
+            return None
+        self.pause()
+        found = Number(place.memory[place.offset])
+        place.memory[place.offset] += values
+        return found
+
+    def _start(self, roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        assert len(roles) == len(warps) + 1 == len(registers) + 1
+        self._roles = [Role(self, self._program, *role, 32 * count) for role, count in zip(roles, [4, *warps], strict=True)]
+
     def _stand_ins(self) -> dict[str, Any]:
-        def least(choose: Callable[..., int], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda a, b: (
-                array(of_tensors(torch.as_tensor(a), torch.as_tensor(b)))
-                if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
-                else Number(choose(a, b))
-            )
-
-        def where(condition: Any, one: Any, other: Any) -> Any:
-            return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
-
-        def load(place: Pointer, cache_modifier: str = "") -> Array:
-            return array(torch.as_tensor(place.memory[place.offset]))
-
-        def philox(c0: Any, c1: Any, _zero: Any, head: Any, _params: Any) -> list[torch.Tensor]:
-            # Not bits, but what they would be drawn for.
-            return [((head.index * 2.0**14 + torch.as_tensor(c0).double()) * 2**14 + c1) * 4 + word for word in range(4)]
-
-        def random_words_dq(key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
-            column = torch.arange(key, key + self._module.DQ_BLOCK_N.value)[None, :]
-            query = torch.arange(row, row + 64)[:, None]
-            words = philox(column // 32 * 4 + column // 2 % 4, query // 16 * 8 + query % 8, None, head, None)
-            return words[0] + column // 8 % 4
-
-        def apply_dropout(probs: torch.Tensor, words: torch.Tensor, transposed: bool, params: Any) -> torch.Tensor:
-            """Reads what a pair's word is for and checks nothing: another pair's word drops other pairs than the reference."""
-            code = words.long()
-            head, group, rows, word = code // 2**30, code // 2**16 % 2**14, code // 4 % 2**14, code % 4
-            key, query = (torch.arange(size) for size in (probs.shape if transposed else probs.shape[::-1]))
-            places = (key[:, None], query[None, :]) if transposed else (key[None, :], query[:, None])
-            column = group // 4 * 32 + word * 8 + group % 4 * 2 + places[0] % 2
-            row = rows // 8 * 16 + places[1] // 8 % 2 * 8 + rows % 8
-            kept = torch.zeros_like(probs, dtype=torch.bool)
-            for index in head.unique().tolist():
-                wanted = dropout_keep_rows(
-                    params.seed, params.offset, index, 0, int(row.max()) + 1, int(column.max()) + 1, params.threshold / 32768, "cpu"
-                )
-                kept |= (head == index) & wanted[row, column]
-            return torch.where(kept, probs, 0.0)
-
-        def add(place: Pointer, values: Any, sem: str) -> Any:
-            if isinstance(values, torch.Tensor):
-                place.memory.index_add_(0, place.offset.as_subclass(torch.Tensor), values.as_subclass(torch.Tensor))
-                return None
-            self.pause()
-            found = Number(place.memory[place.offset])
-            place.memory[place.offset] += values
-            return found
-
-        def store(place: Pointer, values: torch.Tensor, mask: Any = True) -> None:
-            inside = torch.as_tensor(mask).expand_as(values)
-            place.memory[place.offset[inside]] = values[inside].as_subclass(torch.Tensor)
-
-        def start(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-            assert len(roles) == len(warps) + 1 == len(registers) + 1
-            self._roles = [Role(self, self._program, *role, 32 * count) for role, count in zip(roles, [4, *warps], strict=True)]
-
         gl: Any = SimpleNamespace(
             **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "abs")},
             # Wide enough for what stands for random bits, and with a NaN for memory that nobody has written.
@@ -337,24 +343,24 @@ class Machine(Scheduler):
             join=lambda one, other: array(torch.stack((one, other), -1)),
             arange=lambda first, end, layout: array(torch.arange(first, end)),
             zeros=lambda shape, dtype, _layout: array(torch.zeros([int(size) for size in shape], dtype=dtype)),
-            minimum=least(min, torch.minimum),
-            maximum=least(max, torch.maximum),
-            where=where,
+            minimum=_least(min, torch.minimum),
+            maximum=_least(max, torch.maximum),
+            where=_where,
             convert_layout=lambda values, _layout: values,
             to_tensor=Number,
             static_range=range,
             full=lambda shape, value, dtype, _layout: array(torch.full(shape, value, dtype=dtype)),
-            load=load,
-            store=store,
+            load=_load,
+            store=_store,
             max=lambda values, _axis: Number(values.max()),
             BlockedLayout=lambda *_: None,
             SwizzledSharedLayout=lambda *_: None,
             program_id=lambda _axis: Number(self._program),
             num_programs=lambda _axis: Number(self._programs),
-            atomic_add=add,
+            atomic_add=self._add,
             allocate_shared_memory=self._allocate,
             inline_asm_elementwise=self._assembly,
-            warp_specialize=start,
+            warp_specialize=self._start,
             constexpr=None,
         )
         return {
@@ -371,11 +377,11 @@ class Machine(Scheduler):
             "warpgroup_mma_wait": self._products_left,
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
-            "philox": philox,
-            "random_words_dq": random_words_dq,
+            "philox": _philox,
+            "random_words_dq": self._random_words_dq,
             "byte_selectors": lambda: True,
             "byte_selectors_dq": lambda: False,
-            "apply_dropout": apply_dropout,
+            "apply_dropout": _apply_dropout,
             "range": lambda *ends: map(Number, range(*ends)),
             # Of tensors only places are divided, which aren't negative.
             "quotient": lambda a, b: a // b if isinstance(a, torch.Tensor) else quotient(a, b),

@@ -15,7 +15,6 @@ from hopper_machine import Barrier, Number, Role, Scheduler, quotient, remainder
 Block = tuple[int, int, int, int]
 """Batch, query head, first query row of a warpgroup, first key."""
 
-
 NONSENSE: Block = (-1, -1, -1, -1)
 """What stands for no block: read from a tile before its copy has landed, or made of what doesn't belong together."""
 
@@ -149,6 +148,18 @@ class Memory:
 
     def index(self, place: int) -> Shared:
         return self._tiles.setdefault(int(place), Shared(self._machine, self, int(place)))
+
+
+def _pick(condition: Any, one: Any, other: Any) -> Any:
+    return Value() if isinstance(condition, Value) else one if condition else other
+
+
+def _least(choose: Callable[..., int]) -> Callable[..., Any]:
+    return lambda *numbers: Value() if any(isinstance(number, Value) for number in numbers) else Number(choose(*numbers))
+
+
+def _nothing(*_arguments: Any, **_keywords: Any) -> Value:
+    return Value()
 
 
 class Machine(Scheduler):
@@ -306,9 +317,6 @@ class Machine(Scheduler):
         assert self._role.name.startswith("consumer0"), "one warpgroup speaks for all"
         self.raised[self._role.program] = self.raised.get(self._role.program, 0) + number
 
-    def _read_raised(self) -> Number:
-        return Number(self.raised[self._role.program])
-
     def _miss(self, *_arguments: Any) -> Number:
         wrong = self._random.random() < self._share_missed
         self.missed += wrong
@@ -316,60 +324,48 @@ class Machine(Scheduler):
             self.missing.add(self._role.program)
         return Number(wrong)
 
+    def _draw_next(self, counter: list[Number], amount: int, sem: str) -> Number:
+        self.pause()
+        counter[0] = Number(counter[0] + amount)
+        return Number(counter[0] - amount)
+
+    def _write(self, place: Any, value: Any, mask: Any = None) -> None:
+        if place is self.counter:
+            place[0] = Number(value)
+
+    def _start(self, roles: list[tuple[Callable[..., None], tuple[Any, ...]]], _warps: list[int], _registers: list[int]) -> None:
+        self._roles += [Role(self, self._program, work, arguments) for work, arguments in roles]
+
     def _stand_ins(self) -> dict[str, Any]:
-        def pick(condition: Any, one: Any, other: Any) -> Any:
-            return Value() if isinstance(condition, Value) else one if condition else other
-
-        def least(choose: Callable[..., int]) -> Callable[..., Any]:
-            return lambda *numbers: Value() if any(isinstance(number, Value) for number in numbers) else Number(choose(*numbers))
-
-        def draw_next(counter: list[Number], amount: int, sem: str) -> Number:
-            self.pause()
-            counter[0], drawn = Number(counter[0] + amount), counter[0]
-            return drawn
-
-        def write(place: Any, value: Any, mask: Any = None) -> None:
-            if place is self.counter:
-                place[0] = Number(value)
-
-        def start(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], _warps: list[int], _registers: list[int]) -> None:
-            self._roles += [Role(self, self._program, work, arguments) for work, arguments in roles]
-
-        def program_id(_axis: int) -> Number:
-            return Number(self._role.program)
-
-        def nothing(*_arguments: Any, **_keywords: Any) -> Value:
-            return Value()
-
         gl: Any = SimpleNamespace(
-            NVMMASharedLayout=None,
             **{
-                name: nothing
+                name: _nothing
                 for name in ("arange", "zeros", "load", "sum", "abs", "log2", "SliceLayout", "BlockedLayout", "DotOperandLayout")
             },
-            **{name: None for name in ("int32", "int64", "float32")},
+            **dict.fromkeys(("int32", "int64", "float32", "constexpr", "NVMMASharedLayout")),
             full=lambda shape, value, *_layout: value if isinstance(value, Number) else Value(),
             max=lambda value, axis: value if isinstance(value, Number) else Value(),
-            minimum=least(min),
-            maximum=least(max),
-            where=pick,
+            minimum=_least(min),
+            maximum=_least(max),
+            where=_pick,
             exp2=lambda value: value,
             convert_layout=lambda value, layout: value,
             split=lambda value: (value, value),
             to_tensor=Number,
             static_range=range,
-            program_id=program_id,
+            program_id=lambda _axis: Number(self._role.program),
             num_programs=lambda axis: Number(self._programs),
-            atomic_add=draw_next,
-            store=write,
+            atomic_add=self._draw_next,
+            store=self._write,
             allocate_shared_memory=lambda _dtype, shape, _layout: Memory(self, shape),
             inline_asm_elementwise=self._assembly,
-            warp_specialize=start,
-            constexpr=None,
+            warp_specialize=self._start,
         )
         return {
             "gl": gl,
-            "mbarrier": SimpleNamespace(wait=self._wait, arrive=self._arrive, expect=self._expect, init=self._init, MBarrierLayout=nothing),
+            "mbarrier": SimpleNamespace(
+                wait=self._wait, arrive=self._arrive, expect=self._expect, init=self._init, MBarrierLayout=_nothing
+            ),
             "tma": SimpleNamespace(store_wait=self._stores_left),
             "async_load": self._load,
             "async_store": self._store,
@@ -380,21 +376,21 @@ class Machine(Scheduler):
             "pack": lambda probs, *_dropout: probs,
             "unpack": lambda probs: probs,
             "mask_scores": lambda scores, mask_bits: scores,
-            "bits_before": nothing,
-            "random_words": nothing,
+            "bits_before": _nothing,
+            "random_words": _nothing,
             "next_power": lambda scale: scale,
             # Votes on numbers: any answer may come.
-            "declare_answer": nothing,
+            "declare_answer": _nothing,
             "vote_outgrown": self._outgrown,
             "vote_grown": self._vote,
             "vote_outweighed": self._vote,
-            "thread_max": nothing,
-            "declare_raised": nothing,
+            "thread_max": _nothing,
+            "declare_raised": _nothing,
             "count_raised": lambda: self._count_raised(2),
             "count_blocks": lambda number: self._count_raised(-number),
             "count_peaked": lambda number: self._count_raised(2 * number),
             "count_unseen": lambda _part, number: self._count_raised(1 + 2 * number * self._random.randint(0, 1)),
-            "read_raised": self._read_raised,
+            "read_raised": lambda: Number(self.raised[self._role.program]),
             "vote_unseen": self._vote,
             "vote_peaked": self._vote,
             "vote_overflowed": self._miss,

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.fit import residual as fit
 from flashtune import dispatch
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -28,9 +28,6 @@ from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.gradients import FUSED, GRADIENTS
 from flashtune.templates.learned.residual import Likeness, Residual, Tried
 from flashtune.templates.learned.steps import STEPS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.fit import residual as fit
 
 H200 = find_target("h200")
 HOPPER, DECODE = families()["flash_fwd_hopper"], families()["flash_decode"]

@@ -2,14 +2,13 @@
 
 import math
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import simulated_races
 from db_samples import outcome
 
+from benchmarks.cases.archive import folder
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Measurement, Outcome
 from flashtune.core.target import find_target
@@ -17,10 +16,6 @@ from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.timing.racing import RACES, TIE, Contest, fallback_ahead, first_by_calls, placed, to_call, to_race, trimmed_mean
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.cases.archive import folder
 
 TRIALS = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
 STEP = Problem(batch=1, heads=8, kv_heads=2, n_q=1, n_kv=4096, d=64, d_v=64, dtype="bf16")
