@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import simulated
-from test_tuner_pipeline import NoWatch
+from simulated import NoWatch
 
 from benchmarks.cases import record_sweeps, sweeps
 from flashtune.core.results import Fate

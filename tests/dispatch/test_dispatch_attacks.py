@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import db_samples as samples
+import pretended_gpu as pretended
 import pytest
-import test_dispatch_memo as pretended
+from pretended_gpu import Machine, assert_right, attend, save
 from test_core_binaries import PLAIN
-from test_dispatch_memo import Machine, assert_right, attend, save
 
 from flashtune import dispatch
 from flashtune.core.binaries import Manifest

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pretended_gpu as pretended
 import pytest
-import test_dispatch_memo as pretended
 import torch
 import torch.nn.functional as F
-from test_dispatch_memo import Machine, config_of, save
+from pretended_gpu import Machine, config_of, save
 
 from flashtune import dispatch
 from flashtune.core.calls import read

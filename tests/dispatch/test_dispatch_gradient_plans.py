@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_dispatch_launch import PROBLEMS, SHIPPED, Library, code_of, host_of_shipped
+from launched import PROBLEMS, SHIPPED, Library, code_of, host_of_shipped
 
 from flashtune.core import devices, launching
 from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest

@@ -13,11 +13,11 @@ from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 
+import pretended_gpu as pretended
 import pytest
-import test_dispatch_memo as pretended
 import torch
 from db_faults import fork
-from test_dispatch_memo import Machine, Q, attend, config_of, save
+from pretended_gpu import Machine, Q, attend, config_of, save
 
 from flashtune import dispatch
 from flashtune.core import devices

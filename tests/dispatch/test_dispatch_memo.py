@@ -1,140 +1,26 @@
 """After the first call, when kernels refuse or fail, and what `explain` says of it; the reference stands in for kernels."""
 
-import errno
-import os
 import threading
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pretended_gpu
 import pytest
 import torch
-from attention_cases import by_the_book
-from triton.runtime.errors import OutOfResources
+from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, config_of, save
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
+from flashtune.core import reference
 from flashtune.core.band import Band
-from flashtune.core.config import Config, Variant
-from flashtune.core.launching import LoadedKernel
 from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
-from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.dispatch import api, context, kernels, resolve
 from flashtune.dispatch import choose as policy
-from flashtune.dispatch.context import Memo
-from flashtune.templates import families, family
-from flashtune.templates.family import Family
-from flashtune.templates.rendering import text_hash, variant_of
 
-H200 = find_target("h200")
-POINTERS = family("flash_fwd")
-PROBLEM = Problem(batch=2, heads=4, kv_heads=4, n_q=40, n_kv=40, d=16, d_v=16, dtype="fp32", features=Features(causal=True))
-Q = torch.randn(2, 4, 40, 16, generator=torch.Generator().manual_seed(1))
+machine = pretended_gpu.machine
+
 E4M3 = Q.to(torch.float8_e4m3fn)
-
-
-class Machine:
-    """A pretended GPU: `launched` are the variants that ran, `fails` those that raise, `refuses` the families
-    and ids of variants that accept nothing."""
-
-    def __init__(self) -> None:
-        self.loaded: list[Variant] = []
-        self.launched: list[Variant] = []
-        self.fails: dict[str, BaseException] = {}
-        self.refuses: set[str] = set()
-        self.spoil = False
-
-    def load(self, family: Family, variant: Variant) -> Any:
-        self.loaded.append(variant)
-
-        def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **words: Any) -> None:
-            self.launched.append(variant)
-            if variant.id in self.fails:
-                raise self.fails[variant.id]
-            by_the_book(q, k, v, out, lse, **words)
-
-        def accepts(*tensors: torch.Tensor | None) -> bool:
-            return not self.refuses & {family.name, variant.id}
-
-        class Kernel:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                return lambda *tensors, num_warps, enable_fp_fusion, **words: launch(*tensors, **words)
-
-        def launches(*tensors: torch.Tensor, **words: Any) -> list[Any]:
-            return [(Kernel(), (1,), tensors, {"num_warps": 4, **words})]
-
-        return LoadedKernel(None, SimpleNamespace(accepts=accepts, counts_needed=lambda q, k: 0, launches=launches))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """CPU tensors are served as if they were on an H200, from this test's own database."""
-    machine = Machine()
-    monkeypatch.setattr(devices, "INTERPRETING", True)
-    monkeypatch.setattr(kernels, "load", machine.load)
-    monkeypatch.setattr(Memo, "surroundings", lambda memo, device, problem: (H200, families(), memo.pool(problem.key("h200"), H200)))
-    monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
-    dispatch.reload()
-    yield machine
-    monkeypatch.undo()
-    dispatch.reload()
-
-
-def config_of(block_m: int = 64, block_n: int = 32) -> Config:
-    config = POINTERS.default(PROBLEM.spec(), H200).replace(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=2)
-    assert POINTERS.violated(config, PROBLEM.spec(), H200) is None
-    return config
-
-
-def save(
-    path: Path,
-    problem: Problem = PROBLEM,
-    *,
-    gpu: str = "h200",
-    config: Config | None = None,
-    source: Source = "measured",
-    framework_us: float | None = 200.0,
-) -> Variant:
-    """One search's winner, written to a database as a search would."""
-    variant = variant_of(POINTERS, problem.spec(), config_of())
-    if config is not None:
-        # Whatever it holds: one outside the declared space would never be rendered for its hash.
-        variant = replace(variant, config=config)
-    outcome = Outcome(
-        template=variant.template,
-        template_hash=text_hash(POINTERS, variant_of(POINTERS, problem.spec(), config_of())),
-        variant_id=variant.id,
-        config=variant.config,
-        fate=Fate.CORRECT,
-        source=source,
-        measurement=Measurement.of([100.0, 100.0]) if source == "measured" else Measurement.predicted(100.0),
-        max_error=0.1,
-        finalist=True,
-        rank=1,
-    )
-    baseline = None
-    if framework_us is not None and source == "measured":
-        baseline = Baseline(backend="cudnn", measurement=Measurement.of([framework_us]))
-    provenance = Provenance(flashtune="0", torch="2", triton="3", created_at="2026-11-01T00:00:00+00:00")
-    with Store.open(path, writable=True) as store:
-        store.save(SearchResult(gpu=gpu, problem=problem, outcomes=(outcome,), provenance=provenance, baseline=baseline))
-    return variant
-
-
-def attend(**words: Any) -> torch.Tensor:
-    out = dispatch.attention(Q, Q, Q, is_causal=True, **words)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def assert_right(out: torch.Tensor) -> None:
-    wanted, _ = reference.attention(Q, Q, Q, scale=0.25, band=Band(right=0))
-    torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 def test_an_exact_record_serves_and_explain_says_so(machine: Machine, own_database: Path) -> None:
@@ -283,134 +169,6 @@ def test_a_remembered_plan_takes_each_calls_own_slopes_and_factors(machine: Mach
         torch.testing.assert_close(out.double(), wanted(E4M3, descale=(ones, factor, 2 * ones)), atol=2e-2, rtol=2e-2)
     assert len(machine.launched) == 6
     assert len(context.current().plans) == 3
-
-
-def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:
-    exact = save(own_database)
-    near = save(own_database, replace(PROBLEM, n_q=64, n_kv=64), config=config_of(block_m=128))
-    machine.fails[exact.id] = OutOfResources(300_000, 232_448, "shared memory")
-    with pytest.warns(RuntimeWarning, match="flash_fwd with BLOCK_M=64.* failed on cpu .*out of resource: shared memory"):
-        assert_right(attend())
-    served = machine.launched[-1]
-    assert served not in (exact, near), "after a failure only the defaults are tried"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_right(attend())
-        assert_right(attend(scale=0.25))
-    assert [variant.id for variant in machine.launched].count(exact.id) == 1
-    explained = dispatch.explain(Q, Q, Q, is_causal=True)
-    assert explained.kind == "default" and any("out of resource" in line for line in explained.refused)
-
-
-def test_when_every_kernel_fails_the_framework_serves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(family: Family, variant: Variant) -> Any:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(kernels, "load", load)
-    with pytest.warns(RuntimeWarning, match="No space left on device"):
-        assert_right(attend())
-    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "framework"
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.ENOTDIR])
-def test_a_fault_of_the_machine_is_no_kernels_and_passes(
-    machine: Machine, own_database: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One warning for all kernels, with cause and remedy; once it is over, the kernel serves."""
-    exact = save(own_database)
-    timers: list[tuple[float, Callable[[], None]]] = []
-
-    def timer(seconds: float, call: Callable[[], None]) -> Any:
-        timers.append((seconds, call))
-        return SimpleNamespace(start=lambda: None)
-
-    monkeypatch.setattr(kernels, "Timer", timer)
-
-    def fails(family: Family, variant: Variant) -> Any:
-        raise OSError(code, os.strerror(code), f"/home/user/.triton/cache/{variant.id}")
-
-    monkeypatch.setattr(kernels, "load", fails)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        assert_right(attend())
-        assert_right(attend(scale=0.25))
-    [message] = [str(one.message) for one in warned]
-    assert message.startswith(f"flashtune: no kernel can be compiled here ({os.strerror(code)}): free some space")
-    assert any(os.strerror(code) in line for line in dispatch.explain(Q, Q, Q, is_causal=True).refused)
-    monkeypatch.setattr(kernels, "load", machine.load)
-    assert_right(attend())
-    assert machine.launched == [], "nothing is tried at once"
-    [(seconds, retry)] = timers
-    assert seconds == kernels.RETRY_S
-    retry()
-    assert_right(attend())
-    assert [variant.id for variant in machine.launched] == [exact.id]
-    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "exact"
-
-
-def test_a_fault_of_the_machine_while_triton_compiles_at_the_launch_passes_too(machine: Machine, own_database: Path) -> None:
-    exact = save(own_database)
-    machine.fails[exact.id] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/home/user/.triton/cache")
-    with pytest.warns(RuntimeWarning, match="no kernel can be compiled here"):
-        assert_right(attend())
-    machine.fails.clear()
-    context.current().kernels.retry()
-    assert_right(attend())
-    assert machine.launched[-1].id == exact.id
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access"), KeyboardInterrupt()]
-)
-def test_what_is_no_kernels_fault_is_raised(machine: Machine, own_database: Path, error: BaseException) -> None:
-    machine.fails[save(own_database).id] = error
-    for _ in range(2):
-        with pytest.raises(type(error)):
-            attend()
-    assert len(machine.launched) == 2
-
-
-def test_a_family_that_does_not_take_the_strides_is_passed_over(machine: Machine, own_database: Path) -> None:
-    save(own_database)
-    machine.refuses = {"flash_fwd"}
-    others = set(families()) - machine.refuses
-    assert_right(attend())
-    assert {variant.template for variant in machine.launched} <= others
-    explained = dispatch.explain(Q, Q, Q, is_causal=True)
-    assert any("flash_fwd" in line and "strides" in line for line in explained.refused)
-    machine.refuses = set(families())
-    dispatch.reload()
-    assert_right(attend())
-    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "framework"
-
-
-def test_where_a_tuned_kernel_does_not_take_the_strides_its_familys_default_may(machine: Machine, own_database: Path) -> None:
-    tuned = save(own_database)
-    machine.refuses = {tuned.id}
-    assert_right(attend())
-    assert [(variant.template, variant.id == tuned.id) for variant in machine.launched] == [("flash_fwd", False)]
-
-
-def test_a_row_outside_the_declared_space_is_never_rendered(machine: Machine, own_database: Path) -> None:
-    """A hand-edited database can make a choice fall through, nothing more."""
-    save(own_database, config=config_of().replace(BLOCK_M=48))
-    with pytest.warns(RuntimeWarning, match="BLOCK_M=48 is outside the declared space.*search it again or delete the record"):
-        assert_right(attend())
-    assert all(variant.config["BLOCK_M"] != 48 for variant in machine.loaded)
-    explained = dispatch.explain(Q, Q, Q, is_causal=True)
-    assert explained.kind == "default" and "BLOCK_M=48" in explained.refused[0]
-
-
-def test_where_the_framework_was_faster_it_serves_unless_it_lacks_the_feature(machine: Machine, own_database: Path) -> None:
-    variant = save(own_database, framework_us=50.0)
-    explained = dispatch.explain(Q, Q, Q, is_causal=True)
-    assert explained.kind == "framework" and "PyTorch was faster: 50.0 us" in explained.reason
-    assert (explained.source, explained.origin, explained.template) == ("measured", "overlay", None)
-    assert_right(attend())
-    assert machine.launched == []
-    out, _ = dispatch.attention(Q, Q, Q, is_causal=True, return_lse=True)
-    assert machine.launched == [variant]
-    assert_right(out)
 
 
 def test_reload_sees_a_search_that_ended_meanwhile_and_a_models_own_database(machine: Machine, own_database: Path, tmp_path: Path) -> None:

@@ -1,104 +1,30 @@
 """The policy as a pure function: the order of its steps, ties, rows that can't serve."""
 
 import itertools
-import json
-import math
 import random
-import statistics
-from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import policy_rows
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_rows import A100, FAMILIES, H100, H200, HOPPER, PROBLEM, SHIPPED, choose, family, rank, record, sized, tiled
 
-from benchmarks.cases import archive
-from benchmarks.shared.cells import cells
 from flashtune import dispatch
 from flashtune.core.config import Config
-from flashtune.core.dtypes import DType
 from flashtune.core.nearness import distance
-from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.target import Target, find_target
-from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import choose as policy
-from flashtune.dispatch import records, torch_times
+from flashtune.dispatch import records
 from flashtune.dispatch.choose import COMPARED, COMPILING, Choice, Refusal
-from flashtune.dispatch.resolve import explained
 from flashtune.templates import cost, families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
-from flashtune.templates.family import Axis, Constraint, Family
-from flashtune.templates.learned.residual import Residual
 
-H200, H100, A100 = find_target("h200"), find_target("h100"), find_target("a100")
-PROBLEM = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
-
-# With all steps: kernels that nothing was measured of serve by request alone.
-choose, rank = partial(policy.choose, unmeasured=True), partial(policy.rank, unmeasured=True)
-
+nothing_learned = policy_rows.nothing_learned
 STEPS = {"exact": 0, "near_n": 1, "stand_in": 1, "near_gpu": 1, "predicted": 2, "default": 3}
-
-
-def family(name: str, *, unsupported: str | None = None, most_rows: int | None = None) -> Family:
-    return Family(
-        name=name,
-        axes=(Axis(name="BLOCK_M", values=(32, 64, 128), why="rows"), Axis(name="SHARED", values=(0, 200_000), why="bytes")),
-        constraints=(
-            Constraint(
-                name="shared_fits",
-                holds=lambda config, spec, target: config.number("SHARED") <= target.shared_bytes_per_block,
-                why="the blocks fit into shared memory",
-            ),
-        ),
-        refuses=lambda spec, target: unsupported,
-        tried_first=lambda spec, target: [Config.of(BLOCK_M=32, SHARED=0)],
-        interpretable=True,
-        suits=lambda problem, target: None if most_rows is None or problem.n_q <= most_rows else f"{problem.n_q} rows are too many",
-    )
-
-
-FAMILIES = {"first": family("first"), "second": family("second")}
-
-
-def record(
-    problem: Problem = PROBLEM,
-    gpu: Target | str = H200,
-    *,
-    source: Source = "measured",
-    time_us: float = 100.0,
-    framework_us: float | None = None,
-    template: str = "first",
-    config: Config | None = None,
-    variant_id: str = "a" * 16,
-    origin: str = "shipped",
-    fate: Fate = Fate.CORRECT,
-) -> TuningRecord:
-    baseline = None if framework_us is None else Baseline(backend="cudnn", measurement=Measurement.of([framework_us]))
-    return TuningRecord(
-        key=problem.key(gpu if isinstance(gpu, str) else gpu.slug),
-        problem=problem,
-        outcome=Outcome(
-            template=template,
-            template_hash="0" * 16,
-            variant_id=variant_id,
-            config=config or Config.of(BLOCK_M=128, SHARED=0),
-            fate=fate,
-            source=source,
-            measurement=Measurement.of([time_us]) if fate is Fate.CORRECT else None,
-        ),
-        provenance=Provenance(flashtune="0", torch="2", triton="3"),
-        baseline=baseline,
-        origin=origin,
-    )
-
-
-def sized(n: int, *, n_q: int | None = None, batch: int = 4) -> Problem:
-    return replace(PROBLEM, n_kv=n, n_q=n_q or n, batch=batch)
-
-
 EXACT = record(time_us=900.0)
 NEAR_N = record(sized(2048), time_us=800.0)
 NEAR_GPU = record(gpu=H100, time_us=700.0)
@@ -168,21 +94,6 @@ def test_near_is_what_a_search_takes_for_near(n: int) -> None:
     pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.gpu == "h200" and row.key.d == 128], families())
     found = [distance(key, row.key) for row in pool.near(key, frozenset()) if not records.unaligned(row.key)]
     assert found == pytest.approx(sorted(found)) and len(found) > 5
-
-
-HOPPER = families()["flash_fwd_hopper"]
-
-
-def tiled(problem: Problem, rows: int, keys: int = 128, **axes: Any) -> TuningRecord:
-    """A row of the Hopper family with tiles of this size."""
-    config = HOPPER.default(problem.spec(), H200).replace(BLOCK_M=rows, BLOCK_N=keys, tiles="one", order="fixed", **axes)
-    return record(problem, template=HOPPER.name, config=config)
-
-
-@pytest.fixture
-def nothing_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost model alone."""
-    monkeypatch.setattr(Residual, "of", lambda self, problem, configs, target, **words: [0.0] * len(configs))
 
 
 @pytest.mark.usefixtures("nothing_learned")
@@ -300,168 +211,11 @@ def test_what_was_measured_for_exactly_these_sizes_serves_them_whether_or_not_th
         assert choose(problem, H200, [refused], known).family is known["second"]
 
 
-def reason_of(choice: Choice, problem: Problem) -> str:
-    """Explanation of a kernel that serves."""
-    assert choice.family is not None and choice.config is not None
-    return explained(choice, problem, H200, ()).reason
-
-
-def test_in_another_problems_place_tiles_hold_as_many_heads_as_the_calls_sizes_ask_for() -> None:
-    hopper = {"flash_fwd_hopper": families()["flash_fwd_hopper"]}
-    many = replace(PROBLEM, batch=16, kv_heads=2, features=Features(causal=True, alignment="bottom_right"))
-    alone = hopper["flash_fwd_hopper"].default(many.spec(), H200).replace(BLOCK_M=128)
-    row = record(many, template="flash_fwd_hopper", config=alone)
-    few = replace(many, n_q=32)
-    found = choose(few, H200, [row], hopper)
-    assert (found.kind, found.config) == ("near_n", alone.replace(packed_heads=4))
-    assert "with packed_heads 1 to 4 to fill its tiles" in found.note
-    # And the other way round, of a row of few queries; neither moves a row of the call's own key.
-    packed = record(few, template="flash_fwd_hopper", config=alone.replace(packed_heads=4))
-    assert choose(many, H200, [packed], hopper).config == alone
-    for problem, config in ((few, alone), (many, alone.replace(packed_heads=8))):
-        own = record(problem, template="flash_fwd_hopper", config=config)
-        assert (choose(problem, H200, [own], hopper).kind, choose(problem, H200, [own], hopper).config) == ("exact", config)
-    # What each head has of its own isn't packed.
-    hidden = replace(few, features=replace(few.features, mask="bool"))
-    assert choose(hidden, H200, [packed], hopper).config == alone
-
-
-def test_a_measured_split_serves_its_own_key_and_leaves_its_neighbours_to_the_rule() -> None:
-    small = sized(2048, batch=1)
-    splits = record(small, template="flash_decode", config=families()["flash_decode"].default(small.spec(), H200))
-    assert families()["flash_decode"].suits(small, H200) is not None
-    assert choose(small, H200, [splits], families()).record is splits
-    # The same bucket of heads is the same key.
-    assert choose(replace(small, heads=12, kv_heads=12), H200, [splits], families()).record is splits
-    for other in (sized(2000, batch=1), sized(2048, batch=2)):
-        found = choose(other, H200, [splits], families())
-        assert (found.kind, found.family) == ("default", families()["flash_fwd_hopper"])
-
-
-@pytest.mark.parametrize("gpu", ["a100", "h200", "b200", "rtx4090", "mi300x"])
-def test_an_untuned_decoding_step_is_served_by_the_family_that_splits_keys(gpu: str) -> None:
-    step = Problem(batch=16, heads=32, kv_heads=8, n_q=1, n_kv=4096, d=128, d_v=128, dtype="bf16")
-    served: dict[str, Family | None] = {}
-    for name, problem in {
-        "step": step,
-        "draft": replace(step, n_q=16, features=Features(causal=True, alignment="bottom_right")),
-        "few rows": replace(step, batch=1, n_q=64, n_kv=65536),
-        "prefill": replace(step, n_q=4096),
-        "short": replace(step, batch=1, heads=8, n_q=64, n_kv=256),
-        "dropout": replace(step, features=Features(dropout=True)),
-    }.items():
-        found = choose(problem, find_target(gpu), [], families())
-        assert found.kind == "default"
-        served[name] = found.family
-    assert {name for name, family in served.items() if family is families()["flash_decode"]} == {"step", "draft", "few rows"}
-
-
-def test_what_won_a_decoding_step_never_serves_prefill_nor_the_reverse() -> None:
-    step = replace(sized(4096, n_q=1), features=Features())
-    prefill = replace(sized(4096), features=Features())
-    splits = families()["flash_decode"].default(step.spec(), H200)
-    whole = families()["flash_fwd"].default(prefill.spec(), H200)
-    decoded, filled = record(step, template="flash_decode", config=splits), record(prefill, template="flash_fwd", config=whole)
-    assert choose(prefill, H200, [decoded], families()).kind == "default"
-    assert choose(step, H200, [filled], families()).kind == "default"
-    assert choose(replace(step, n_kv=9000), H200, [decoded, filled], families()).record is decoded
-    # Few rows that don't fill the GPU are splits' business too, but what won there is no guide for more of them.
-    some = replace(prefill, batch=1, n_q=64)
-    assert choose(prefill, H200, [record(some, template="flash_decode", config=splits)], families()).kind == "default"
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        (replace(PROBLEM, d=64), "d=64 for 128"),
-        (replace(PROBLEM, d_v=64), "d_v=64 for 128"),
-        (replace(PROBLEM, dtype="fp16"), "fp16 for bf16"),
-        (replace(PROBLEM, kv_heads=4), "heads to a key head=4 for 1"),
-        (replace(PROBLEM, features=Features()), "full for causal"),
-        (replace(PROBLEM, features=Features(causal=True, dropout=True)), "causal+dropout for causal"),
-        (replace(PROBLEM, features=Features(causal=True, window=(1024, 0))), "causal+window1024 for causal"),
-    ],
-    ids=lambda x: x.label() if isinstance(x, Problem) else "",
-)
-def test_a_record_of_another_kind_stands_in_and_says_for_which_difference(other: Problem, difference: str) -> None:
-    for gpu in (H200, H100):
-        found = choose(PROBLEM, H200, [record(other, gpu)], FAMILIES)
-        assert (found.kind, found.differences) == ("stand_in", (difference,))
-        assert difference in found.note
-        assert "estimated" not in found.note and "%" not in found.note, "no estimate of what is lost is calibrated"
-        assert "cost model" not in found.note
-        assert ("the cost of features that differ" in found.note) is (other.features != PROBLEM.features)
-    assert choose(PROBLEM, H200, [record(other), record(sized(512))], FAMILIES).record is not None
-
-
 def test_the_estimate_beside_a_predicted_row_says_whose_time_that_is() -> None:
     said = "; nothing was measured: its own time is the cost model's"
     for stranger in (PREDICTED_NEAR, PREDICTED_GPU):
         assert said in choose(PROBLEM, H200, [stranger], FAMILIES).note
     assert said not in choose(PROBLEM, H200, [PREDICTED], FAMILIES).note
-
-
-@pytest.mark.parametrize("dtype", ["fp8", "fp32"])
-def test_records_of_types_of_another_size_never_serve(dtype: DType) -> None:
-    other = replace(PROBLEM, dtype=dtype)
-    assert choose(PROBLEM, H200, [record(other), record(other, H100)], FAMILIES).kind == "default"
-
-
-def of(batch: int, heads: int, n: int, d: int, **changes: Any) -> Problem:
-    return replace(PROBLEM, batch=batch, heads=heads, kv_heads=heads, n_q=n, n_kv=n, d=d, d_v=d, **changes)
-
-
-def kind_of(key: ProblemKey) -> ProblemKey:
-    """A key without sizes and GPU."""
-    return replace(key, gpu="", n=1, n_q=1, bh_bucket=1)
-
-
-SHIPPED = Library.of(shipped_path()).records()
-USUAL = {replace(cell.problem, dtype=dtype) for cell in cells() for dtype in (cell.problem.dtype, "fp16")}
-ONE_HEAD_SIZE = [row for row in SHIPPED if row.key.gpu == "h200" and row.problem in USUAL]
-"""Rows of an H200 of D = 64, 128 and 256: those of other head sizes stand for such calls themselves."""
-
-
-@pytest.mark.parametrize(
-    ("problem", "wanted"),
-    [
-        (of(4, 16, 4096, 96, features=Features()), of(4, 16, 4096, 128, features=Features())),
-        (of(4, 32, 4096, 40), of(4, 32, 4096, 64)),
-        (replace(of(4, 16, 4096, 128), d=192), of(4, 16, 4096, 128)),
-        (replace(of(4, 16, 4096, 128), kv_heads=2), replace(of(4, 16, 4096, 128), kv_heads=4)),
-        (of(4, 16, 4096, 128, dtype="fp16", features=Features(mask="bool")), of(4, 16, 4096, 128, features=Features(mask="bool"))),
-        (
-            of(4, 16, 2048, 128, features=Features(causal=True, softcap=True)),
-            of(4, 16, 4096, 128, features=Features(causal=True, softcap=True)),
-        ),
-        (
-            of(4, 16, 4096, 112, features=Features(causal=True, alibi=True)),
-            of(4, 16, 4096, 128, features=Features(causal=True, alibi=True)),
-        ),
-    ],
-    ids=lambda problem: problem.label(),
-)
-def test_the_nearest_stand_in_for_what_has_no_row(problem: Problem, wanted: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Where nothing else is expected to be faster.
-    monkeypatch.setattr(policy, "logs_us", lambda them, *_, **__: [6.0] * len(them))
-    found = policy.choose(problem, H200, ONE_HEAD_SIZE, families())
-    # Of whichever 16-bit type and sizes: the cost model may prefer another row of the kind.
-    assert found.record is not None
-    assert kind_of(replace(found.record.key, dtype="bf16")) == kind_of(wanted.key("h200"))
-    assert found.family is not None and found.config is not None
-    found.family.validate(found.config)
-    assert found.family.unfit(found.config, problem.spec(), H200) is None
-    # By the same rules for a GPU of the architecture.
-    assert policy.choose(problem, H100, ONE_HEAD_SIZE, families()).config == found.config
-
-
-def test_a_config_that_breaks_constraints_in_its_new_place_is_moved_and_that_is_said() -> None:
-    wide = replace(of(4, 16, 4096, 128), d=192)
-    found = policy.choose(wide, H200, ONE_HEAD_SIZE, families())
-    row = found.record
-    assert row is not None and found.family is not None and found.config is not None
-    assert found.family.violated(found.family.completed(row.outcome.config), wide.spec(), H200) is not None
-    assert "tiles chained to loop" in found.note and found.config["tiles"] == "loop"
 
 
 def test_where_nothing_was_measured_on_the_architecture_torch_serves_unless_that_is_asked_for() -> None:
@@ -479,175 +233,6 @@ def test_where_nothing_was_measured_on_the_architecture_torch_serves_unless_that
         assert policy.choose(PROBLEM, target, SHIPPED, families(), framework_serves=False).kind == "default"
     fp32 = replace(PROBLEM, dtype="fp32")
     assert policy.choose(fp32, H200, SHIPPED, families()).kind == "framework"
-
-
-def decoding(batch: int, n: int) -> Problem:
-    return Problem(batch=batch, heads=32, kv_heads=8, n_q=1, n_kv=n, d=128, d_v=128, dtype="bf16")
-
-
-def test_torch_serves_near_decoding_steps_alone_where_the_worse_of_the_gains_is_a_loss() -> None:
-    """Of more rows it serves the keys of records that it won."""
-    for gpu_us, call_us, serves in ((80.0, 80.0, True), (100.1, 50.0, False), (50.0, 103.0, False), (97.0, 60.0, True)):
-        for near, problem in ((sized(1024), PROBLEM), (sized(1024, n_q=1), sized(4096, n_q=1))):
-            row = record(near, time_us=gpu_us, framework_us=100.0)
-            baseline = replace(row.baseline, call_us=100.0) if row.baseline is not None else None
-            row = replace(row, outcome=replace(row.outcome, call_us=call_us), baseline=baseline)
-            found = policy.choose(problem, H200, [row], FAMILIES)
-            assert found.kind == ("near_n" if serves or problem.n_q > 1 else "framework") and found.record is row
-            assert policy.choose(problem, H200, [row], FAMILIES, framework_serves=False).kind == "near_n"
-            own = policy.choose(near, H200, [row], FAMILIES).kind
-            assert own == ("exact" if call_us < 100.0 else "framework"), "its own key goes by whole calls"
-
-
-def test_a_long_decoding_step_serves_half_as_many_keys() -> None:
-    long = [row for row in SHIPPED if row.key.n >= 8192 and row.key == decoding(1, row.key.n).key("h200")]
-    assert policy.choose(decoding(1, 8192), H200, long, families()).kind == "exact"
-    assert policy.choose(decoding(1, 4096), H200, long, families()).kind == "near_n"
-
-
-def test_a_decoding_step_whose_gpu_waits_for_the_host_goes_by_whole_calls_alone() -> None:
-    """A row whose kernel is a little slower than torch's and whose calls, of one launch, are far shorter."""
-    row = record(replace(PROBLEM, n_q=1, n_kv=4096), time_us=10.2, framework_us=10.0)
-    assert row.baseline is not None
-    row = replace(row, outcome=replace(row.outcome, call_us=15.0), baseline=replace(row.baseline, call_us=20.0))
-    waiting = [(4000, 1, 4), (2048, 1, 4), (5500, 1, 4), (4096, 1, 1)]
-    for n, n_q, batch in [*waiting, (2000, 1, 4), (4000, 4, 4), (6500, 1, 4), (4096, 1, 16)]:
-        found = policy.choose(sized(n, n_q=n_q, batch=batch), H200, [row], FAMILIES)
-        assert (found.kind == "near_n") is ((n, n_q, batch) in waiting), (n, n_q, batch, found.note)
-
-
-@pytest.mark.parametrize(
-    ("gpu_us", "call_us", "serves"), [(8.9, 101.0, True), (8.9, 103.0, False), (9.9, 101.0, False), (10.1, 101.0, False), (8.9, 99.0, True)]
-)
-def test_whole_calls_that_a_host_at_work_may_have_lengthened_leave_it_to_the_gpus_time(gpu_us: float, call_us: float, serves: bool) -> None:
-    row = record(PROBLEM, time_us=gpu_us, framework_us=10.0)
-    assert row.baseline is not None
-    row = replace(row, outcome=replace(row.outcome, call_us=call_us), baseline=replace(row.baseline, call_us=100.0))
-    assert (policy.choose(PROBLEM, H200, [row], FAMILIES).kind == "exact") is serves
-
-
-def test_what_wins_by_its_calls_at_a_few_hundred_keys_serves_every_shorter_step() -> None:
-    """There torch has no shorter path for its calls to take."""
-    row = record(replace(PROBLEM, n_q=1, n_kv=512), time_us=10.2, framework_us=10.0)
-    assert row.baseline is not None
-    row = replace(row, outcome=replace(row.outcome, call_us=15.0), baseline=replace(row.baseline, call_us=20.0))
-    for n, serves in ((500, True), (200, True), (64, True), (1, True), (700, True), (2048, False)):
-        found = policy.choose(sized(n, n_q=1, batch=4), H200, [row], FAMILIES)
-        assert (found.kind == "near_n") is serves, (n, found.note)
-
-
-def test_a_row_far_in_keys_gives_a_decoding_step_to_torch_only_with_one_that_is_near_in_them() -> None:
-    """The row of 512 keys has the head size and the config; of as many keys there are only those of other head sizes."""
-
-    def row(n: int, d: int, gpu_us: float) -> TuningRecord:
-        """Where torch takes 10 us."""
-        return record(replace(step, n_kv=n, d=d, d_v=d), time_us=gpu_us, framework_us=10.0)
-
-    step = replace(PROBLEM, n_q=1, n_kv=8192, features=Features())
-    for little, much, kind in ((10.1, 8.0, "near_n"), (8.0, 10.5, "near_n"), (8.0, 8.0, "near_n"), (10.1, 10.5, "framework")):
-        # What torch takes for large heads says nothing of what it takes for these.
-        rows = [row(512, 128, little), row(8192, 64, much), row(8192, 256, 18.0 - much)]
-        found = policy.choose(step, H200, rows, FAMILIES)
-        assert (found.kind, found.record) == (kind, rows[0]), found.note
-    # One far in keys isn't asked of shorter steps, either; several that are near decide by their mean.
-    near = [row(512, 128, 10.5), row(8192, 64, 8.0)]
-    assert policy.choose(replace(step, n_kv=600), H200, near, FAMILIES).kind == "framework"
-    for second, third, kind in ((8.0, 9.0, "near_n"), (8.0, 13.0, "framework")):
-        rows = [*near, row(700, 112, second), row(800, 96, third)]
-        assert policy.choose(replace(step, n_kv=600), H200, rows, FAMILIES).kind == kind
-    assert policy.choose(step, H200, [row(512, 128, 10.1), row(8192, 256, 8.0)], FAMILIES).kind == "framework", "no row is near"
-
-
-def test_rows_of_keys_that_begin_amid_a_sector_tell_what_torch_takes_for_such_steps() -> None:
-    """Of D = 72 and 3006 keys torch took 286.6 us and a kernel 330.6 (benchmarks/results/2026-11-23-h200-unprepared/seed59.json), where
-    the row that serves, of D = 96, says that the kernel is the faster."""
-
-    def row(n: int, d: int, gpu_us: float) -> TuningRecord:
-        return record(replace(step, n_kv=n, d=d, d_v=d), time_us=gpu_us, framework_us=10.0)
-
-    step = replace(PROBLEM, n_q=1, n_kv=3006, d=72, d_v=72, features=Features())
-    assert torch_times.odd_rows(step.key("h200")) and not torch_times.odd_rows(replace(step, d=96, d_v=96).key("h200"))
-    for odd, kind in ((11.4, "framework"), (9.0, "stand_in")):
-        rows = [row(3008, 96, 9.6), row(2048, 40, odd), row(3006, 256, 18.0)]
-        found = policy.choose(step, H200, rows, FAMILIES)
-        assert (found.kind, found.record) == (kind, rows[0]), found.note
-        assert ("time is that of records of n=2048 d=40" in found.note) is (kind == "framework")
-    assert policy.choose(step, H200, rows[:1], FAMILIES).kind == "stand_in", "no such row says otherwise"
-
-
-@pytest.mark.parametrize(
-    ("d", "heads", "busy"),
-    [
-        *(
-            (72, heads, busy)
-            for heads, busy in ((1, 1.0), (32, 128 / 132), (66, 1.0), (72, 72 / 132), (132, 1.0), (140, 0.752), (224, 1.0))
-        ),
-        *((72, heads, busy) for heads, busy in ((300, 0.806), (2048, 1.0))),
-        *((64, heads, busy) for heads, busy in ((140, 0.752), (224, 1.0), (300, 1.0), (400, 1.0))),
-        *((160, heads, busy) for heads, busy in ((64, 128 / 132), (80, 80 / 132), (140, 140 / 264))),
-        *((128, heads, busy) for heads, busy in ((40, 1.0), (72, 1.0), (140, 1.0), (300, 0.806))),
-    ],
-)
-def test_torch_reads_by_how_many_key_heads_each_sm_has(d: int, heads: int, busy: float) -> None:
-    step = Problem(batch=1, heads=heads * 4, kv_heads=heads, n_q=1, n_kv=8192, d=d, d_v=d, dtype="bf16")
-    assert torch_times.torch_fills(step, H200.sms) == pytest.approx(busy, abs=1e-3)
-    assert 0.5 < torch_times.torch_fills(replace(step, batch=977), H200.sms) <= 1.0
-
-
-def test_measured_rates_of_torchs_steps_are_alike_where_what_it_fills_is_counted() -> None:
-    """98 steps on an H200 (benchmarks/results/2026-11-24-h200-splits)."""
-    kept = json.loads((archive.folder() / "2026-11-24-h200-splits/split_counts.json").read_text())
-    rates: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    for step in kept:
-        problem = Problem(**step["sizes"], features=Features())
-        rate = math.log(problem.io_bytes() / step["torch_us"])
-        rates[problem.d, problem.n_kv].append((rate, rate - math.log(torch_times.torch_fills(problem, H200.sms))))
-    # Of 4096 keys and D = 64 the least steps are too short to tell of reading alone.
-    for d, n in ((64, 4096), (64, 8192), (72, 12288), (160, 8192), (128, 12288)):
-        plain, filled = (statistics.pstdev(one[place] for one in rates[d, n]) for place in (0, 1))
-        assert filled < (0.19 if n == 4096 else 0.13) and (filled < plain or d == 128), (d, n, plain, filled)
-
-
-def test_a_row_that_torch_won_keeps_no_step_from_a_kernel_that_leaves_torch_half_of_the_gpu() -> None:
-    row = record(Problem(batch=16, heads=16, kv_heads=4, n_q=1, n_kv=12288, d=72, d_v=72, dtype="bf16"), time_us=81.2, framework_us=69.6)
-    for heads, served in ((20, "kernel"), (16, "framework")):
-        step = Problem(batch=16, heads=heads, kv_heads=heads // 4, n_q=1, n_kv=11000, d=72, d_v=72, dtype="bf16")
-        found = policy.choose(step, H200, [row], FAMILIES)
-        assert ("framework" if found.kind == "framework" else "kernel") == served
-    # And the reverse: what won beside half a GPU of torch's says little of a whole one.
-    won = record(Problem(batch=16, heads=20, kv_heads=5, n_q=1, n_kv=12288, d=72, d_v=72, dtype="bf16"), time_us=99.0, framework_us=143.8)
-    assert policy.choose(replace(row.problem, n_kv=11000), H200, [won], FAMILIES).kind == "framework"
-
-
-def test_a_row_of_the_key_with_other_heads_tells_of_torch_by_how_busy_it_kept_the_gpu() -> None:
-    few = Problem(batch=16, heads=20, kv_heads=5, n_q=1, n_kv=12288, d=72, d_v=72, dtype="bf16")
-    many = replace(few, heads=32, kv_heads=8)
-    assert few.key("h200") == many.key("h200")
-    won, lost = record(few, time_us=99.0, framework_us=143.8), record(many, time_us=110.0, framework_us=100.0)
-    kept = policy.choose(many, H200, [won], FAMILIES)
-    assert kept.kind == "framework" and "read at 1.60 times its rate there" in kept.note
-    assert policy.choose(few, H200, [won], FAMILIES).kind == policy.choose(few, H200, [lost], FAMILIES).kind == "exact"
-    assert policy.choose(many, H200, [lost], FAMILIES).kind == "framework"
-    # Of several query rows nothing is known.
-    several = replace(few, n_q=8, heads=160, kv_heads=20), replace(few, n_q=8, heads=128, kv_heads=16)
-    row = record(replace(several[1], batch=1), time_us=105.0, framework_us=100.0)
-    assert policy.choose(replace(several[0], batch=1, n_kv=12000), H200, [row], FAMILIES).kind == "framework"
-
-
-def test_what_torch_kept_busy_on_another_gpu_is_counted_with_its_sms() -> None:
-    smaller = find_target("h100-pcie")
-    step = Problem(batch=1, heads=smaller.sms, kv_heads=smaller.sms, n_q=1, n_kv=8192, d=128, d_v=128, dtype="bf16")
-    row = record(step, smaller, time_us=90.0, framework_us=100.0)
-    assert policy.choose(replace(step, heads=132, kv_heads=132), H200, [row], FAMILIES).kind == "near_gpu"
-
-
-def test_a_long_step_of_few_heads_is_not_judged_by_what_torch_takes_for_a_short_one() -> None:
-    """Torch took 31 us for it in an earlier run of benchmarks/run.py calls, three times what it takes where its row is of."""
-    step = Problem(batch=1, heads=12, kv_heads=12, n_q=1, n_kv=8192, d=64, d_v=64, dtype="bf16")
-    known = {replace(step, batch=4, n_kv=512).key("h200"), decoding(1, 8192).key("h200")}
-    rows = [row for row in SHIPPED if row.key in known]
-    found = policy.choose(step, H200, rows, families())
-    assert found.family is not None and found.record is not None and found.record.key.d == 64, found.note
 
 
 @pytest.mark.parametrize("features", [Features(causal=True), Features(alibi=True), Features(alibi=True, window=(64, 64))], ids=str)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from launched import PROBLEMS, SHIPPED, code_of, host_of_shipped
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
-from test_dispatch_launch import PROBLEMS, SHIPPED, code_of, host_of_shipped
 
 from flashtune.dispatch import driver
 from flashtune.dispatch.forward import KernelPlan

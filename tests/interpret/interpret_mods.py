@@ -1,7 +1,7 @@
 """Masks and scores as code through dispatch with kernels in Triton's interpreter."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mod_cases import CASES, OPERATIONS, Case, oracle
@@ -12,13 +12,8 @@ from flashtune.dispatch import flex, flex_kernels
 warnings.filterwarnings("ignore")
 
 
-class Report(NamedTuple):
-    """Explanation of a call, and the largest errors over the largest numbers of output, LSE and gradients."""
-
-    served: str
-    out: float
-    lse: float
-    gradients: list[float]
+Report = tuple[str, float, float, list[float]]
+"""Explanation of a call, and the largest errors over the largest numbers of output, LSE and gradients."""
 
 
 def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -53,7 +48,7 @@ def report(case: Case, dtype: torch.dtype = torch.float32) -> Report:
     pairs = [(x, y) for x, y in zip([*tensors, *captured], [*doubles, *twins], strict=True) if x.requires_grad]
     # Where the scores don't matter, torch has no gradient instead of zeros.
     gradients = [gap(x.grad, torch.zeros_like(y) if y.grad is None else y.grad) for x, y in pairs]
-    return Report(served, gap(out.detach(), out64.detach()), gap(lse.detach(), lse64.detach()), gradients)
+    return served, gap(out.detach(), out64.detach()), gap(lse.detach(), lse64.detach()), gradients
 
 
 def poisoned() -> bool:
