@@ -157,8 +157,8 @@ def watched() -> dict[Any, Any]:
 def main() -> dict[str, Any]:
     plans = watched()
     return {
-        "cases": {name: tuple(report(case)) for name, case in CASES.items()},
-        "operations": {name: tuple(report(Case(lambda f=f: (f, None), n_q=20, n_kv=24))) for name, f in OPERATIONS.items()},
+        "cases": {name: report(case) for name, case in CASES.items()},
+        "operations": {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()},
         "poisoned": poisoned(),
         "foreign": foreign(),
         "changed": changed(),

@@ -374,11 +374,10 @@ class Machine(Scheduler):
             "fence_async_shared": self._fence,
             # What is only arithmetic, or moves numbers between registers.
             "pack": lambda probs, *_dropout: probs,
-            "unpack": lambda probs: probs,
+            **dict.fromkeys(("unpack", "next_power"), lambda value: value),
             "mask_scores": lambda scores, mask_bits: scores,
             "bits_before": _nothing,
             "random_words": _nothing,
-            "next_power": lambda scale: scale,
             # Votes on numbers: any answer may come.
             "declare_answer": _nothing,
             "vote_outgrown": self._outgrown,
