@@ -216,11 +216,3 @@ def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
     assert cudnn(cuda, q.detach(), k.detach(), v.detach(), mask)
     with torch.no_grad():
         assert cudnn(cuda, q, k, v, mask)
-
-
-def test_torch_func_transforms_pass_through() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    wanted = F.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(torch.func.vmap(dispatch.attention)(q, k, v), wanted)
-    gradient = torch.func.grad(lambda q: dispatch.attention(q, k, v, softcap=3.0).sum())(q)
-    assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
