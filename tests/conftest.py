@@ -51,6 +51,18 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def database(tmp_path: Path) -> Path:
+    """A tuned database with one record that can be served, in a folder of its own."""
+    import db_samples as samples
+
+    from flashtune.core.target import find_target
+    from flashtune.templates import family
+
+    config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
+    return samples.write(tmp_path / "in" / "a.sqlite", (samples.result(samples.outcome("aaaa000000000001", config=config)),))
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(name, text)`: `text` equals tests/golden/<name>, which `pytest --update-golden` (make golden) writes anew."""
     updating: bool = request.config.getoption("--update-golden")

@@ -23,7 +23,7 @@ ROWS = Family(
         Axis(name="num_warps", values=(4,), why="threads over a tile's rows"),
     ),
     constraints=(Constraint(name="rows_for_warps", holds=lambda c, *_: c.number("BLOCK_M") >= 16 * c.number("num_warps"), why="16 each"),),
-    supports=lambda spec, gpu: None if spec == PLAIN.spec() else "only full attention, fp16, D = 64",
+    refuses=lambda spec, gpu: None if spec == PLAIN.spec() else "only full attention, fp16, D = 64",
     tried_first=lambda spec, gpu: [Config.of(BLOCK_M=64, BLOCK_N=32, num_warps=4)],
     interpretable=True,
 )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from flashtune.core.launching import LoadedKernel
 from flashtune.dispatch import api, context
 from flashtune.dispatch.context import Memo
+from flashtune.dispatch.parse import Options
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -24,13 +25,11 @@ def call_kwargs(inputs: Inputs) -> dict[str, Any]:
     """Keyword arguments of `dispatch.attention` for these inputs."""
     parameters = inputs.parameters
     return {
+        **{name: getattr(parameters, name) for name in Options._fields if hasattr(parameters, name)},
         "attn_mask": inputs.mask,
-        "dropout_p": parameters.dropout_p,
-        "scale": parameters.scale,
         "enable_gqa": inputs.problem.gqa_ratio > 1,
         "window": (parameters.band.left, parameters.band.right),
         "causal_alignment": "bottom_right" if parameters.band.diagonal else "top_left",
-        "softcap": parameters.softcap,
         **parameters.per_head(),
     }
 

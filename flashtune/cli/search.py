@@ -251,7 +251,6 @@ def run_search(
     )
     _refuse_unsearchable(plan)
     logger.debug("planned")
-    command = command or command_line(["flashtune", *sys.argv[1:]])
     records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet, notes=notes or messages())
     logger.debug("searched")
     if source == "measured":
@@ -270,7 +269,9 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
         SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 
 
-def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command: str, quiet: bool, notes: "Console") -> list[TuningRecord]:
+def _run(
+    plan: "SearchPlan", *, location: str, storage_url: str | None, command: str | None, quiet: bool, notes: "Console"
+) -> list[TuningRecord]:
     """Run the search into the database at `location`, and return its records of the problems."""
     from flashtune.cli.progress import SearchProgress
     from flashtune.cli.storage import study_storage
@@ -280,6 +281,7 @@ def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, command:
 
     # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
     sys.setswitchinterval(SWITCH_S)
+    command = command or command_line(["flashtune", *sys.argv[1:]])
     trials, measured = None if plan.sampler == "exhaustive" else plan.trials, plan.source == "measured"
     with (
         Store.open(location, writable=True) as store,

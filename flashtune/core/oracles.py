@@ -64,17 +64,10 @@ def _attended(
     if score_leaf is not None:
         here = reference.joined(score_leaf, here)
     out, lse = reference.attention(
-        q,
-        k,
-        v,
-        mask=here,
-        scale=parameters.scale,
-        band=parameters.band.from_row(first),
-        softcap=parameters.softcap,
+        *(q, k, v),
         keep=keep,
-        dropout_p=parameters.dropout_p,
         dtype=dtype or torch.float64,
-        **per_head_words(per_head),
+        **replace(parameters, mask=here, band=parameters.band.from_row(first), **per_head_words(per_head)).formula(),
     )
     return out[0, 0], lse[0, 0]
 

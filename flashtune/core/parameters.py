@@ -60,6 +60,10 @@ class CallParameters:
         found |= {name: getattr(self, launch_name(name)) for name in PER_HEAD_FLAGS}
         return {name: found[name] for name in PER_HEAD if found.get(name) is not None}
 
+    def formula(self) -> dict[str, Any]:
+        """The keyword arguments of `flashtune.core.reference.attention`, but for dropout's kept pairs."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("seed", "offset", "lengths")}
+
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of a rendered module's `launch`, without parameters per head that are None."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "band"}

@@ -15,6 +15,8 @@ from flashtune.db.values import RowError, tidy
 AGAIN = "restore a copy of it, or delete it and search again"
 SIDECARS = ("-wal", "-journal", "-shm")
 """Suffixes of SQLite's own files beside a database; the first two may have writes that the database lacks."""
+QUIET_SECONDS = 0.02
+"""Seconds after a change in which a file may still be changing: file systems' clocks tick every few milliseconds."""
 
 _MAGIC = b"SQLite format 3\0"
 
@@ -186,7 +188,7 @@ def signature(path: Path) -> tuple[object, ...]:
     return tuple(found)
 
 
-def is_quiet(seen: tuple[object, ...], seconds: float) -> bool:
-    """True if no file of a signature was written within the last `seconds`."""
+def is_quiet(seen: tuple[object, ...]) -> bool:
+    """True if no file of a signature was written within the last QUIET_SECONDS."""
     now = time.time_ns()
-    return all(abs(now - entry[2]) > seconds * 1e9 for entry in seen if isinstance(entry, tuple))
+    return all(abs(now - entry[2]) > QUIET_SECONDS * 1e9 for entry in seen if isinstance(entry, tuple))

@@ -25,8 +25,6 @@ from flashtune.db.inspection import examine, explain, header_size, is_quiet, row
 from flashtune.db.preference import by_key
 from flashtune.db.values import Row
 
-QUIET_SECONDS = 0.02
-"""Seconds after a change in which a file may still be changing: file systems' clocks tick every few milliseconds."""
 CHECKED_BYTES, READ_WHOLE = 4 << 20, 1 << 18
 """Largest files that are checked in full, and read in full, when they are opened, in bytes: errors show at once."""
 MOST_RUNS = 4096
@@ -65,7 +63,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         self._whole: dict[ProblemKey, list[TuningRecord]] | None = None
         size = header_size(self._source, self._name)
         self._seen = None if settled else signature(self._path)
-        if self._seen is not None and (unfinished(self._path) or not is_quiet(self._seen, QUIET_SECONDS)):
+        if self._seen is not None and (unfinished(self._path) or not is_quiet(self._seen)):
             raise FileChanged
         self._opening: Allowance | None = Allowance(OPENING_SECONDS)
         self._process, self._connection = self._connected()

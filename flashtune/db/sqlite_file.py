@@ -30,7 +30,7 @@ from sqlalchemy.pool import NullPool
 
 from flashtune.core import folders
 from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.db import values
+from flashtune.db import inspection, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import (
     SIDECARS,
@@ -51,8 +51,6 @@ FAULTS = (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError)
 """Exceptions of reading and writing a file; Python's driver fails to decode messages of SQLite with damaged names."""
 BUSY_SECONDS = 60.0
 """Seconds that a write waits for other writers."""
-QUIET_SECONDS = 0.02
-"""Seconds after a change in which a file may still be changing: file systems' clocks tick every few milliseconds."""
 SETTLE_SECONDS = 5.0
 """Seconds that a reader waits for a pause of writers, before it reads under SQLite's own locks."""
 CHECKED_BYTES = 64 << 20
@@ -140,8 +138,8 @@ class SqliteFile:
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             before = signature(self._path)
-            if not is_quiet(before, QUIET_SECONDS):
-                time.sleep(QUIET_SECONDS)
+            if not is_quiet(before):
+                time.sleep(inspection.QUIET_SECONDS)
                 continue
             try:
                 found = self._read_settled(before, work)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,16 +67,7 @@ class BackwardInputs(NamedTuple):
 
     def parameters(self, call: Call) -> CallParameters:
         """Parameters of a launch beside its operands."""
-        return CallParameters(
-            scale=call.scale,
-            band=call.band,
-            mask=call.full_mask(self.mask),
-            softcap=call.softcap,
-            dropout_p=call.dropout_p,
-            seed=self.seed,
-            slopes=self.slopes,
-            sinks=self.sinks,
-        )
+        return replace(call.parameters(call.full_mask(self.mask), None), seed=self.seed, slopes=self.slopes, sinks=self.sinks)
 
 
 class Layout:
@@ -240,18 +232,8 @@ class ReferencePlan:
         if call.dropout_p:
             sizes = call.batch, call.heads, q.shape[2], call.n_kv
             keep = reference.dropout_keep(inputs.seed, 0, *sizes, call.dropout_p, call.device, first=first)
-        return reference.attention(
-            *(q, k, v),
-            mask=mask,
-            scale=call.scale,
-            band=call.band.from_row(first),
-            softcap=call.softcap,
-            keep=keep,
-            dropout_p=call.dropout_p,
-            slopes=slopes,
-            sinks=inputs.sinks,
-            dtype=torch.float32,
-        )
+        parameters = replace(inputs.parameters(call), mask=mask, band=call.band.from_row(first), slopes=slopes)
+        return reference.attention(q, k, v, keep=keep, dtype=torch.float32, **parameters.formula())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
-from flashtune.core.parameters import CallParameters, per_head_words
+from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import (
     MOST_HEADS,
     autocasting,
@@ -247,19 +247,7 @@ def _composite(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: CallPara
     """Output and LSE of the reference in float32 or float64, rounded to the output's dtype at the end."""
     # Autocast would turn the float32 products into 16-bit ones again.
     with no_autocast(call.device.type):
-        out, lse = reference.attention(
-            q,
-            k,
-            v,
-            mask=parameters.mask,
-            scale=parameters.scale,
-            band=parameters.band,
-            softcap=parameters.softcap,
-            keep=keep,
-            dropout_p=parameters.dropout_p,
-            **per_head_words(parameters.per_head()),
-            dtype=_wide(call),
-        )
+        out, lse = reference.attention(q, k, v, keep=keep, dtype=_wide(call), **parameters.formula())
     return out.to(call.out_dtype), lse.float()
 
 

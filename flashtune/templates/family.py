@@ -54,6 +54,9 @@ def constraint(*axes: str) -> Callable[[Callable[[Config, KernelSpec, Target], b
     return lambda holds: Constraint(name=holds.__name__, holds=holds, why=holds.__doc__ or "", axes=axes or None)
 
 
+FLAGS = frozenset(("causal", "dropout", "softcap", "tf32", "alibi", "sinks", "packed", "dbias", "dslopes"))
+"""Flags that a family has unless it declares others, so that no template ignores one that it wasn't written for."""
+
 MOST_REFITTED = 4
 """Most axes that refitting a config changes; 34 of 4000 pairs of shipped records needed more."""
 
@@ -62,7 +65,8 @@ MOST_REFITTED = 4
 class Family:
     """A template with its search space.
 
-    `direction` is the pass that it computes. `supports` returns the reason why a spec can't be served on a target, or None where it can.
+    `direction` is the pass that it computes, `flags` those that it serves. `refuses` returns any other reason why a spec can't be served
+    on a target, or None where it can.
     `suits` returns the reason why a problem's sizes are better left to other families, or None where this one competes. It is a heuristic
     for sizes without measurements: it selects the families that a search tries unless they are named, the default on offer, and near
     records of other sizes. A measured record of exactly the problem's key is served in any case.
@@ -83,11 +87,12 @@ class Family:
     folder: str = ""
     axes: tuple[Axis, ...]
     constraints: tuple[Constraint, ...]
-    supports: Callable[[KernelSpec, Target], str | None]
+    refuses: Callable[[KernelSpec, Target], str | None]
     tried_first: Callable[[KernelSpec, Target], list[Config]]
     interpretable: bool
     pick: Callable[[list[Config], KernelSpec, Target], Config] = lambda starts, spec, target: starts[0]
     direction: Direction = "fwd"
+    flags: frozenset[str] = FLAGS
     suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
     layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
     resized: Callable[[Config, Problem, Target], Config] = lambda config, problem, target: config
@@ -104,6 +109,14 @@ class Family:
     def template_file(self) -> str:
         """The Jinja file, relative to the templates folder."""
         return f"{self.folder}/{self.name}.py.jinja" if self.folder else f"{self.name}.py.jinja"
+
+    def supports(self, spec: KernelSpec, target: Target) -> str | None:
+        """The reason why a spec can't be served on a target, or None where it can."""
+        if spec.direction != self.direction:
+            return f"{self.name} computes the {'forward' if self.direction == 'fwd' else 'backward'} pass, not {spec.direction!r}"
+        if lacking := [name for name, on in spec.flags().items() if on and name not in self.flags]:
+            return f"{self.name} has no {lacking[0]}"
+        return self.refuses(spec, target)
 
     def starts(self, spec: KernelSpec, target: Target) -> list[Config]:
         """Configs worth trying first that keep the constraints."""

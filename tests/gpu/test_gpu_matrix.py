@@ -1,4 +1,4 @@
-"""Features, types, layouts and gradients in all pairs (tests/matrix.py) on a GPU: each call once by torch and once by kernels."""
+"""Features, types, layouts and gradients in all pairs (tests/support/matrix.py) on a GPU: each call once by torch and once by kernels."""
 
 import os
 from collections.abc import Callable

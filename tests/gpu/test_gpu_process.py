@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from call_checks import in_threads
-from test_dispatch_memo import POINTERS, save
+from pretended_gpu import POINTERS, save
 
 from flashtune import dispatch
 from flashtune.core import devices, reference

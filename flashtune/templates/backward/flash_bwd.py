@@ -185,10 +185,8 @@ CONSTRAINTS = (
 )
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
+def refuses(spec: KernelSpec, target: Target) -> str | None:
     """The reason why this family can't serve `spec` on `target`, or None."""
-    if spec.direction != "bwd":
-        return f"flash_bwd computes the backward pass, not {spec.direction!r}"
     if not target.compilable:
         return f"Triton doesn't compile for {target.name}"
     if spec.dtype == "fp8":
@@ -268,7 +266,7 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
-    supports=supports,
+    refuses=refuses,
     tried_first=tried_first,
     pick=pick,
     expected=expected,

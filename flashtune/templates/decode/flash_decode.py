@@ -107,17 +107,6 @@ def row_splits(config: Config, d_v: int) -> int:
     return max(1, min(32 * 32 * warps // (few_rows(config) * padded(d_v)), 64))
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
-    """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, and dropout."""
-    if spec.direction != "fwd":
-        return f"flash_decode computes the forward pass, not {spec.direction!r}"
-    if spec.packed:
-        return "flash_decode takes no packed sequences"
-    if spec.dropout:
-        return "flash_decode has no dropout: it is for inference"
-    return flash_fwd.supports(spec, target)
-
-
 def suits(problem: Problem, target: Target) -> str | None:
     """The reason why splitting keys won't help `problem` on `target`, or None for a decoding step, or where tiles leave SMs idle."""
     if problem.n_q <= DECODE_ROWS:
@@ -171,7 +160,8 @@ FAMILY = Family(
     folder="decode",
     axes=AXES,
     constraints=CONSTRAINTS,
-    supports=supports,
+    flags=flash_fwd.FAMILY.flags - {"dropout", "packed"},
+    refuses=flash_fwd.refuses,
     suits=suits,
     tried_first=tried_first,
     pick=pick,

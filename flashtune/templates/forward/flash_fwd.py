@@ -47,14 +47,12 @@ CONSTRAINTS = (
 )
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
+def refuses(spec: KernelSpec, target: Target) -> str | None:
     """The reason why this family can't serve `spec` on `target`, or None."""
     if not target.compilable:
         return f"Triton doesn't compile for {target.name}"
     if spec.dtype == "fp8" and not target.has_e4m3:
         return f"{target.name} has no e4m3 (fp8): it came with compute capability 8.9"
-    if spec.direction != "fwd":
-        return f"flash_fwd computes the forward pass, not {spec.direction!r}"
     if spec.packed and spec.mask != "none":
         return "flash_fwd takes no mask beside packed sequences"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
@@ -93,7 +91,7 @@ FAMILY = Family(
     folder="forward",
     axes=AXES,
     constraints=CONSTRAINTS,
-    supports=supports,
+    refuses=refuses,
     tried_first=tried_first,
     pick=first_with_room,
     expected=expected,

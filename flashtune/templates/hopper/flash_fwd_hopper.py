@@ -195,12 +195,10 @@ def _heads_to_pack(block_m: int, problem: Problem, sms: int) -> int:
     return fewest if tiles[1] > sms and tiles[fewest] <= share * tiles[1] else 1
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
+def refuses(spec: KernelSpec, target: Target) -> str | None:
     """The reason why this family can't serve a spec on a target, or None where it can."""
     if not target.is_hopper:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
-    if spec.direction != "fwd":
-        return f"flash_fwd_hopper computes the forward pass, not {spec.direction}"
     if spec.dtype not in ("fp16", "bf16", "fp8"):
         return f"flash_fwd_hopper takes fp16, bf16 and fp8, not {spec.dtype}"
     if spec.packed and (spec.dtype == "fp8" or spec.mask != "none"):
@@ -300,7 +298,7 @@ FAMILY = Family(
     folder="hopper",
     axes=AXES,
     constraints=CONSTRAINTS,
-    supports=supports,
+    refuses=refuses,
     tried_first=tried_first,
     pick=pick,
     expected=expected,

@@ -18,7 +18,6 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import write_whole
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
-from flashtune.core.problem import Features
 from flashtune.core.results import Fate, TuningRecord
 from flashtune.core.shipped_kernels import archive_name, find_archive
 from flashtune.core.target import Target, find_target
@@ -39,7 +38,7 @@ _PREFACE = """# Generated kernels
 `flashtune generate` writes this folder from a tuned database; nothing in it is edited by hand. A path says the GPU architecture, the
 pass, what is compiled in (head size, element type, features) and the tile, with whatever else tells apart kernels of the same tile.
 `index.json` names all kernels, and pins the archive of their machine code (`kernels/` in the repository, docs/decisions/0003-kernels.md).
-The package shows a selection of them as text; `flashtune show --kernel ID` prints any.
+The package shows one of each family as text; `flashtune show --kernel ID` prints any.
 
 Times are medians in microseconds, of the kernel and of PyTorch's own attention in the same run. A problem's label starts with N
 (queries x keys where they differ); `gqa4` means four query heads to a key head. A fallback kernel serves in place of a winner with frozen
@@ -209,22 +208,13 @@ def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: st
 
 
 def selected(arranged: Sequence[Arranged]) -> list[Arranged]:
-    """Kernels that the package shows as text: of each family and kind of call the one with most records, and those of the longest plain
-    column in benchmarks/README.md."""
+    """Kernels that the package shows as text: of each family and kind of call the one with most records."""
     most: dict[tuple[str, str], Arranged] = {}
     for one in arranged:
         place = one.kernel.template, one.kernel.path.split("/")[1]
         if place not in most or len(one.records) > len(most[place].records):
             most[place] = one
-    shown = {one.kernel.variant_id for one in most.values()}
-    shown |= {one.kernel.variant_id for one in arranged if any(map(_is_shown, one.records))}
-    return [one for one in arranged if one.kernel.variant_id in shown]
-
-
-def _is_shown(record: TuningRecord) -> bool:
-    key, features = record.key, record.problem.features
-    plain = record.problem.direction == "fwd" and features in (Features(), Features(causal=True)) and key.gqa_ratio == 1
-    return plain and (key.gpu, key.dtype) == ("h200", "bf16") and (key.n, key.n_q) == (16384, 16384) and key.d == key.d_v in (64, 128, 256)
+    return sorted(most.values(), key=lambda one: one.kernel.path)
 
 
 def text_files(arranged: Sequence[Arranged]) -> dict[str, bytes]:

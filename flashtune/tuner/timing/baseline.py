@@ -22,6 +22,9 @@ BACKENDS = {
 }
 """PyTorch's backends by the names that `flashtune bench` shows."""
 
+EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "dbias", "dslopes")
+"""Flags of problems that PyTorch's function computes, some by a mask or a bias."""
+
 
 def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
     """PyTorch's pass on these inputs (its default choice, or one of `BACKENDS`); None where it can't express the problem.
@@ -32,10 +35,10 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
 
     A diagonal at the last key is PyTorch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not PyTorch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
-    timed part. A soft cap has no equivalent, nor have sinks and fp8 inputs.
+    timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs.
     """
     p = inputs.problem
-    if p.features.softcap or p.features.sinks or p.dtype == "fp8":
+    if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
         return None
     call = _Call(inputs, backend)
     if call.lower_right:

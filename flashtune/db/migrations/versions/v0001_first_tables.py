@@ -13,6 +13,12 @@ def upgrade() -> None:
     """Create the tables, and mark a SQLite file as ours."""
     if op.get_bind().dialect.name == "sqlite":
         op.execute(f"PRAGMA application_id = {0x464C5455}")
+    _create_problem()
+    _create_run()
+    _create_trial()
+
+
+def _create_problem() -> None:
     op.create_table(
         "problem",
         sa.Column("id", sa.Integer(), nullable=False),
@@ -31,6 +37,9 @@ def upgrade() -> None:
             "gpu", "n", "d", "dtype", "direction", "d_v", "n_q", "features", "gqa_ratio", "bh_bucket", name="uq_problem_gpu"
         ),
     )
+
+
+def _create_run() -> None:
     op.create_table(
         "run",
         sa.Column("id", sa.Integer(), nullable=False),
@@ -58,6 +67,9 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_run"),
     )
     op.create_index("ix_run_problem_id", "run", ["problem_id"])
+
+
+def _create_trial() -> None:
     op.create_table(
         "trial",
         sa.Column("id", sa.Integer(), nullable=False),

@@ -4,6 +4,8 @@ Tiles and roles are those of FlashAttention-3's backward (Shah et al., 2024) as 
 program's warpgroups are in `_roles.jinja`.
 """
 
+from functools import partial
+
 from flashtune.core.config import Config, KernelSpec, Value
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
@@ -87,11 +89,6 @@ CONSTRAINTS = (
 )
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
-    """The reason why this family can't serve `spec` on `target`, or None."""
-    return refusal("flash_bwd_hopper", 128, spec, target)
-
-
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """Tiles that fit, with operands in registers and without, and schedulers."""
     # Changes to the first config.
@@ -157,7 +154,7 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
-    supports=supports,
+    refuses=partial(refusal, "flash_bwd_hopper", 128),
     tried_first=tried_first,
     expected=expected,
     interpretable=False,

@@ -4,11 +4,13 @@ One kernel's tiles are of keys and give dK and dV in four products, the other's 
 no order of additions varies; for head sizes above 128, whose tiles have too few keys for such sums, two more products are cheaper.
 """
 
+from functools import partial
+
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divided, refusal
-from flashtune.templates.family import Axis, Constraint, Family
+from flashtune.templates.family import FLAGS, Axis, Constraint, Family
 from flashtune.templates.launches.hopper_backward import BackwardHopperSplitHost
 from flashtune.templates.predicates import warpgroup_facts
 
@@ -63,11 +65,6 @@ CONSTRAINTS = (
 )
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
-    """The reason why this family can't serve `spec` on `target`, or None."""
-    return refusal("flash_bwd_hopper_split", 256, spec, target)
-
-
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """Winners on an H200 without columns in registers, then with them, and other depths and tiles."""
     keys, queries = [(64, 64, 2, 0), (64, 64, 2, 128)], [(128, 64, 2)]
@@ -103,7 +100,8 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
-    supports=supports,
+    flags=FLAGS - {"packed"},
+    refuses=partial(refusal, "flash_bwd_hopper_split", 256),
     tried_first=tried_first,
     expected=expected,
     interpretable=False,

@@ -12,12 +12,10 @@ from flashtune.templates.hopper.layout import ROWS, HopperTiles
 
 def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
     """The reason why a family, whose tiles take head sizes up to `widest`, can't serve `spec` on `target`, or None."""
-    if spec.direction != "bwd":
-        return f"{name} computes the backward pass, not {spec.direction!r}"
     if not target.is_hopper:
         return f"{name} needs compute capability 9.0, which {target.name} is not"
-    if spec.packed and (name != "flash_bwd_hopper" or spec.mask != "none" or spec.dslopes):
-        return f"{name} takes no packed sequences" + " with masks, or gradients of slopes" * (name == "flash_bwd_hopper")
+    if spec.packed and (spec.mask != "none" or spec.dslopes):
+        return f"{name} takes no mask and no gradient of slopes beside packed sequences"
     if spec.dtype not in ("fp16", "bf16"):
         return f"{name} takes fp16 and bf16, not {spec.dtype}"
     if spec.d % 8 or spec.d_v % 8:

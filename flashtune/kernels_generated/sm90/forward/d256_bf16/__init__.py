@@ -1,1 +1,0 @@
-"""Generated kernels; the topmost README.md lists them."""

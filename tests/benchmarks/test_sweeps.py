@@ -1,0 +1,116 @@
+"""The committed sweeps, replayed: what the cost model and the search are worth, without a GPU."""
+
+import math
+from statistics import geometric_mean
+
+import pytest
+
+from benchmarks.cases import stops, sweeps
+from flashtune.core.problem import Problem
+from flashtune.core.results import Fate, SearchResult
+from flashtune.core.target import find_target
+from flashtune.db.library import shipped_path
+from flashtune.db.store import Store
+from flashtune.templates import family
+from flashtune.templates.cost import predict_us
+from flashtune.templates.expected import left_out
+
+
+@pytest.fixture
+def sweep(request: pytest.FixtureRequest) -> SearchResult:
+    """The sweep whose place is the parameter; not read before a test needs it, since every worker collects this file."""
+    return sweeps.sweeps()[request.param]
+
+
+IN_FULL, SAMPLED = 4, 5
+"""Sweeps of all candidates of earlier kernels, and of random ones of today's."""
+
+of_every_sweep = pytest.mark.parametrize("sweep", range(IN_FULL + SAMPLED), indirect=True)
+of_every_full_sweep = pytest.mark.parametrize("sweep", range(IN_FULL), indirect=True)
+
+
+def test_problems_of_several_kinds_were_swept() -> None:
+    assert len(sweeps.sweeps()) == IN_FULL + SAMPLED
+    labels = {sweep.problem.label() for sweep in sweeps.sweeps()[IN_FULL:]}
+    assert {"n3000-d128-bf16-causal-bwd", "n6000-d128-bf16-causal+window500", "n3000-d96-fp16-causal"} < labels
+    assert sum(label.startswith("n1x") for label in labels) == 2
+    for sweep in sweeps.sweeps():
+        assert len(sweep.outcomes) > 250
+        assert len({outcome.variant_id for outcome in sweep.outcomes}) == len(sweep.outcomes)
+        assert {outcome.fate for outcome in sweep.outcomes} <= set(Fate)
+        assert sweep.baseline is not None
+
+
+@of_every_full_sweep
+def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sweep: SearchResult) -> None:
+    assert sweeps.cost_ratio(sweep) <= 1.05
+
+
+@of_every_sweep
+def test_twenty_trials_without_any_start_or_near_trial_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
+    """With every seed: noise in the times differs, and so do the proposals, nothing learned of the problem or its neighbours."""
+    place = sweeps.swept(sweep)
+    for seed in range(3):
+        regrets = sweeps.replayed(place, "gp", "none", 40, seed).regrets
+        assert regrets[19] <= 0.005 and regrets[-1] <= 0.002, seed
+
+
+def test_what_a_search_states_at_its_end_holds_in_most_stops_and_not_in_all() -> None:
+    """Its 90th percentile; of the replays' stops 80 to 97 %."""
+    ends = [stops.stopped(sweeps.swept(sweep), "none", seed) for sweep in sweeps.sweeps() for seed in range(2)]
+    assert 0.8 <= stops.share(ends) <= 0.97
+    assert all(stop.regret <= 0.02 and stop.trials <= 40 for stop in ends)
+
+
+def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
+    place = sweeps.swept(sweeps.sweeps()[0])
+    times = {(c.family.name, c.config): place.regret([place.answers[c.family.name, c.config]]) for c in place.space.every()}
+    fifth = sorted(times.values())[4]
+    kept = place.starts(5)
+    assert set(kept) < set(place.starts())
+    assert all(times[c.family.name, c.config] > fifth for c in kept)
+    assert place.starts(10**6) == []
+
+
+@of_every_sweep
+def test_the_space_is_not_flat(sweep: SearchResult) -> None:
+    """The promises above mean something: half of the candidates are at least 20 % slower than the best, of decoding steps, whose limit is
+    memory, 5 %."""
+    times = sorted(outcome.measurement.median_us for outcome in sweep.outcomes if outcome.measurement is not None)
+    assert times[len(times) // 2] > (1.05 if sweep.problem.n_q == 1 else 1.2) * times[0]
+
+
+def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() -> None:
+    """Every pair of trials of the shipped rows that differs in nothing else."""
+    target = find_target("h200")
+    measured, predicted = [], []
+    with Store.open(shipped_path(), writable=False) as store:
+        results = store.results()
+    for result in results:
+        known = {
+            family(o.template).completed(o.config): (o.measurement.median_us, o.facts)
+            for o in result.outcomes
+            if o.measurement is not None and o.facts is not None
+        }
+        for config, (time, facts) in known.items():
+            if config.get("maximum", "") == "running" and (first := config.replace(maximum="first")) in known:
+                measured.append(time / known[first][0])
+                gain = predict_us(config, facts, result.problem, target) / predict_us(first, known[first][1], result.problem, target)
+                # To settle costs what it is for tiles of a few blocks, as many rows' are.
+                predicted.append(gain * math.exp(left_out(config, result.problem) - left_out(first, result.problem)))
+    assert len(measured) > 90
+    assert geometric_mean(predicted) == pytest.approx(geometric_mean(measured), rel=0.03)
+
+
+@pytest.mark.parametrize(("d", "block_m", "block_n", "measured"), [(64, 192, 128, 1.10), (128, 128, 128, 0.95), (256, 128, 64, 0.99)])
+def test_asking_for_maxima_first_is_predicted_to_gain_where_products_hide_it(d: int, block_m: int, block_n: int, measured: float) -> None:
+    """Running maxima, full, N = 4096, against `grown`, as measured (benchmarks/results/2026-11-23-h200-scores/outgrown_first.txt)."""
+    target, hopper = find_target("h200"), family("flash_fwd_hopper")
+    problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=d, d_v=d, dtype="bf16")
+    config = hopper.default(problem.spec(), target).replace(
+        BLOCK_M=block_m, BLOCK_N=block_n, num_stages=2, ctas_per_sm=1, maximum="running", pingpong=True, rescale="grown"
+    )
+    facts = hopper.expected(config, problem.spec(), target)
+    assert facts is not None
+    times = [predict_us(config.replace(rescale=how), facts, problem, target) for how in ("outgrown", "grown")]
+    assert times[0] / times[1] == pytest.approx(measured, abs=0.05)

@@ -1,0 +1,180 @@
+"""The models and the migrations describe one schema, and every released version of it stays readable."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import db_samples as samples
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, inspect
+
+from flashtune.core.errors import DatabaseError, FlashtuneError
+from flashtune.core.problem import ProblemKey
+from flashtune.core.results import Fate
+from flashtune.db import migrations, rows, values
+from flashtune.db.library import Library
+from flashtune.db.schema import METADATA, PROBLEM
+from flashtune.db.store import Store
+from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, TABLES, VERSION_TABLE
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "db"
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[Connection]:
+    samples.write(tmp_path / "new.sqlite", ())
+    engine = create_engine(f"sqlite:///{tmp_path}/new.sqlite")
+    with engine.connect() as opened:
+        yield opened
+
+
+def revisions(connection: Connection) -> ScriptDirectory:
+    return ScriptDirectory.from_config(migrations.alembic_config(connection))
+
+
+def test_the_models_equal_the_migrated_schema(connection: Connection) -> None:
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
+    assert compare_metadata(context, METADATA) == []
+
+
+def test_a_difference_between_models_and_schema_would_be_noticed(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE trial ADD COLUMN extra INTEGER")
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
+    assert compare_metadata(context, METADATA) != []
+
+
+def test_the_newest_revision_is_the_one_that_the_store_knows(connection: Connection) -> None:
+    assert revisions(connection).get_heads() == [SCHEMA_VERSION]
+    assert connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}").scalars().all() == [SCHEMA_VERSION]
+    assert connection.exec_driver_sql("PRAGMA application_id").scalar() == APPLICATION_ID
+
+
+def test_every_released_revision_has_a_database_of_its_own(connection: Connection) -> None:
+    released = sorted(revision.revision for revision in revisions(connection).walk_revisions())
+    assert sorted(path.stem for path in FIXTURES.glob("*.sqlite")) == [f"v{revision}" for revision in released]
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.sqlite")), ids=lambda path: path.stem)
+def test_a_database_of_every_version_is_read_and_upgraded(tmp_path: Path, path: Path) -> None:
+    content, expected = path.read_bytes(), samples.fixture_results(path.stem.removeprefix("v"))
+    with Store.open(path, writable=False) as store:
+        assert tuple(store.results()) == expected
+    assert path.read_bytes() == content
+    (tmp_path / "old.sqlite").write_bytes(content)
+    with Store.open(tmp_path / "old.sqlite", writable=True) as store:
+        store.save(samples.numbered(1, 1))
+        assert tuple(store.results()) == (*expected, samples.numbered(1, 1))
+
+
+def test_a_time_that_no_gpu_takes_is_upgraded_as_it_is_and_serves_nobody() -> None:
+    with Store.open(FIXTURES / "v0003.sqlite", writable=False) as store:
+        assert samples.RESULTS_SINCE_0003[0] in store.results()
+        for attempt in (store.winners, lambda: Library.of(FIXTURES / "v0003.sqlite")):
+            with pytest.raises(DatabaseError, match=r"v0003\.sqlite: in row 8 of 'trial', median_us is 60, but on h200 no kernel computes"):
+                attempt()
+
+
+def test_predictions_that_nothing_checked_say_so_after_an_upgrade(tmp_path: Path) -> None:
+    """Until 0001, a predicted row of a family that no interpreter runs was kept as correct."""
+    path = tmp_path / "old.sqlite"
+    shutil.copyfile(FIXTURES / "v0001.sqlite", path)
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        for label, values in (("hopper", "NULL"), ("checked", "0.5")):
+            connection.exec_driver_sql(
+                "INSERT INTO trial (run_id, number, template, template_hash, variant_id, config, fate, source, reason, median_us, q10_us,"
+                " q90_us, min_us, samples, registers, spills, shared_bytes, threads, tensor_core_ops, max_error, finalist, rank)"
+                f" SELECT run_id, number + 1 + (SELECT count(*) FROM trial), template, template_hash, '{label}', config, fate, source,"
+                f" reason, median_us, q10_us, q90_us, min_us, samples, registers, spills, shared_bytes, threads, tensor_core_ops, {values},"
+                " finalist, rank FROM trial WHERE variant_id = 'bbbb000000000001'"
+            )
+    with Store.open(path, writable=False) as store:
+        fates = {outcome.variant_id: outcome.fate for one in store.results() for outcome in one.outcomes}
+    assert fates["hopper"] is Fate.UNCHECKED
+    assert fates["checked"] is fates["bbbb000000000001"] is fates["aaaa000000000001"] is Fate.CORRECT
+
+
+def test_the_columns_of_a_problem_are_those_of_its_key_in_order() -> None:
+    assert tuple(PROBLEM.columns.keys()) == ("id", *ProblemKey.__slots__)
+
+
+def test_columns_that_are_read_are_those_of_the_tables() -> None:
+    ids = {"id", "problem_id", "provenance_id", "run_id", "candidate_id"}
+    for table, columns in zip(TABLES, (rows.PROBLEM, rows.RUN, rows.TRIAL, rows.PROVENANCE, rows.CANDIDATE), strict=True):
+        assert set(METADATA.tables[table].columns.keys()) - ids == set(columns)
+
+
+def test_runs_share_provenances_and_trials_share_candidates(tmp_path: Path) -> None:
+    path = samples.write(tmp_path / "a.sqlite", tuple(samples.numbered(1, run) for run in range(4)))
+    for _ in range(2):
+        with Store.open(path, writable=True) as store:
+            store.save(samples.numbered(2, 0))
+    with create_engine(f"sqlite:///{path}").connect() as connection:
+        counts = [connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar() for table in TABLES]
+    assert counts == [3, 6, 30, 1, 1]
+
+
+def test_look_ups_of_a_key_and_of_a_runs_best_use_an_index(connection: Connection) -> None:
+    inspector = inspect(connection)
+    unique = inspector.get_unique_constraints("problem")[0]
+    assert tuple(unique["column_names"]) == ProblemKey.__slots__
+    plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN SELECT * FROM problem WHERE gpu = 'h200' AND n = 512 AND d = 64").all()
+    assert "(gpu=? AND n=? AND d=?)" in str(plan)
+    assert "(run_id=?)" in str(connection.exec_driver_sql("EXPLAIN QUERY PLAN SELECT * FROM trial WHERE run_id = 1").all())
+
+
+# --- a later version --------------------------------------------------------------------------------------------------------------
+
+NEXT = """
+import sqlalchemy as sa
+from alembic import op
+
+revision, down_revision, branch_labels, depends_on = "{version}", "{newest}", None, None
+
+
+def upgrade() -> None:
+    op.add_column("trial", sa.Column("extra", sa.Integer()))
+    op.execute("UPDATE provenance SET command = 'migrated'")
+    op.execute({last!r})
+"""
+
+
+def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """A flashtune that has one more schema version."""
+    folder = tmp_path / "100% other: migrations"
+    shutil.copytree(migrations.FOLDER, folder)
+    version = f"{int(SCHEMA_VERSION) + 1:04}"
+    (folder / "versions" / f"v{version}_later.py").write_text(NEXT.format(version=version, newest=SCHEMA_VERSION, last=last))
+    monkeypatch.setattr(migrations, "FOLDER", folder)
+    monkeypatch.setattr(values, "SCHEMA_VERSION", version)
+
+
+def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = samples.write(tmp_path / "db" / "old.sqlite")
+    content = path.read_bytes()
+    later_version(tmp_path, monkeypatch, last="SELECT 1")
+    with Store.open(path, writable=False) as store:
+        assert {record.provenance.command for record in store.records()} == {"migrated"}
+        assert len(store.results()) == 2
+    assert path.read_bytes() == content and [entry.name for entry in path.parent.iterdir()] == ["old.sqlite"]
+
+
+def test_an_older_file_is_upgraded_when_it_is_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = samples.write(tmp_path / "db" / "old.sqlite")
+    later_version(tmp_path, monkeypatch, last="SELECT 1")
+    with Store.open(path, writable=True) as store:
+        store.save(samples.numbered(1, 1))
+        assert [result.provenance.command for result in store.results()] == ["migrated", "migrated", samples.PROVENANCE.command]
+
+
+def test_an_upgrade_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = samples.write(tmp_path / "db" / "old.sqlite")
+    content = path.read_bytes()
+    later_version(tmp_path, monkeypatch, last="INSERT INTO nowhere VALUES (1)")
+    for writable in (True, False):
+        with pytest.raises(FlashtuneError, match="nowhere"):
+            Store.open(path, writable=writable)
+    assert path.read_bytes() == content and [entry.name for entry in path.parent.iterdir()] == ["old.sqlite"]

@@ -1,0 +1,151 @@
+"""Packed sequences: each is as if it were alone, by kernels in Triton's interpreter and by a call for each sequence."""
+
+from typing import Any
+
+import pytest
+import torch
+from interpreting import interpreted
+from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
+
+from flashtune import dispatch
+from flashtune.core.errors import InputError, InputTypeError
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_kernels_compute_each_sequence_alone(half: int) -> None:
+    report = interpreted("interpret_varlen", *list(CASES)[half::2])
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) == len(CASES) // 2
+
+
+def test_kernels_keep_the_promises_of_packed_calls() -> None:
+    report = interpreted("interpret_varlen")
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) > 8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_kernels_each_sequence_is_a_call(case: str) -> None:
+    with forced("torch"):
+        agrees(inputs(CASES[case]), RAGGED)
+
+
+def test_gradients_are_right_to_float64() -> None:
+    given = inputs({"window_size": (3, 0), "sinks": True}, ((3, 0, 2), (4, 1, 0)), dtype=torch.float64, d=2, heads=2, padding=0)
+
+    def call(*x: torch.Tensor) -> Any:
+        return given._replace(tensors=list(x[:3]), words=given.words | {"sinks": x[3]}).call()[0]
+
+    sinks = given.words["sinks"].detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(call, (*given.tensors, sinks))
+
+
+def test_slopes_have_gradients_without_kernels() -> None:
+    given = inputs({"slopes": "heads"}, SQUARE)
+    slopes = given.words["alibi_slopes"].requires_grad_()
+    out, _ = given.call()
+    assert torch.autograd.grad(out[:9].sum(), slopes)[0].abs().sum() > 0
+
+
+def test_the_lse_has_a_row_for_each_head_and_comes_on_request() -> None:
+    from torch.nn.attention.varlen import AuxRequest
+
+    given = inputs({}, SQUARE)
+    out = dispatch.attention_varlen(*given.arguments, enable_gqa=True)
+    both = dispatch.attention_varlen(*given.arguments, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert torch.equal(both[0], out) and both[1].shape == (4, len(out)) and both[1].dtype == torch.float32
+    torch.testing.assert_close(both[1].double(), wanted(given, SQUARE)[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_that_ends_at_the_diagonal_is_causal() -> None:
+    given = inputs({}, RAGGED)
+    outs = [
+        dispatch.attention_varlen(*given.arguments, enable_gqa=True, **words) for words in ({"window_size": (-1, 0)}, {"is_causal": True})
+    ]
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_without_kernels_a_compiler_traces_one_operator() -> None:
+    given = inputs({}, RAGGED)
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = dispatch.attention_varlen(*x, *given.longest, enable_gqa=True)[:9].square().sum()
+        return found
+
+    eager = torch.autograd.grad(loss(*given.tensors, *given.bounds), given.tensors)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(*given.tensors, *given.bounds)
+    for ours, theirs in zip(torch.autograd.grad(compiled, given.tensors), eager, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"is_causal": True, "sinks": torch.zeros(4)}], ids=str)
+def test_jagged_nested_tensors_are_packed_ones(words: dict[str, Any]) -> None:
+    given = inputs({}, SQUARE, padding=0)
+    leaves = [x.detach().requires_grad_() for x in given.tensors]
+    nested = [torch.nested.nested_tensor_from_jagged(x, given.bounds[0]).transpose(1, 2) for x in leaves]
+    out = dispatch.attention_jagged(*nested, enable_gqa=True, **words)
+    packed = dispatch.attention_varlen(*given.arguments, enable_gqa=True, **words)
+    assert out.is_nested and out.shape == nested[0].shape
+    torch.testing.assert_close(out.values().transpose(0, 1), packed)
+    found = torch.autograd.grad(out.values().square().sum(), leaves)
+    for ours, theirs in zip(found, torch.autograd.grad(packed.square().sum(), given.tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_jagged_tensors_of_other_kinds_are_refused() -> None:
+    given = inputs({}, SQUARE, padding=0)
+    nested = [torch.nested.nested_tensor_from_jagged(x.detach(), given.bounds[0]) for x in given.tensors]
+    with pytest.raises(InputError, match="transpose"):
+        dispatch.attention_jagged(*nested, enable_gqa=True)
+    with pytest.raises(InputTypeError, match="jagged"):
+        dispatch.attention_jagged(*given.tensors)
+
+
+def test_the_operator_keeps_torchs_rules_of_operators() -> None:
+    given = inputs({}, SQUARE, padding=0)
+    arguments = (*given.tensors, *given.bounds, None, None, None, None, *given.longest, 0.25, -1, 0, True, 0.0, 0.0, False, False)
+    found = torch.library.opcheck(torch.ops.flashtune_packed.attention.default, arguments)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_it_says_who_serves() -> None:
+    given = inputs({}, RAGGED)
+    said = dispatch.explain_varlen(*given.arguments, enable_gqa=True)
+    assert said.kind == "framework" and "each sequence is a call of its own" in said.reason
+
+
+def changed(**words: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with some of them changed."""
+    given = inputs({}, SQUARE)
+    names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    arguments = dict(zip(names, (*given.tensors, *given.bounds, *given.longest), strict=True))
+    return [words.pop(name, x) for name, x in arguments.items()], {"enable_gqa": True} | words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"enable_gqa": False}, "enable_gqa"),
+        ({"query": torch.zeros(2, 4, 5, 16)}, "dimensions"),
+        ({"query": torch.zeros(5, 3, 16)}, "multiple"),
+        ({"key": torch.zeros(5, 2, 16)}, "sizes"),
+        ({"cu_seqlens_q": torch.zeros(9)}, "int32"),
+        ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "bounds"),
+        ({"seqused_k": torch.zeros(9, dtype=torch.int32)}, "bounds"),
+        ({"cu_seqlens_k": [0, 5]}, "tensor"),
+        ({"block_table": torch.zeros(1, dtype=torch.int32)}, "paged"),
+        ({"num_splits": 0}, "num_splits"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes"),
+        ({"causal_alignment": "middle"}, "causal_alignment"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+        ({"window_size": (-2, 0)}, "window"),
+        ({"query": torch.zeros(241, 4, 16, dtype=torch.float16)}, "dtypes"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense_are_refused_in_a_sentence(words: dict[str, Any], said: str) -> None:
+    arguments, others = changed(**words)
+    with pytest.raises((InputError, InputTypeError), match=said):
+        dispatch.attention_varlen(*arguments, **others)

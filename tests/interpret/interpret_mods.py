@@ -1,0 +1,169 @@
+"""Masks and scores as code through dispatch with kernels in Triton's interpreter."""
+
+import warnings
+from typing import Any
+
+import torch
+from mod_cases import CASES, OPERATIONS, Case, oracle
+
+from flashtune import dispatch
+from flashtune.dispatch import flex, flex_kernels
+
+warnings.filterwarnings("ignore")
+
+
+Report = tuple[str, float, float, list[float]]
+"""Explanation of a call, and the largest errors over the largest numbers of output, LSE and gradients."""
+
+
+def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    finite = theirs.isfinite()
+    assert torch.equal(ours.isfinite(), finite), "infinite where the oracle isn't"
+    if not finite.any():
+        return 0.0
+    return float((ours[finite].double() - theirs[finite]).abs().max() / theirs[finite].abs().max().clamp(min=1e-3))
+
+
+def report(case: Case, dtype: torch.dtype = torch.float32) -> Report:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(2, 4, case.n_q, 16), (2, 2, case.n_kv, 16), (2, 2, case.n_kv, 32)]
+    tensors = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    captured = case.captured(generator)
+    score_mod, mask_mod = case.functions(*captured)
+    mask: Any = mask_mod
+    if mask_mod is not None and case.block_mask:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        mask = create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cpu", BLOCK_SIZE=16)
+    given = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True, "return_lse": True}
+    served = flex.explain_flex(*tensors, **given)
+    out, lse = dispatch.flex_attention(*tensors, **given)
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    seen = lse.isfinite()
+    ((out * weights).sum() + lse[seen].sin().sum()).backward()
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    twins = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in captured]
+    out64, lse64 = oracle(*doubles, *case.functions(*twins))
+    ((out64 * weights.double()).sum() + lse64[seen].sin().sum()).backward()
+    pairs = [(x, y) for x, y in zip([*tensors, *captured], [*doubles, *twins], strict=True) if x.requires_grad]
+    # Where the scores don't matter, torch has no gradient instead of zeros.
+    gradients = [gap(x.grad, torch.zeros_like(y) if y.grad is None else y.grad) for x, y in pairs]
+    return served, gap(out.detach(), out64.detach()), gap(lse.detach(), lse64.detach()), gradients
+
+
+def poisoned() -> bool:
+    """True if output and gradients are those of the first keys where all keys behind them are NaN and hidden."""
+    q, k, v = (torch.randn(1, 2, 96, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    k[:, :, 64:], v[:, :, 64:] = torch.nan, torch.nan
+    given = [x.requires_grad_() for x in (q, k, v)]
+    dispatch.flex_attention(*given, None, lambda b, h, q, k: k < 64).sum().backward()
+    return all(bool(x.grad[:, :, :64].isfinite().all()) for x in given)  # type: ignore[index]
+
+
+def foreign() -> str:
+    """Explanation of a call with a BlockMask whose blocks see less than its mask_mod."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count, places = torch.ones(1, 1, 3, dtype=torch.int32), torch.zeros(1, 1, 3, 3, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(count, places, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: q >= 0, seq_lengths=(48, 48))
+    x = torch.randn(1, 1, 48, 16)
+    return dispatch.explain_flex(x, x, x, None, mask)
+
+
+def changed() -> float:
+    """Error after the document numbers of a mask that was called before have changed."""
+    document = torch.zeros(48, dtype=torch.int32)
+
+    def same(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return document[q] == document[k]
+
+    x = torch.randn(1, 2, 48, 16, generator=torch.Generator().manual_seed(7))
+    dispatch.flex_attention(x, x, x, None, same)
+    document[20:] = 1
+    return gap(dispatch.flex_attention(x, x, x, None, same), oracle(x.double(), x.double(), x.double(), None, same)[0])
+
+
+def kernels() -> dict[str, int]:
+    """Kernels in all after functions made anew, after another number in them, and after another length."""
+
+    def call(n: int, number: float) -> int:
+        x, table = torch.randn(1, 1, n, 16), torch.randn(n)
+        dispatch.flex_attention(x, x, x, lambda s, b, h, q, k: s * number + table[k])
+        return len(flex_kernels._KERNELS) - before
+
+    before = len(flex_kernels._KERNELS)
+    call(20, 0.7)
+    return {"alike": call(20, 0.7), "another number": call(20, 0.8), "another length": call(37, 0.8)}
+
+
+def built_in() -> dict[str, Any]:
+    """Explanations and errors of masks that are windows, without gradients."""
+    found: dict[str, Any] = {}
+    for name in ("causal", "window"):
+        generator = torch.Generator().manual_seed(6)
+        q, k, v = (torch.randn(1, 2, 70, 16, generator=generator) for _ in range(3))
+        mask = CASES[name].functions()[1]
+        out, lse = dispatch.flex_attention(q, k, v, None, mask, return_lse=True)
+        out64, lse64 = oracle(q.double(), k.double(), v.double(), None, mask)
+        found[name] = dispatch.explain_flex(q, k, v, None, mask), gap(out, out64), gap(lse, lse64)
+    return found
+
+
+def layouts() -> float:
+    """Largest error of output and gradients of transposed tensors with odd head sizes in float16's autocast, and in inference mode."""
+    generator = torch.Generator().manual_seed(8)
+    q, k, v = (
+        torch.randn(2, n, 3, d, generator=generator).half().transpose(1, 2).requires_grad_() for n, d in ((33, 24), (41, 24), (41, 40))
+    )
+    table = torch.randn(3, generator=generator).half().requires_grad_()
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        s += table[h] * (q - k)
+        return s
+
+    with torch.autocast("cpu", torch.float16):
+        served = dispatch.explain_flex(q, k, v, score, CASES["heads"].functions()[1])
+        out = dispatch.flex_attention(q, k, v, score, CASES["heads"].functions()[1])
+    assert served.startswith("flash_fwd"), served
+    out.backward(torch.ones((), dtype=torch.float16).expand_as(out))
+    ours = [q, k, v, table]
+    q64, k64, v64, table64 = (x.detach().double().requires_grad_() for x in ours)
+    out64, _ = oracle(q64, k64, v64, lambda s, b, h, q, k: s + table64[h] * (q - k), CASES["heads"].functions()[1])
+    out64.sum().backward()
+    pairs = zip(ours, (q64, k64, v64, table64), strict=True)
+    found = [gap(out.detach(), out64.detach()), *(gap(x.grad, y.grad) for x, y in pairs)]  # type: ignore[arg-type]
+    with torch.inference_mode():
+        limit = torch.tensor([9, 30])
+        again = dispatch.flex_attention(q, k, v, None, lambda b, h, q, k: k < limit[b])
+        found.append(gap(again, oracle(q64, k64, v64, None, lambda b, h, q, k: k < limit[b])[0]))
+    return max(found)
+
+
+def watched() -> dict[Any, Any]:
+    """Launches of every plan from here on by kernel and key: equal keys have equal ones, and tensors come in the order of the plan's."""
+    seen: dict[Any, Any] = {}
+    run = flex_kernels.ModKernel.run
+
+    def checked(self: Any, key: Any, tensors: Any, plan: Any) -> None:
+        made = plan()
+        assert len(tensors) == len(made.tensors) and all(x is y for x, y in zip(tensors, made.tensors, strict=True)), "another order"
+        assert seen.setdefault((self.variant, key), made.launches) == made.launches, "a key with two plans"
+        run(self, key, tensors, lambda: made)
+
+    flex_kernels.ModKernel.run = checked  # type: ignore[method-assign]
+    return seen
+
+
+def main() -> dict[str, Any]:
+    plans = watched()
+    return {
+        "cases": {name: report(case) for name, case in CASES.items()},
+        "operations": {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()},
+        "poisoned": poisoned(),
+        "foreign": foreign(),
+        "changed": changed(),
+        "kernels": kernels(),
+        "built_in": built_in(),
+        "layouts": layouts(),
+        "plans": len(plans),
+    }

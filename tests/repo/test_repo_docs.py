@@ -1,0 +1,203 @@
+"""The documents agree with the repository: links lead somewhere, commands exist, versions are the same."""
+
+import re
+import shutil
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashtune
+from benchmarks import run
+from benchmarks.cases.archive import folder
+from flashtune import dispatch
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import Target, find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.dispatch import backwards
+from flashtune.dispatch.choose import choose
+from flashtune.dispatch.context import Memo, Settings
+from flashtune.templates import families
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+PAGES = sorted([*ROOT.glob("*.md"), BENCHMARKS, *(ROOT / "docs").rglob("*.md")])
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+def targets_of_the_makefile() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_local_link_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)\s#]+)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_make_command_exists(page: Path) -> None:
+    text = page.read_text()
+    named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    assert named <= targets_of_the_makefile()
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    screen = (ROOT / "README.md").read_text().splitlines()[:30]
+    assert [line.split("#")[0].strip() for line in screen if line.startswith("make ")] == ["make search", "make test"]
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    snippet, *_ = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(snippet.splitlines()) <= 10
+    found: dict[str, torch.Tensor] = {}
+    exec(snippet, found)
+    assert found["out"].shape == found["q"].shape
+    assert "serves" in capsys.readouterr().out
+
+
+def test_the_benchmarks_page_names_every_case_and_runs_that_are_in_the_archive() -> None:
+    page = BENCHMARKS.read_text()
+    assert run.cases().keys() == set(re.findall(r"\| `([a-z]\w+)[^|]*\|$", page, re.MULTILINE))
+    named = re.findall(r"`(20\d\d-[^`]+)`", page)
+    assert named and not [name for name in named if not (folder() / name).exists()]
+
+
+COLUMNS = ("h200", "h100", "b200", "rtx5090", "l4", "l40s", "rtx4090", "mi250x", "mi300x", "a100", "a10", "rtx3090", "v100")
+BF16 = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
+WORDS: list[dict[str, Any]] = [{"window": (1024, 0)}, {"softcap": True}, {"alibi": True}, {"sinks": True}]
+MEANT = {
+    "full, causal; bf16": [BF16, replace(BF16, features=Features(causal=True))],
+    "full, causal; fp16": [replace(BF16, dtype="fp16")],
+    "mask, bias, window, ALiBi, soft cap, dropout": [
+        *(replace(BF16, features=Features(mask=mask)) for mask in ("bool", "bias")),
+        replace(BF16, features=Features(causal=True, window=(1024, 0))),
+        *(replace(BF16, features=Features(causal=True, **{name: True})) for name in ("alibi", "softcap", "dropout")),
+    ],
+    "several query heads to a key head": [replace(BF16, kv_heads=4, features=Features(causal=True))],
+    "decoding": [replace(BF16, n_q=1, kv_heads=4)],
+    "attention sinks": [replace(BF16, features=Features(causal=True, sinks=True))],
+    "float32": [replace(BF16, dtype="fp32")],
+    "fp8 (e4m3)": [replace(BF16, dtype="fp8")],
+    "D other than 64, 128, 256; D of V its own": [replace(BF16, d=80, d_v=80), replace(BF16, d=192, d_v=128)],
+    "gradients, full, causal": [
+        replace(BF16, direction="bwd", d=d, d_v=d, features=features) for d in (64, 128) for features in (Features(), Features(causal=True))
+    ],
+    "gradients with a mask, bias, window, ALiBi, soft cap or sinks": [
+        *(replace(BF16, direction="bwd", features=Features(mask=mask)) for mask in ("bool", "bias")),
+        *(replace(BF16, direction="bwd", features=Features(causal=True, **words)) for words in WORDS),
+    ],
+    "gradients of a bias itself, or of ALiBi slopes": [
+        replace(BF16, direction="bwd", features=Features(mask="bias", dbias=True)),
+        replace(BF16, direction="bwd", features=Features(causal=True, alibi=True, dslopes=True)),
+    ],
+    "gradients with dropout": [
+        replace(BF16, direction="bwd", features=Features(dropout=True)),
+        replace(BF16, direction="bwd", features=Features(causal=True, dropout=True)),
+    ],
+    "gradients of D = 256": [replace(BF16, direction="bwd", d=256, d_v=256)],
+}
+
+
+SHIPPED = Library.of(shipped_path()).records()
+MEMO = Memo(Settings(databases=(str(shipped_path()),), alone=True))
+
+
+def measured(problem: Problem, gpu: str) -> bool:
+    """True if rows of this GPU ship for a problem's features and dtype."""
+    key = problem.key(gpu)
+    return any(
+        (key.gpu, key.d, key.d_v, key.dtype, key.features, key.direction, key.n_q < key.n)
+        == (row.key.gpu, row.key.d, row.key.d_v, row.key.dtype, row.key.features, row.key.direction, row.key.n_q < row.key.n)
+        and (key.gqa_ratio > 1) == (row.key.gqa_ratio > 1)
+        for row in SHIPPED
+    )
+
+
+def test_the_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "shipping.md").read_text()
+    # tests/tuner/test_export_hub.py runs the one about hub folders.
+    snippet, _ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "model").mkdir()
+    shutil.copy(shipped_path(), tmp_path / "model" / "tuned.sqlite")
+    monkeypatch.chdir(tmp_path)
+    served: list[object] = []
+    exec(snippet, {"model": lambda tokens: served.append(dispatch.explain_problem(BF16, "h200").origin), "tokens": None})
+    assert served == [str(tmp_path / "model" / "tuned.sqlite")] and dispatch.explain_problem(BF16, "h200").origin == "shipped"
+
+
+def served_by_a_row(problem: Problem, target: Target) -> bool:
+    if problem.direction == "bwd":
+        return backwards.gradient_choice(MEMO, problem, target)[0] is not None
+    return choose(problem, target, SHIPPED, families()).record is not None
+
+
+WORDS = ("tuned", "near", "search", "torch")
+
+
+def what_serves(problem: Problem, target: Target) -> str:
+    """The table's word for a problem on a GPU."""
+    if measured(problem, target.slug):
+        return "tuned"
+    if served_by_a_row(problem, target):
+        return "near"
+    served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
+    return "search" if served else "torch"
+
+
+def test_the_table_says_what_runs_where() -> None:
+    text = (ROOT / "docs" / "support.md").read_text().split("## By GPU")[1].split("## ")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows] == list(MEANT)
+    columns = [[find_target(name).slug for name in cell.split(", ") if name != "CPU"] for cell in head[1:]]
+    assert sorted(slug for column in columns for slug in column) == sorted(COLUMNS)
+    for name, *cells in rows:
+        for slugs, said in zip(columns, cells, strict=True):
+            for target in map(find_target, slugs):
+                found = [what_serves(problem, target) for problem in MEANT[name]]
+                # Where some have rows of their own and others don't, the table promises the less.
+                assert said == max(found, key=WORDS.index), (name, target.slug)
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    *_, tests, documents, last = script.read_text().rstrip().splitlines()
+    # Nothing is printed after the tests where the documents, which are built beside them, are sound.
+    assert tests.startswith("make test") and documents.startswith('wait "$docs" ||') and last == 'exit "$tests"'
+
+
+def test_every_decision_has_its_own_number_in_name_and_title() -> None:
+    assert len({page.name[:4] for page in DECISIONS}) == len(DECISIONS)
+    for page in DECISIONS:
+        assert re.match(r"\d{4}-[a-z0-9-]+\.md$", page.name)
+        assert page.read_text().startswith(f"# {page.name[:4]}: ")
+
+
+def test_the_changelogs_newest_entry_is_this_version() -> None:
+    newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == flashtune.__version__
+
+
+def test_every_dependency_has_its_reason_written_down() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    everything = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    names = {re.split(r"[^A-Za-z0-9-]", line)[0] for line in everything} - {"flashtune"}
+    reasons = "\n".join(
+        line.split("|")[1] for line in (ROOT / "docs/decisions/0002-dependencies.md").read_text().splitlines() if "|" in line
+    )
+    assert not {name for name in names if not re.search(rf"\b{re.escape(name)}\b", reasons)}
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.name for path in (ROOT / "flashtune").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert not {room for room in rooms if f"`flashtune/{room}/`" not in text}

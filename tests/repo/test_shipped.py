@@ -1,0 +1,79 @@
+"""The shipped data: the tuned records are complete, safe and current, and the kernels are exactly what the templates render."""
+
+import pytest
+from commands import flashtune
+
+from flashtune import dispatch
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import TuningRecord
+from flashtune.core.shipped_kernels import PACKAGE, shipped_index
+from flashtune.core.target import find_target
+from flashtune.db.library import Library, shipped_path
+from flashtune.templates import BITS, family
+from flashtune.tuner.publish.winners import variant_for
+
+H200 = find_target("h200")
+RECORDS = Library.of(shipped_path()).records(gpu="h200")
+CELLS = [
+    (d, n, dtype, causal)
+    for d in (64, 128, 256)
+    for n in (512, 1024, 2048, 4096, 8192, 16384)
+    for dtype in ("bf16", "fp16")
+    for causal in (False, True)
+]
+
+
+def cell(d: int, n: int, dtype: str, causal: bool) -> Problem:
+    heads = 2048 // d
+    return Problem(
+        batch=16384 // n,
+        heads=heads,
+        kv_heads=heads,
+        n_q=n,
+        n_kv=n,
+        d=d,
+        d_v=d,
+        dtype=dtype,  # type: ignore[arg-type]
+        features=Features(causal=causal),
+    )
+
+
+@pytest.mark.parametrize(("d", "n", "dtype", "causal"), CELLS)
+def test_every_promised_cell_is_measured_and_served(d: int, n: int, dtype: str, causal: bool) -> None:
+    problem = cell(d, n, dtype, causal)
+    [record] = [r for r in RECORDS if r.key == problem.key("h200")]
+    assert record.outcome.source == "measured"
+    assert record.framework_us is not None
+    assert record.outcome.max_error is not None
+    assert record.outcome.max_error <= 1
+    served = dispatch.explain_problem(problem, "h200")
+    if record.framework_us < record.median_us:
+        assert served.kind == "framework"
+    else:
+        assert served.kind == "exact"
+        assert served.variant_id == record.outcome.variant_id
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.problem.label())
+def test_rows_and_their_fallbacks_are_of_the_installed_templates_and_inside_the_declared_space(record: TuningRecord) -> None:
+    for one in (record, record.as_fallback()):
+        if one is not None:
+            variant = variant_for(one)
+            assert variant.id == one.outcome.variant_id
+            assert family(variant.template).violated(variant.config, variant.spec, H200) is None
+
+
+def test_regenerating_the_shipped_kernels_changes_nothing() -> None:
+    # Text, and machine code by its hashes; tests/tuner/test_tuner_machine_code.py compiles some of it anew.
+    result = flashtune("generate", "--check", "--sample", "0")
+    assert result.exit_code == 0, result.output
+    assert " 0 files unlike" in result.output
+
+
+def test_machine_code_ships_of_what_serves_deterministic_calls() -> None:
+    index = shipped_index(PACKAGE)
+    beside = [row for row in Library.of(shipped_path()).records(gpu="h200", bits=BITS) if row not in RECORDS]
+    assert len(beside) == 10 and all(BITS.repeats(row) for row in beside)
+    for row in beside:
+        variant = variant_for(row)
+        assert index.find(variant.id) is not None, row.problem.label()

@@ -1,0 +1,300 @@
+"""Masks and scores as code: kernels in Triton's interpreter and PyTorch's own function, against the functions themselves in float64."""
+
+import functools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from interpreting import interpreted
+from mod_cases import CASES, OPERATIONS, oracle
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+from flashtune import dispatch
+from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.errors import InputError
+from flashtune.dispatch import flex
+from flashtune.templates import family
+from flashtune.templates.mods import known, structure
+from flashtune.templates.rendering import render
+
+BOUND = 1e-5
+"""Of float32 sums in another order, over the largest number; scores of some operations reach 10^3, which costs digits."""
+
+
+@functools.cache
+def reports() -> Any:
+    return interpreted("interpret_mods")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compute_the_function_and_its_gradients(name: str) -> None:
+    served, out, lse, gradients = reports()["cases"][name]
+    assert served.startswith("flash_fwd")
+    trained = [x for x in CASES[name].captured(torch.Generator()) if x.requires_grad]
+    assert len(gradients) == 3 + len(trained)
+    assert max(out, lse, *gradients) <= BOUND
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kernels_have_the_operations_of_scores(name: str) -> None:
+    served, out, lse, gradients = reports()["operations"][name]
+    assert served.startswith("flash_fwd")
+    assert max(out, lse, *gradients) <= 5 * BOUND
+
+
+def test_hidden_blocks_are_not_read() -> None:
+    """Keys and values of blocks that nobody sees are NaN, and gradients stay finite."""
+    assert reports()["poisoned"]
+
+
+def test_blocks_of_another_mask_are_torchs() -> None:
+    assert "aren't those of its mask_mod" in reports()["foreign"]
+
+
+def test_a_mask_that_changed_in_place_is_computed_anew() -> None:
+    assert reports()["changed"] <= BOUND
+
+
+def test_layouts_head_sizes_autocast_and_inference_mode() -> None:
+    assert reports()["layouts"] <= 4e-3
+
+
+def test_equal_keys_have_equal_plans_over_tensors_in_their_order() -> None:
+    assert reports()["plans"] > 3 * len(CASES)
+
+
+def test_functions_made_anew_share_a_kernel_and_numbers_do_not() -> None:
+    assert reports()["kernels"] == {"alike": 1, "another number": 2, "another length": 2}
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_masks_that_are_windows_take_the_built_in_kernels(name: str) -> None:
+    served, out, lse = reports()["built_in"][name]
+    assert served.startswith("attention with window=")
+    assert max(out, lse) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        (lambda b, h, q, k: q >= k, (None, 0)),
+        (lambda b, h, q, k: k <= q + 3, (None, 3)),
+        (lambda b, h, q, k: (k > q - 8) & (q >= k), (7, 0)),
+        (lambda b, h, q, k: (q - k < 5) & (k - q <= 2) & (q - k <= 9), (4, 2)),
+        (lambda b, h, q, k: (q - k).abs() <= 6, (6, 6)),
+        (lambda b, h, q, k: (k - q).abs() < 6, (5, 5)),
+        (lambda b, h, q, k: q > k, None),
+        (lambda b, h, q, k: q >= 2 * k, None),
+        (lambda b, h, q, k: (q >= k) | (k < 4), None),
+        (lambda b, h, q, k: (q >= k) & (k < 4), None),
+        (lambda b, h, q, k: (q >= k) & (h < 4), None),
+        (lambda b, h, q, k: (q + k).abs() <= 6, None),
+        (lambda b, h, q, k: q >= k - h, None),
+    ],
+)
+def test_windows_are_recognised(mask: Any, found: Any) -> None:
+    functions, _ = flex._traced(None, mask, torch.device("cpu"))
+    assert functions.mask is not None
+    assert structure.band(functions.mask) == found
+    if found is not None:
+        left, right = (40 if side is None else side for side in found)
+        q, k = torch.arange(40)[:, None], torch.arange(40)[None, :]
+        assert torch.equal(mask(0, 0, q, k).broadcast_to(40, 40), (k >= q - left) & (k <= q + right))
+
+
+def tensors(*, n: int = 24, dtype: torch.dtype = torch.float32) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn((2, 4, n, 16), generator=generator, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["causal", "document", "alibi", "relative", "bias"])
+def test_torch_serves_on_the_cpu(name: str) -> None:
+    case, generator = CASES[name], torch.Generator().manual_seed(5)
+    shapes = [(2, 4, case.n_q, 16), (2, 2, case.n_kv, 16), (2, 2, case.n_kv, 16)]
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    captured = [x.detach() for x in case.captured(generator)]
+    score_mod, mask_mod = case.functions(*captured)
+    mask = None if mask_mod is None else create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cpu")
+    words = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True}
+    assert "PyTorch's flex_attention" in dispatch.explain_flex(*given, **words)
+    out = dispatch.flex_attention(*given, **words)
+    torch.testing.assert_close(out, oracle(*given, score_mod, mask_mod)[0], atol=1e-6, rtol=1e-6)
+
+
+def test_a_mask_mod_stands_for_its_block_mask_where_torch_serves() -> None:
+    given = tensors(dtype=torch.float64)
+    out = dispatch.flex_attention(*given, None, lambda b, h, q, k: q >= k)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True))
+
+
+_TABLE = torch.arange(4.0)
+
+
+def _branches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    if q > k:
+        return s
+    return 2 * s
+
+
+def _converts(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * float(q)
+
+
+def _reads(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + q.item()
+
+
+def _changes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    _TABLE.add_(1)
+    return s
+
+
+def _writes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    _TABLE[0] = 1.0
+    return s
+
+
+def _beyond(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + _TABLE[q - k + 3]
+
+
+def _many(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + _TABLE[h, q]
+
+
+def _huge(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    for _ in range(1200):
+        s = s * 1.001
+    return s
+
+
+def _integer(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q
+
+
+def _nothing(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return None
+
+
+def _unnamed(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + undefined  # type: ignore[name-defined]  # noqa: F821
+
+
+HOSTILE = {
+    _branches: "branches on or converts a tensor's value (line .*if q > k:",
+    _converts: "branches on or converts a tensor's value (line .*float.q",
+    _reads: "reads a tensor's value by aten._local_scalar_dense.default (line .*q.item",
+    _changes: "changes a captured tensor (line .*_TABLE.add_",
+    _writes: "changes a captured tensor (line .*_TABLE.0. = 1.0",
+    _beyond: "reads index 26 of dimension 0 of a captured tensor, whose size is 4 (line .*_TABLE.q - k",
+    _many: "2 indices for a tensor of 1 dimensions (line ",
+    _huge: "has more than 1000 operations",
+    _integer: "returns torch.int32: it must return a floating-point number",
+    _nothing: "returns no tensor",
+    _unnamed: "can't be traced (line .*undefined.*NameError",
+}
+
+
+@pytest.mark.parametrize("function", HOSTILE, ids=lambda function: function.__name__)
+def test_hostile_functions_are_refused_in_a_sentence(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    kept = _TABLE.clone()
+    with pytest.raises(InputError, match=HOSTILE[function].replace("(", r"\(")) as caught:
+        dispatch.flex_attention(*tensors(), function)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(_TABLE, kept)
+
+
+def test_masks_that_return_no_bool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    with pytest.raises(InputError, match=r"returns torch.int32: it must return a bool"):
+        dispatch.flex_attention(*tensors(), None, lambda b, h, q, k: q - k)
+
+
+@pytest.mark.parametrize("why", ["lgamma", "sum"])
+def test_what_kernels_lack_is_named_and_served_by_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    functions = {"lgamma": lambda s, b, h, q, k: torch.lgamma(s.abs() + 1), "sum": lambda s, b, h, q, k: s + _TABLE.sum()}
+    given = tensors()
+    assert why in dispatch.explain_flex(*given, functions[why])
+    expected = oracle(*(x.double() for x in given), functions[why], None)[0]
+    torch.testing.assert_close(dispatch.flex_attention(*given, functions[why]).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    q, k, v = tensors()
+    with pytest.raises(InputError, match="enable_gqa"):
+        dispatch.flex_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(InputError, match="don't fit together"):
+        dispatch.flex_attention(q, k[..., :8], v)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 2, 4, 48, 48, device="cpu")
+    with pytest.raises(InputError, match=r"is for \(48, 48\) queries and keys, and these are 24 and 24"):
+        dispatch.flex_attention(q, k, v, None, mask)
+
+
+def test_attention_takes_functions() -> None:
+    given = tensors(dtype=torch.float64)
+    words: dict[str, Any] = {"score_mod": lambda s, b, h, q, k: s + q, "block_mask": lambda b, h, q, k: q >= k, "scale": 0.5}
+    assert torch.equal(dispatch.attention(*given, **words), dispatch.flex_attention(*given, **words))
+    assert "no kernel runs on cpu with torch.float64" in dispatch.explain(*given, **words).reason
+    with pytest.raises(InputError, match="softcap is no argument beside score_mod and block_mask"):
+        dispatch.attention(*given, softcap=2.0, **words)
+
+
+def test_a_spec_holds_a_hash_and_no_code() -> None:
+    plain = KernelSpec(direction="fwd", dtype="bf16", d=64, d_v=64, window=False, mask="none")
+    assert "mods" not in plain.as_dict()
+    functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.375, None, torch.device("cpu"))
+    made = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
+    spec = KernelSpec(**plain.as_dict(), mods=known.keep(made))
+    assert json.loads(json.dumps(spec.as_dict()))["mods"] == made.hash
+    assert "1.375" not in json.dumps(spec.as_dict())
+    other = Variant(template="flash_fwd", spec=KernelSpec(**plain.as_dict(), mods="0" * 16), config=Config.of())
+    assert other.id != Variant(template="flash_fwd", spec=plain, config=Config.of()).id
+
+
+def test_functions_of_another_process_are_not_rendered() -> None:
+    from flashtune.core.target import find_target
+
+    kind, target = family("flash_fwd"), find_target("h100")
+    spec = KernelSpec(direction="fwd", dtype="bf16", d=64, d_v=64, window=False, mask="none", mods="f" * 16)
+    with pytest.raises(KeyError):
+        render(kind, Variant(template=kind.name, spec=spec, config=kind.default(spec, target)))
+
+
+def test_masks_joined_by_torch_are_traced() -> None:
+    limit = torch.tensor([5, 9])
+    joined = and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < limit[b])
+    functions, captured = flex._traced(None, joined, torch.device("cpu"))
+    assert functions.mask is not None
+    assert len(captured) == 1 and captured[0] is limit
+
+
+@pytest.mark.parametrize(("device", "allowed", "band", "serves"), [
+    ("cpu", False, None, True), ("cuda", True, None, True), ("cuda", False, None, False), ("cuda", False, (3, 0), False),
+])  # fmt: skip
+def test_on_a_gpu_unmeasured_kernels_have_to_be_allowed(
+    device: str, allowed: bool, band: Any, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_built_in", lambda *given: None)
+    query: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    with dispatch.use(unmeasured=allowed):
+        why = flex._unmeasured(SimpleNamespace(band=band), query, query, query, False)  # type: ignore[arg-type]
+    assert (why is None) == serves
+    assert why is None or "FLASHTUNE_UNMEASURED=1" in why
+
+
+def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: Any) -> Any:
+        raise AssertionError("a kernel is made")
+
+    monkeypatch.setattr(flex, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex, "_allowed", lambda query: False)
+    monkeypatch.setattr(flex, "kernel_of", made)
+    q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
+    for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):
+        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None) == flex.UNMEASURED

@@ -1,0 +1,259 @@
+"""A hub folder serves attention through the real `kernels` package, in a process where flashtune can't be imported."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import db_samples as samples
+import pytest
+from commands import flashtune
+
+from flashtune.core.config import KernelSpec
+from flashtune.core.errors import DatabaseError
+from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Fate, SearchResult
+from flashtune.core.target import find_target
+from flashtune.core.tolerances import tolerance
+from flashtune.db.library import shipped_path
+from flashtune.templates import family
+from flashtune.templates.rendering import variant_of
+from flashtune.tuner.publish.copied_modules import copies
+from flashtune.tuner.publish.hub import write_hub
+
+TESTS = Path(__file__).resolve().parents[1]
+H200 = find_target("h200")
+
+
+def found(template: str, problem: Problem, *, torch_us: float = 200.0, **changes: Any) -> SearchResult:
+    """A measured result of a family's default config, that PyTorch took `torch_us` for."""
+    chosen = family(template)
+    config = chosen.default(problem.spec(), H200)
+    variant = variant_of(chosen, problem.spec(), config)
+    outcome = samples.outcome(variant.id, 100.0, template=template, config=config, **changes)
+    return samples.result(outcome, framework_us=torch_us, of=problem)
+
+
+PLAIN = Problem(batch=2, heads=2, kv_heads=2, n_q=64, n_kv=64, d=32, d_v=32, dtype="fp16")
+RESULTS = (
+    found("flash_fwd", PLAIN),
+    found("flash_fwd", replace(PLAIN, features=Features(causal=True))),
+    found("flash_fwd", replace(PLAIN, features=Features(mask="bias"))),
+    found("flash_decode", replace(PLAIN, batch=1, heads=4)),
+    found("flash_fwd", replace(PLAIN, d=64, d_v=64), torch_us=50.0),
+    found("flash_fwd", replace(PLAIN, features=Features(softcap=True))),
+)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return samples.write(tmp_path_factory.mktemp("hub") / "tuned.sqlite", RESULTS)
+
+
+def exported(folder: Path, database: Path, *words: str) -> dict[str, Any]:
+    result = flashtune("export", "--hub", str(folder), "--db", str(database), "--json", *words)
+    assert result.exit_code == 0, result.output
+    summary: dict[str, Any] = json.loads(result.stdout)
+    return summary
+
+
+def called(folder: Path, *words: str, interpret: bool) -> Any:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    command = [sys.executable, str(TESTS / "support" / "hub_calls.py"), str(folder), *words]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+KERNELS = {"plain", "other lengths", "negative scale", "causal", "bias", "shared heads"}
+
+
+@pytest.mark.parametrize("interpret", [True, False], ids=["kernels", "torch"])
+def test_the_folder_serves_without_flashtune_what_its_records_cover_and_torch_the_rest(
+    interpret: bool, database: Path, tmp_path: Path
+) -> None:
+    summary = exported(tmp_path / "hub", database)
+    assert {name: summary[name] for name in ("records", "kernels", "torch", "predicted", "inexpressible")} == {
+        "records": 5,
+        "kernels": 4,
+        "torch": 1,
+        "predicted": 0,
+        "inexpressible": 1,
+    }
+    result = called(tmp_path / "hub", interpret=interpret)
+    assert result["flashtune"] is False
+    spec = KernelSpec(direction="fwd", dtype="fp16", d=32, d_v=32, window=False, mask="none")
+    bound = tolerance(spec)
+    for name, call in result["calls"].items():
+        assert call["error"] <= bound.atol + bound.rtol * 4, (name, call)
+        assert call["served"].startswith("flash_") is (interpret and name in KERNELS), (name, call)
+    assert result["calls"]["gradients"]["gradient"]
+    if interpret:
+        assert "flash_decode" in result["calls"]["shared heads"]["served"]
+        assert "own attention won at N=64" in result["calls"]["torch won"]["served"]
+        assert "gradient is needed" in result["calls"]["gradients"]["served"]
+        assert "no record is near" in result["calls"]["far longer"]["served"]
+
+
+def test_a_kernel_that_does_not_run_warns_once_and_torch_serves(database: Path, tmp_path: Path) -> None:
+    exported(tmp_path / "hub", database)
+    [broken] = [path for path in (tmp_path / "hub").rglob("kernels/*bias*.py")]
+    broken.write_text("raise RuntimeError('no such compiler')\n")
+    command = [sys.executable, str(TESTS / "support" / "hub_calls.py"), str(tmp_path / "hub")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("no such compiler") == 1
+    calls = json.loads(result.stdout)["calls"]
+    assert calls["bias"]["served"].startswith("PyTorch") and calls["bias"]["error"] < 0.01
+    assert calls["plain"]["served"].startswith("flash_fwd")
+
+
+def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> None:
+    text = (TESTS.parent / "docs" / "shipping.md").read_text()
+    _, snippet = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exported(tmp_path / "my-attention", database)
+    given = "import torch\nq = k = v = torch.randn(2, 2, 64, 32, dtype=torch.float16)\n"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", given + snippet]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("flash_fwd fwd-fp16-d32-causal serves, by a record of h200 at N=64")
+
+
+def test_folders_of_equal_records_are_equal_and_have_an_id_of_their_content(database: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, words in zip(folders, ([], [], ["--d", "64"]), strict=True):
+        exported(folder, database, *words)
+    a, b, c = ({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()} for folder in folders)
+    assert a == b
+    ids = {json.loads(found[Path("build/torch-universal/metadata.json")])["id"] for found in (a, c)}
+    assert len(ids) == 2
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(database: Path, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    (hub / ".git").mkdir(parents=True)
+    exported(hub, database)
+    (hub / "build/torch-universal/kernels/old.py").write_text("")
+    exported(hub, database, "--d", "32")
+    assert not (hub / "build/torch-universal/kernels/old.py").exists()
+    assert sorted(path.name for path in hub.iterdir()) == [".git", "README.md", "build", "flashtune.json"]
+
+
+def plant_file(hub: Path) -> str:
+    (hub / "weights.bin").write_text("weights")
+    return "weights.bin"
+
+
+def plant_build(hub: Path) -> str:
+    (hub / "build").mkdir()
+    return "build"
+
+
+def plant_other_build(hub: Path) -> str:
+    (hub / "flashtune.json").write_text('{"format": 1}')
+    (hub / "build/torch-cuda").mkdir(parents=True)
+    return "build/torch-cuda"
+
+
+def plant_link(hub: Path) -> str:
+    (hub / "flashtune.json").write_text('{"format": 1}')
+    (hub / "build").symlink_to(hub.parent)
+    return "build"
+
+
+@pytest.mark.parametrize("plant", [plant_file, plant_build, plant_other_build, plant_link])
+def test_a_folder_with_anything_else_is_refused_in_one_sentence_and_left_as_it_is(plant: Any, database: Path, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    name = plant(hub)
+    before = sorted(hub.rglob("*"))
+    result = flashtune("export", "--hub", str(hub), "--db", str(database))
+    assert result.exit_code == DatabaseError.exit_code
+    assert f"holds {name}, which no export wrote: give an empty folder" in result.stderr
+    assert sorted(hub.rglob("*")) == before
+
+
+def test_a_file_in_the_folders_place_is_refused(database: Path, tmp_path: Path) -> None:
+    (tmp_path / "hub").write_text("notes")
+    result = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(database))
+    assert result.exit_code == DatabaseError.exit_code
+    assert "is no folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "give PATH for a database, or --hub DIR"),
+        (("a.sqlite", "--hub", "b"), "give PATH for a database, or --hub DIR"),
+        (("--hub", "b", "--force"), "--force is for databases"),
+        (("--hub", "b", "--all-trials"), "--all-trials is for databases"),
+        (("a.sqlite", "--predicted"), "--predicted is for --hub"),
+    ],
+)
+def test_an_export_writes_one_thing(
+    words: tuple[str, ...], told: str, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = flashtune("export", "--db", str(database), *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert os.listdir() == []
+
+
+def test_predicted_records_serve_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    predicted = replace(found("flash_fwd", PLAIN, source="predicted", fate=Fate.CORRECT), baseline=None)
+    [outcome] = predicted.outcomes
+    assert outcome.measurement is not None
+    database = samples.write(tmp_path / "p.sqlite", (predicted, RESULTS[1]))
+    result = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(database))
+    assert result.exit_code == 0, result.output
+    assert "left out: 1 predicted record (--predicted lets them serve)" in result.stderr
+    assert exported(tmp_path / "hub", database, "--predicted")["predicted"] == 1
+    assert "1 of the records predicted by a cost model and never measured" in (tmp_path / "hub/README.md").read_text()
+    alone = samples.write(tmp_path / "alone.sqlite", (predicted,))
+    refused = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(alone))
+    assert refused.exit_code == 5
+    assert "only predicted records, which --predicted exports" in refused.stderr
+
+
+def test_no_forward_that_torch_can_ask_for_is_one_line(tmp_path: Path) -> None:
+    database = samples.write(tmp_path / "s.sqlite", RESULTS[-1:])
+    result = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(database))
+    assert result.exit_code == 5
+    assert "none of 1 record is a forward that is plain, causal, masked or biased" in result.stderr
+    assert not (tmp_path / "hub").exists()
+
+
+def test_the_shipped_records_export_and_every_import_of_the_folder_is_in_it(tmp_path: Path) -> None:
+    from flashtune.db.store import Store
+
+    with Store.open(shipped_path(), writable=False) as store:
+        records = store.records(gpu="h200", d=128, dtype="bf16")
+    summary = write_hub(tmp_path / "hub", records)
+    assert summary.kernels > 20
+    build = tmp_path / "hub/build/torch-universal"
+    for path in build.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = path.parents[node.level - 1]
+                assert node.module is not None
+                target = folder / node.module.replace(".", "/")
+                assert target.with_suffix(".py").is_file() or target.is_dir(), (path, node.module)
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                roots = {name.partition(".")[0] for name in names}
+                assert roots <= {"torch", "triton", *sys.stdlib_module_names}, (path, roots)
+    assert called(tmp_path / "hub", "--plan", interpret=False) == [summary.kernels, summary.kernels]
+
+
+def test_a_module_that_imports_a_packages_own_code_is_not_copied() -> None:
+    with pytest.raises(ImportError, match=r"flashtune\.templates is no module"):
+        copies(["flashtune.templates.loading"])
