@@ -67,7 +67,7 @@ def _kind(problem: Problem) -> Hashable:
 
 def _extent(problem: Problem) -> tuple[Any, ...]:
     """The order of problems: by lengths, then by everything else that may differ."""
-    return problem.n_kv, problem.n_q, problem.batch * problem.heads, problem.heads, repr(problem.features)
+    return problem.n_kv, problem.n_q, problem.batch * problem.heads, problem.heads, repr((problem.features, problem.lengths))
 
 
 def read(path: Path) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from flashtune.core.errors import InputError
 
 Law = Literal["equal", "uniform", "lognormal", "one_long"]
-"""Law of lengths: all equal; uniform up to twice the mean; exp of standard normal numbers; or one with half of all tokens, others uniform."""
+"""Law of lengths: all equal; uniform up to twice the mean; exp of standard normal numbers; one with half of all tokens, others uniform."""
 
 LAWS: tuple[Law, ...] = get_args(Law)
 
@@ -66,9 +66,10 @@ def shared(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _weights(law: Law, sequences: int) -> tuple[float, ...]:
     numbers = random.Random(SEED)
+    if law == "equal":
+        return (1.0,) * sequences
     # Never 0, so that a single sequence has a weight.
-    draw = {"equal": lambda: 1.0, "lognormal": lambda: numbers.lognormvariate(0.0, 1.0)}.get(law, lambda: 1e-6 + numbers.random())
-    return tuple(draw() for _ in range(sequences))
+    return tuple(numbers.lognormvariate(0.0, 1.0) if law == "lognormal" else 1e-6 + numbers.random() for _ in range(sequences))
 
 
 @lru_cache(maxsize=256)

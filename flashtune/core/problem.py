@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
@@ -286,12 +287,9 @@ class Problem:
         of_keys = self.lengths.drawn(self.batch, self.batch * self.n_kv)
         return tuple(zip(of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys), of_keys, strict=True))
 
-    def shapes(self) -> list[tuple["Problem", int]]:
+    def shapes(self) -> "Sequence[tuple[Problem, int]]":
         """Dense problems of one sequence or batch each, with the number of those that are so large."""
-        if self.lengths is None:
-            return [(self, self.batch)]
-        plain = replace(self, batch=1, lengths=None, features=replace(self.features, packed=False))
-        return [(replace(plain, n_q=n_q, n_kv=n_kv), count) for (n_q, n_kv), count in Counter(self.sequences()).items()]
+        return ((self, self.batch),) if self.lengths is None else _shapes(self)
 
     def visible_pairs(self) -> int:
         """The number of (query, key) pairs of one head within the band (a bias or mask removes none); of packed sequences the mean."""
@@ -327,3 +325,9 @@ class Problem:
         direction = "" if self.direction == "fwd" else f"-{self.direction}"
         law = "" if self.lengths is None else f"-{self.batch}{self.lengths.law}"
         return f"{n}{law}-{d}-{self.dtype}-{self.features.label()}{gqa}{direction}"
+
+
+@lru_cache(maxsize=256)
+def _shapes(packed: Problem) -> tuple[tuple[Problem, int], ...]:
+    plain = replace(packed, batch=1, lengths=None, features=replace(packed.features, packed=False))
+    return tuple((replace(plain, n_q=n_q, n_kv=n_kv), count) for (n_q, n_kv), count in Counter(packed.sequences()).items())

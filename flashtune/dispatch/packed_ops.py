@@ -13,6 +13,7 @@ from flashtune.core.band import Sides
 from flashtune.core.errors import InputError
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
+from flashtune.dispatch.calls import part_of_packed
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.gradients import recording
 from flashtune.dispatch.operators import define_lazily
@@ -40,7 +41,8 @@ def by_sequence(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Te
         if stop > start:
             keys = slice(first, min(end, first + some[b]))
             tensors = [x.transpose(0, 1)[None] for x in (query[start:stop], key[keys], value[keys])]
-            out, lse = _of_sequence(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
+            with part_of_packed():
+                out, lse = _of_sequence(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
     rows, heads, _ = query.shape

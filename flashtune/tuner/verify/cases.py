@@ -94,8 +94,8 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
     forward's results to be computed again.
     """
     ratio = problem.gqa_ratio
-    heads = {"heads": len(names) * ratio, "kv_heads": len(names)}
-    sizes = replace(problem, batch=1, **heads, n_q=197, n_kv=643, features=_narrow(problem.features), lengths=None)
+    few, features = replace(problem, batch=1, heads=len(names) * ratio, kv_heads=len(names)), _narrow(problem.features)
+    sizes = replace(few, n_q=197, n_kv=643, features=features, lengths=None)
     inputs = make_inputs(sizes, device=device, seed=seed)
     [(part, _)] = inputs.parts()
     # Dropout's mask depends on the head's number, but scores don't: views of single heads do without it.

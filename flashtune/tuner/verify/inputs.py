@@ -97,6 +97,17 @@ class Inputs:
             parameters=replace(given, mask=mask, **per_head_words(per_head)),
         )
 
+    def alone(self, batch: int) -> "Inputs":
+        """Views of one batch, as inputs of a problem of their own; without dropout's own mask of it."""
+        p, given = self.problem, self.parameters
+        here = slice(batch, batch + 1)
+        per_head = {name: x[here] for name, x in given.per_head().items()}
+        return Inputs(
+            problem=replace(p, batch=1),
+            operands={name: x[here] for name, x in self.operands.items()},
+            parameters=replace(given, mask=None if given.mask is None else given.mask[here], **per_head_words(per_head)),
+        )
+
     def parts(self) -> list[tuple["Inputs", Sequence[int]]]:
         """Dense inputs, and the batches of each that count: all of these inputs, or each packed sequence that isn't poisoned."""
         if not self.sequences:
@@ -200,8 +211,8 @@ def make_inputs(
     geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, one per head; sinks weigh about as much as all keys
     together. All batches share a mask, and all heads a boolean one; with `own_masks` it is `own_mask`'s.
 
-    Packed sequences lie one after the other, as calls of dispatch have them, with the problem's lengths unless `sequences` says others; those
-    of `poisoned` are NaN.
+    Packed sequences lie one after the other, as in calls of dispatch, with the problem's lengths or those of `sequences`; the `poisoned` ones
+    are NaN.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
