@@ -195,7 +195,8 @@ def test_explain_names_the_packed_record(tmp_path: Path) -> None:
 def test_a_packed_call_is_recorded_as_one_problem(trains: bool, tmp_path: Path) -> None:
     given = inputs({"is_causal": True}, SQUARE, padding=0)
     tensors = [x.detach().requires_grad_(trains) for x in given.tensors]
-    dispatch.attention_varlen(*tensors, *given.bounds, *given.longest, enable_gqa=True, is_causal=True)
+    call: tuple[Any, ...] = (*tensors, *given.bounds, *given.longest)
+    dispatch.attention_varlen(*call, enable_gqa=True, is_causal=True)
     dispatch.save_calls(tmp_path / "calls.json")
     found = read(tmp_path / "calls.json")
     assert [one.direction for one in found] == ["fwd", "bwd"][: 1 + trains], "and no sequence of it by itself"

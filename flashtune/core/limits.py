@@ -51,7 +51,7 @@ def least_us(problem: Problem, gpu: str) -> float:
 def most_framework_us(problem: Problem, gpu: str) -> float:
     """PyTorch's greatest plausible time, in microseconds: all scores, whatever the band, each through memory several times."""
     peak = rates(gpu, problem.dtype)
-    scores = problem.heads * sum(count * one.n_q * one.n_kv for one, count in problem.shapes())
+    scores = problem.scores()
     computing = 2 * scores * sum(problem.contract.product_sizes(problem)) / (peak.tflops * 1e6)
     operands = sum(operand.nbytes(problem) for operand in problem.contract.operands)
     moving = (UNFUSED_BYTES * scores + operands) / (peak.bandwidth_gbs * 1e3)

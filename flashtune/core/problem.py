@@ -295,6 +295,10 @@ class Problem:
         """The number of (query, key) pairs of one head within the band (a bias or mask removes none); of packed sequences the mean."""
         return sum(count * one.band.pairs(one.n_q, one.n_kv) for one, count in self.shapes()) // self.batch
 
+    def scores(self) -> int:
+        """The number of (query, key) pairs of all heads and batches, whatever the band."""
+        return self.heads * sum(count * one.n_q * one.n_kv for one, count in self.shapes())
+
     @property
     def keys_read(self) -> int:
         """The number of keys that some query sees."""

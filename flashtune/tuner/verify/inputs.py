@@ -211,7 +211,7 @@ def make_inputs(
     geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, one per head; sinks weigh about as much as all keys
     together. All batches share a mask, and all heads a boolean one; with `own_masks` it is `own_mask`'s.
 
-    Packed sequences lie one after the other, as in calls of dispatch, with the problem's lengths or those of `sequences`; the `poisoned` ones
+    Packed sequences lie one after the other as in calls of dispatch, with the problem's lengths or those of `sequences`; `poisoned` ones
     are NaN.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
