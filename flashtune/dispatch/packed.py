@@ -67,7 +67,7 @@ class Numbers(NamedTuple):
 
 
 def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
-    """What the host knows of a call's lengths: the means of queries and of keys, and the longest over the mean, to powers of two."""
+    """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean."""
     sequences = packed.sequences
     of_q, of_k = (spread(x.shape[0], 1, sequences) for x in (packed.query, packed.key))
     return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
