@@ -82,7 +82,7 @@ class Cell:
 
     def fa4(self) -> torch.Tensor:
         """FlashAttention-4's packed call."""
-        from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+        from flash_attn.cute.interface import flash_attn_varlen_func  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
         words = {"cu_seqlens_q": self.bounds, "cu_seqlens_k": self.bounds, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
         found = flash_attn_varlen_func(*self.tensors, causal=self.causal, **words)
@@ -176,7 +176,7 @@ def main() -> None:
     """Time cells by laws, head sizes, groups, bands and tokens."""
     parser = argument_parser(__doc__)
     parser.add_argument("--d", type=numbers_of, default=[64, 128], help="head sizes, with commas between them")
-    parser.add_argument("--tokens", type=numbers_of, default=[16384], help="tokens in all, with commas between them")
+    parser.add_argument("--tokens", type=numbers_of, default=[16384, 65536], help="tokens in all, with commas between them")
     parser.add_argument("--group", type=numbers_of, default=[1, 4], help="query heads of a key head, with commas between them")
     parser.add_argument("--law", choices=LAWS, nargs="+", default=list(LAWS), help="laws of lengths")
     parser.add_argument("--heads", type=int, default=16, help="query heads (default: %(default)s)")

@@ -87,7 +87,7 @@ def tensor_bytes(problem: Problem) -> dict[str, int]:
         "Q": size * p.batch * p.heads * p.n_q * p.d,
         "K": size * p.batch * p.kv_heads * p.n_kv * p.d,
         "V": size * p.batch * p.kv_heads * p.n_kv * p.d_v,
-        "S": out_size * p.batch * p.heads * p.n_q * p.n_kv,
+        "S": out_size * p.scores(),
         "O": out_size * p.batch * p.heads * p.n_q * p.d_v,
     }
 
@@ -98,7 +98,7 @@ def standard_steps(problem: Problem, elementwise: Elementwise) -> tuple[Step, ..
     Of a backward: `dv`, `dp`, then `elementwise` or `dropout`, `softmax`, `scale`, then `dq`, `dk`.
     """
     size = tensor_bytes(problem)
-    s, scores = size["S"], problem.batch * problem.heads * problem.n_q * problem.n_kv
+    s, scores = size["S"], problem.scores()
     passes = _BACKWARD if problem.direction == "bwd" else _FORWARD
     if elementwise == "fused":
         reads, ops, exps = zip(*passes.values(), strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashtune.core.launching import LoadedKernel
-from flashtune.dispatch import api, context
+from flashtune.dispatch import api, context, varlen
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.parse import Options
 from flashtune.tuner.timing.baseline import pytorch_call
@@ -22,8 +22,19 @@ Call = Callable[[], object]
 
 
 def call_kwargs(inputs: Inputs) -> dict[str, Any]:
-    """Keyword arguments of `dispatch.attention` for these inputs."""
+    """Keyword arguments of `dispatch.attention`, or `attention_varlen`, for these inputs."""
     parameters = inputs.parameters
+    if parameters.lengths is not None:
+        return {
+            "dropout_p": parameters.dropout_p,
+            "scale": parameters.scale,
+            "enable_gqa": inputs.problem.gqa_ratio > 1,
+            "window_size": tuple(-1 if side is None else side for side in (parameters.band.left, parameters.band.right)),
+            "causal_alignment": inputs.problem.features.alignment,
+            "softcap": parameters.softcap,
+            "alibi_slopes": parameters.slopes,
+            "sinks": None if parameters.sinks is None else parameters.sinks[0],
+        }
     return {
         **{name: getattr(parameters, name) for name in Options._fields if hasattr(parameters, name)},
         "attn_mask": inputs.mask,
@@ -34,24 +45,41 @@ def call_kwargs(inputs: Inputs) -> dict[str, Any]:
     }
 
 
+def operands(inputs: Inputs) -> list[torch.Tensor]:
+    """Query, key and value, packed or not, as callers have them."""
+    found = [inputs.q, inputs.k, inputs.v]
+    return [x[0].transpose(0, 1) for x in found] if inputs.sequences else found
+
+
+def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
+    """`dispatch.attention`, or `attention_varlen` with these lengths, as a function of query, key and value."""
+    if inputs.parameters.lengths is None:
+        return api.attention
+    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
+    cu_q, cu_k, _ = inputs.parameters.lengths
+    return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *longest, **kwargs)
+
+
 def attention_call(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Function that calls `dispatch.attention` on these inputs."""
-    kwargs = call_kwargs(inputs)
-    return lambda: api.attention(inputs.q, inputs.k, inputs.v, **kwargs)
+    """Function that calls `dispatch.attention`, or `attention_varlen`, on these inputs."""
+    call, kwargs, (q, k, v) = attention_of(inputs), call_kwargs(inputs), operands(inputs)
+    return lambda: call(q, k, v, **kwargs)
 
 
 def training_step(inputs: Inputs) -> Call:
     """Function that calls `dispatch.attention` on the inputs of a backward, and computes its gradients."""
-    features, kwargs = inputs.problem.features, call_kwargs(inputs)
-    q, k, v = leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    features, call, kwargs = inputs.problem.features, attention_of(inputs), call_kwargs(inputs)
+    q, k, v = leaves = [x.detach().requires_grad_() for x in operands(inputs)]
+    dout = inputs.operands["dout"]
+    dout = dout[0].transpose(0, 1) if inputs.sequences else dout
     for name in ("attn_mask",) * features.dbias + ("alibi_slopes",) * features.dslopes:
         kwargs[name] = kwargs[name].detach().requires_grad_()
         leaves = [*leaves, kwargs[name]]
 
     def step() -> object:
         with torch.enable_grad():
-            out = api.attention(q, k, v, **kwargs)
-        return torch.autograd.grad(out, leaves, inputs.operands["dout"])
+            out = call(q, k, v, **kwargs)
+        return torch.autograd.grad(out, leaves, dout)
 
     return step
 

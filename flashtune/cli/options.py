@@ -17,6 +17,7 @@ from flashtune.core.calls import read
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.errors import InputError
+from flashtune.core.lengths import LAWS, Law, Lengths
 from flashtune.core.models import TOKENS, Model, find_model, models
 from flashtune.core.problem import DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, Problem
 from flashtune.core.target import Target, find_target, targets
@@ -135,6 +136,7 @@ class ProblemOptions:
     batch: int | None
     model: str | None
     calls: Path | None
+    packed: Law | None
     given: tuple[str, ...]
 
     @classmethod
@@ -152,7 +154,9 @@ class ProblemOptions:
             **{name: values.pop(name) for name in SWITCHES},
         }
         dtypes: tuple[DType, ...] = tuple(dict.fromkeys(parse_dtype(name) for text in values.pop("dtype") for name in text.split(",")))
-        own = {name: values.pop(name, None) for name in ("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls")}
+        own = {
+            name: values.pop(name, None) for name in ("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls", "packed")
+        }
         names = [*features, *own, "n", "d", "dtype", "bands"]
         given = tuple(f"--{bands if name == 'bands' else name.replace('_', '-')}" for name in names if name in on_line)
         causal = {"causal": (True,), "full": (False,), None: (False, True)}[bands]
@@ -192,8 +196,9 @@ class ProblemOptions:
             d=d,
             d_v=self.d_v or d,
             dtype=dtype,
-            features=Features(causal=causal, **self.features),
+            features=Features(causal=causal, packed=self.packed is not None, **self.features),
             direction=self.direction,
+            lengths=None if self.packed is None else Lengths.of(self.packed, batch, batch * n),
         )
 
     def _of_model(self, model: Model) -> list[Problem]:
@@ -248,6 +253,11 @@ _SIZES: tuple[Decorator, ...] = (
     click.option("--heads", type=SIZE, help=f"Query heads (default {WIDTH} / D)."),
     click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads)."),
     click.option("--batch", type=SIZE, help=f"Batch (default {TOKENS} / N)."),
+    click.option(
+        "--packed",
+        type=click.Choice(LAWS),
+        help="Packed sequences, as many as --batch says, whose lengths follow this law and have the mean --n.",
+    ),
 )
 _FEATURES: tuple[Decorator, ...] = (
     click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),

@@ -16,6 +16,7 @@ from flashtune.cli.options import DTYPE, GPU, MODEL, SIZE, json_option
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, parse_dtype
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.lengths import LAWS, Law, Lengths
 from flashtune.core.models import find_model
 from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem
 from flashtune.core.target import Target, find_target
@@ -47,6 +48,9 @@ SPARED = (
     default="fwd",
     show_default=True,
     help="Forward or backward pass; a backward is only counted.",
+)
+@click.option(
+    "--packed", type=click.Choice(LAWS), help="Packed sequences, --batch many, of mean --n and of this law; they are only counted."
 )
 @click.option("--d", "d", type=click.IntRange(1, MAX_HEAD_DIM), default=128, show_default=True, help="Head size.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
@@ -110,6 +114,8 @@ def profile(
     here, why_not = _local(named)
     if problem.dtype == "fp8":
         why_not = "torch's own operations, which the steps are timed with, take no fp8"
+    elif problem.lengths is not None:
+        why_not = "packed sequences have no steps to time one by one; `flashtune bench --packed` times them whole"
     elif problem.direction == "bwd":
         why_not = "a backward's steps aren't timed one by one; `flashtune bench --direction bwd` times it whole"
     wanted = Profile(
@@ -141,6 +147,7 @@ def _problem(
     n_q: int | None,
     causal: bool,
     direction: Direction,
+    packed: Law | None,
     d: int,
     dtype: str,
 ) -> Problem:
@@ -155,10 +162,10 @@ def _problem(
     kv_heads, n_q = kv_heads or h, n_q or n
     if causal and n_q > n:
         raise InputError(f"--n-q {n_q} with --causal and --n {n} leaves queries without a key: give at most {n} queries")
-    features = Features(causal=causal, alignment="top_left" if n_q == n else "bottom_right")
-    return Problem(
-        batch=b, heads=h, kv_heads=kv_heads, n_q=n_q, n_kv=n, d=d, d_v=d, dtype=parse_dtype(dtype), features=features, direction=direction
-    )
+    features = Features(causal=causal, alignment="top_left" if n_q == n else "bottom_right", packed=packed is not None)
+    sizes = {"batch": b, "heads": h, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n, "d": d, "d_v": d}
+    lengths = None if packed is None else Lengths.of(packed, b, b * n)
+    return Problem(**sizes, dtype=parse_dtype(dtype), features=features, direction=direction, lengths=lengths)
 
 
 def _check_plots(plots: tuple[Path, ...], problem: Problem) -> None:

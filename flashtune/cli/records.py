@@ -64,6 +64,8 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "batch": problem.batch,
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
+        "law": problem.lengths.law if problem.lengths else None,
+        "longest": problem.lengths.longest if problem.lengths else None,
         "template_hash": outcome.template_hash,
         "origin": record.origin,
         "fate": str(outcome.fate),

@@ -8,12 +8,13 @@ import json
 import os
 import stat
 from collections.abc import Hashable, Iterable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.files import parse_json, write_whole
+from flashtune.core.lengths import Lengths, spread
 from flashtune.core.problem import DECODE_ROWS, DIRECTIONS, Features, Problem, next_power_of_two
 from flashtune.core.words import shown
 
@@ -25,7 +26,7 @@ LENGTHS = 4
 MOST_BYTES = 1 << 22
 """Bytes of the largest file that is read or written; a thinned call takes 110 to 150 bytes."""
 
-_FIELDS = tuple(field.name for field in fields(Problem))
+_FIELDS = tuple(field.name for field in fields(Problem) if field.name != "lengths")
 _SIZES = tuple(name for name in _FIELDS if name not in ("dtype", "features", "direction"))
 
 
@@ -55,17 +56,18 @@ def thinned(problems: Iterable[Problem]) -> list[Problem]:
 
 def _kind(problem: Problem) -> Hashable:
     """The parts of a problem's key but its lengths; cheaper than the key itself, which is text in part."""
-    features = problem.features
+    features, lengths = problem.features, problem.lengths
     if features.window is not None:
         left, right = (side and next_power_of_two(side) for side in features.window)
         features = replace(features, window=(left, right))
     crowd = next_power_of_two(problem.batch * problem.heads)
-    return problem.direction, problem.dtype, features, problem.d, problem.d_v, problem.gqa_ratio, crowd
+    uneven = 0 if lengths is None else spread(lengths.longest, problem.batch, problem.batch * problem.n_kv)
+    return problem.direction, problem.dtype, features, problem.d, problem.d_v, problem.gqa_ratio, crowd, uneven
 
 
 def _extent(problem: Problem) -> tuple[Any, ...]:
     """The order of problems: by lengths, then by everything else that may differ."""
-    return problem.n_kv, problem.n_q, problem.batch * problem.heads, problem.heads, repr(problem.features)
+    return problem.n_kv, problem.n_q, problem.batch * problem.heads, problem.heads, repr((problem.features, problem.lengths))
 
 
 def read(path: Path) -> list[Problem]:
@@ -129,8 +131,14 @@ def _added(path: Path, problems: Iterable[Problem]) -> bool:
 
 def _text(problems: Iterable[Problem]) -> str:
     """The file's text, a line for each problem."""
-    lines = [json.dumps({**{name: getattr(one, name) for name in _FIELDS}, "features": one.features.as_json()}) for one in problems]
+    lines = [json.dumps(_entry(one)) for one in problems]
     return f'{{\n"format": {FORMAT},\n"calls": [' + ",".join(f"\n{line}" for line in lines) + "\n]\n}\n"
+
+
+def _entry(problem: Problem) -> dict[str, Any]:
+    """A problem as an object; only those of packed sequences have lengths."""
+    found = {name: getattr(problem, name) for name in _FIELDS} | {"features": problem.features.as_json()}
+    return found if problem.lengths is None else {**found, "lengths": asdict(problem.lengths)}
 
 
 def _parsed(text: bytes, path: Path) -> list[Problem]:
@@ -157,7 +165,7 @@ def _parsed(text: bytes, path: Path) -> list[Problem]:
 
 def _problem(found: Any) -> Problem:
     """One entry; raises InputError for one that `_text` would not write."""
-    if not isinstance(found, dict) or found.keys() != set(_FIELDS):
+    if not isinstance(found, dict) or found.keys() - {"lengths"} != set(_FIELDS):
         raise InputError(f"it is {shown(found)}, not an object of {', '.join(_FIELDS)}")
     for name in _SIZES:
         if type(found[name]) is not int:
@@ -167,4 +175,14 @@ def _problem(found: Any) -> Problem:
             raise InputError(f"{name} is {shown(found[name])}, not a string")
     if not isinstance(found["features"], dict):
         raise InputError(f"features are {shown(found['features'])}, not an object")
-    return Problem(**{**found, "features": Features.from_json(found["features"])})
+    return Problem(**{**found, "features": Features.from_json(found["features"]), "lengths": _lengths(found.get("lengths"))})
+
+
+def _lengths(found: Any) -> Lengths | None:
+    """The lengths of an entry; None where it has none."""
+    if found is None:
+        return None
+    names = {field.name for field in fields(Lengths)}
+    if not isinstance(found, dict) or found.keys() != names or not isinstance(found["law"], str) or type(found["longest"]) is not int:
+        raise InputError(f"lengths are {shown(found)}, not an object of a law and the longest")
+    return Lengths(**found)

@@ -51,8 +51,10 @@ def least_us(problem: Problem, gpu: str) -> float:
 def most_framework_us(problem: Problem, gpu: str) -> float:
     """PyTorch's greatest plausible time, in microseconds: all scores, whatever the band, each through memory several times."""
     peak = rates(gpu, problem.dtype)
-    scores = problem.batch * problem.heads * problem.n_q * problem.n_kv
+    scores = problem.scores()
     computing = 2 * scores * sum(problem.contract.product_sizes(problem)) / (peak.tflops * 1e6)
     operands = sum(operand.nbytes(problem) for operand in problem.contract.operands)
     moving = (UNFUSED_BYTES * scores + operands) / (peak.bandwidth_gbs * 1e3)
-    return UNFUSED * (UNFUSED_CALL_US + computing + moving)
+    # Packed sequences may be a call each.
+    calls = 1 if problem.lengths is None else problem.batch
+    return UNFUSED * (UNFUSED_CALL_US * calls + computing + moving)

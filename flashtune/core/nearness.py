@@ -16,7 +16,7 @@ from flashtune.core.target import targets
 if TYPE_CHECKING:
     from flashtune.core.results import TuningRecord
 
-PER_OCTAVE = {"n": 2.0, "n_q": 1.0, "bh_bucket": 1.0, "gqa_ratio": 1.0, "d": 16.0, "d_v": 16.0}
+PER_OCTAVE = {"n": 2.0, "n_q": 1.0, "bh_bucket": 1.0, "gqa_ratio": 1.0, "d": 16.0, "d_v": 16.0, "spread": 1.0}
 """Distance of a factor of two in a size of the key."""
 PER_WORK_OCTAVE = 2.0
 """Distance of a factor of two in the number of all query rows (batch * heads * N_q), which fill the GPU."""

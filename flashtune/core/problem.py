@@ -1,13 +1,16 @@
 """One attention call for a kernel (`Problem`), and its key in the database (`ProblemKey`)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from flashtune.core.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
 from flashtune.core.config import Direction, Flags, KernelSpec
 from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
+from flashtune.core.lengths import Lengths, shared, spread
 from flashtune.core.passes import PASSES, Pass, backward_with
 from flashtune.core.words import canonical
 
@@ -16,6 +19,9 @@ MaskKind = Literal["none", "bool", "bias"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 
 MAX_HEAD_DIM = 256
+
+MOST_SEQUENCES = 1 << 12
+"""Most packed sequences of a problem, whose lengths are drawn wherever its work counts; calls of more are served as calls of so many."""
 
 DECODE_ROWS = 16
 """Query rows up to which a kernel is bound by reading K and V, and records of more rows don't apply."""
@@ -158,6 +164,8 @@ class ProblemKey:
 
     `n` is N_kv; `n_q` equals it unless the two differ. `features` is canonical JSON (sorted keys, window rounded up to a
     power of two). `gqa_ratio` is Hq / Hkv. `bh_bucket` is B*Hq rounded up to a power of two: a measure of how full the GPU is.
+    Of packed sequences `n` and `n_q` are means, B is their number, and `spread` is the longest over the mean
+    (flashtune.core.lengths.spread); it is 0 of others.
     """
 
     gpu: str
@@ -170,14 +178,16 @@ class ProblemKey:
     features: str
     gqa_ratio: int
     bh_bucket: int
+    spread: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One attention call as a tuner sees it: sizes, element type and features, but no data and no GPU.
 
-    q is (batch, heads, n_q, d), k (batch, kv_heads, n_kv, d), v (batch, kv_heads, n_kv, d_v).
-    Raises InputError for invalid sizes or features.
+    q is (batch, heads, n_q, d), k (batch, kv_heads, n_kv, d), v (batch, kv_heads, n_kv, d_v). Of packed sequences `batch` is their number,
+    `n_q` and `n_kv` are means, and `lengths` says how lengths differ: by default they are equal. Raises InputError for invalid sizes or
+    features.
     """
 
     batch: int
@@ -190,6 +200,7 @@ class Problem:
     dtype: DType
     features: Features = Features()
     direction: Direction = "fwd"
+    lengths: Lengths | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "n_q", "n_kv", "d", "d_v"):
@@ -208,6 +219,12 @@ class Problem:
             raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
         if self.direction == "fwd" and (requested := self.features.asked):
             raise InputError(f"{' and '.join(requested)} can't be requested from a forward: use the direction bwd")
+        if self.lengths is None and self.features.packed:
+            object.__setattr__(self, "lengths", Lengths(law="equal", longest=self.n_kv))
+        if self.lengths is not None and not self.features.packed:
+            raise InputError("lengths are those of packed sequences: give the feature packed, too, or drop them")
+        if self.lengths is not None and self.batch > MOST_SEQUENCES:
+            raise InputError(f"{self.batch} packed sequences are too many: give at most {MOST_SEQUENCES}")
 
     @property
     def gqa_ratio(self) -> int:
@@ -222,6 +239,9 @@ class Problem:
     def seen(self) -> "Problem":
         """The problem without sides of the band that hide no pair at these sizes, as dispatch serves it."""
         features = self.features
+        if self.lengths is not None:
+            # Its sizes are means, and the sides of a call are compiled in.
+            return self
         others = features.flags()
         del others["causal"]
         return replace(self, features=Features.within(self.band.trimmed(self.n_q, self.n_kv), mask=features.mask, **others))
@@ -258,11 +278,26 @@ class Problem:
             features=canonical(features.as_json()),
             gqa_ratio=self.gqa_ratio,
             bh_bucket=next_power_of_two(self.batch * self.heads),
+            spread=0 if self.lengths is None else spread(self.lengths.longest, self.batch, self.batch * self.n_kv),
         )
 
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys of each packed sequence, in the order in which they lie; queries in proportion to keys."""
+        assert self.lengths is not None, "only packed sequences have lengths of their own"
+        of_keys = self.lengths.drawn(self.batch, self.batch * self.n_kv)
+        return tuple(zip(of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys), of_keys, strict=True))
+
+    def shapes(self) -> "Sequence[tuple[Problem, int]]":
+        """Dense problems of one sequence or batch each, with the number of those that are so large."""
+        return ((self, self.batch),) if self.lengths is None else _shapes(self)
+
     def visible_pairs(self) -> int:
-        """The number of (query, key) pairs of one head within the band (a bias or mask removes none)."""
-        return self.band.pairs(self.n_q, self.n_kv)
+        """The number of (query, key) pairs of one head within the band (a bias or mask removes none); of packed sequences the mean."""
+        return sum(count * one.band.pairs(one.n_q, one.n_kv) for one, count in self.shapes()) // self.batch
+
+    def scores(self) -> int:
+        """The number of (query, key) pairs of all heads and batches, whatever the band."""
+        return self.heads * sum(count * one.n_q * one.n_kv for one, count in self.shapes())
 
     @property
     def keys_read(self) -> int:
@@ -292,4 +327,11 @@ class Problem:
         d = f"d{self.d}" if self.d == self.d_v else f"d{self.d}x{self.d_v}"
         gqa = f"-gqa{self.gqa_ratio}" if self.gqa_ratio > 1 else ""
         direction = "" if self.direction == "fwd" else f"-{self.direction}"
-        return f"{n}-{d}-{self.dtype}-{self.features.label()}{gqa}{direction}"
+        law = "" if self.lengths is None else f"-{self.batch}{self.lengths.law}"
+        return f"{n}{law}-{d}-{self.dtype}-{self.features.label()}{gqa}{direction}"
+
+
+@lru_cache(maxsize=256)
+def _shapes(packed: Problem) -> tuple[tuple[Problem, int], ...]:
+    plain = replace(packed, batch=1, lengths=None, features=replace(packed.features, packed=False))
+    return tuple((replace(plain, n_q=n_q, n_kv=n_kv), count) for (n_q, n_kv), count in Counter(packed.sequences()).items())

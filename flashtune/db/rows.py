@@ -6,7 +6,7 @@ tidied when it is saved: control characters become blanks and long texts are cut
 
 import functools
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +14,7 @@ from flashtune.core import limits
 from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
+from flashtune.core.lengths import LAWS, Lengths
 from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
 from flashtune.core.results import (
     SOURCES,
@@ -52,7 +53,7 @@ _TEXTS = {
 """Most characters of a provenance's texts."""
 PROVENANCE = (*_TEXTS, "seed")
 RUN = (
-    *("batch", "heads", "kv_heads", "features", "created_at", "baseline_backend"),
+    *("batch", "heads", "kv_heads", "features", "law", "longest", "created_at", "baseline_backend"),
     *(f"baseline_{name}" for name in TIMES),
     "baseline_call_us",
     *(f"race_{field.name}" for field in fields(Conditions)),
@@ -89,6 +90,7 @@ def read_key(row: Row) -> ProblemKey:
         features=_features(row),
         gqa_ratio=row.integer("gqa_ratio", 1),
         bh_bucket=row.integer("bh_bucket", 1),
+        spread=row.integer("spread", 0),
     )
 
 
@@ -118,6 +120,7 @@ def run_row(result: SearchResult) -> dict[str, object]:
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
         "features": canonical({**problem.features.as_json(), **aligned}),
+        **({"law": None, "longest": None} if problem.lengths is None else asdict(problem.lengths)),
         **{name: tidy(getattr(provenance, name), limit) for name, limit in _TEXTS.items()},
         "seed": provenance.seed,
         "created_at": provenance.created_at,
@@ -158,6 +161,7 @@ def read_problem(row: Row, key: ProblemKey) -> Problem:
             dtype=key.dtype,
             features=features,
             direction=key.direction,
+            lengths=_read_lengths(row),
         )
     except InputError as error:
         raise RowError("features", f"makes no sense: {error}") from error
@@ -169,6 +173,14 @@ def read_problem(row: Row, key: ProblemKey) -> Problem:
         found, right = getattr(key, name), getattr(expected, name)
         raise RowError(name, f"of the problem is {shown(found)}, but the run's sizes and features give {shown(right)}")
     return problem
+
+
+def _read_lengths(row: Row) -> Lengths | None:
+    if row.missing("law"):
+        if not row.missing("longest"):
+            raise RowError("longest", "is set, but law is missing")
+        return None
+    return Lengths(law=row.one_of("law", LAWS), longest=row.integer("longest", 1))
 
 
 def read_provenance(row: Row) -> Provenance:

@@ -24,7 +24,7 @@ METADATA = MetaData(
 )
 
 _TYPES: dict[TypeEngine[Any], tuple[str, ...]] = {
-    String(16): ("dtype", "direction", "fate", "source"),
+    String(16): ("dtype", "direction", "fate", "source", "law"),
     String(NAME_LENGTH): (
         *("gpu", "flashtune", "torch", "triton", "created_at", "baseline_backend", "ended_by"),
         *("template", "template_hash", "variant_id"),
@@ -39,7 +39,7 @@ _TYPES: dict[TypeEngine[Any], tuple[str, ...]] = {
 
 _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 _OPTIONAL = {
-    *("seed", "ended_by", "expected_regret", "max_error", "rank", "call_us", *rows.FACTS),
+    *("seed", "law", "longest", "ended_by", "expected_regret", "max_error", "rank", "call_us", *rows.FACTS),
     *(name for name in rows.RUN if name.startswith(("baseline_", "race_"))),
     *(f"{prefix}{name}" for prefix in ("", "trial_") for name in rows.TIMES),
 }

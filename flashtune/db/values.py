@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from flashtune.core.files import parse_json
 from flashtune.core.words import canonical, shown
 
-SCHEMA_VERSION: Final = "0004"
+SCHEMA_VERSION: Final = "0005"
 """Newest Alembic revision; revisions are four digits that count upwards."""
 
 OLDEST_VERSION: Final = "0001"

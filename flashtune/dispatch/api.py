@@ -252,6 +252,11 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """
     target, memo = find_target(gpu), current()
     with memo.lock:
+        if problem.features.packed:
+            # Imported here, since calls of `attention` never need it.
+            from flashtune.dispatch import packed_configs
+
+            return packed_configs.explain_problem(memo, problem, target)
         return resolve.explain_problem(memo, problem, target)
 
 

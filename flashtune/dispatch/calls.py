@@ -4,7 +4,9 @@ import atexit
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,7 +128,7 @@ def meet(memo: Memo, call: Call, arguments: Arguments, why_torch: str | None) ->
     `why_torch` is the result of `why_torch_now`.
     """
     problem = call.problem
-    if problem is None or memo.pinned or not (why_torch is None or why_torch is ON_THE_CPU or why_torch in GRADIENTS):
+    if problem is None or memo.pinned or _packed.get() or not (why_torch is None or why_torch is ON_THE_CPU or why_torch in GRADIENTS):
         return
     others = {"attn_mask": arguments.attn_mask, **dict(zip(PER_HEAD, arguments.per_head or (), strict=False))}
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
@@ -137,6 +139,29 @@ def meet(memo: Memo, call: Call, arguments: Arguments, why_torch: str | None) ->
     CALLS.meet(problem)
     if requested is not None:
         CALLS.meet(trained_as(problem, requested))
+
+
+_packed: ContextVar[bool] = ContextVar("_packed", default=False)
+
+
+@contextmanager
+def part_of_packed() -> Iterator[None]:
+    """Context of calls that are one sequence of a packed call each: they aren't recorded."""
+    token = _packed.set(True)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def meet_packed(memo: Memo, problem: "Problem | None", why_torch: str | None, trained: bool) -> None:
+    """Record the problem of a call of packed sequences as `meet` does, and its backward's if it is `trained`: by what the host knows of
+    its lengths, which nobody reads."""
+    if problem is None or memo.pinned or not (why_torch is None or why_torch is ON_THE_CPU or why_torch in GRADIENTS):
+        return
+    CALLS.meet(problem)
+    if trained:
+        CALLS.meet(trained_as(problem, []))
 
 
 def _requested(every: Sequence[Tensor], wanted: set[str]) -> list[str] | None:

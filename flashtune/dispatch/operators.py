@@ -170,7 +170,7 @@ def _trainable(
     left, right = window or (None, None)
     features = Features(mask=mask, window=None if window is None else (left, right), **dict.fromkeys(flags, True))  # type: ignore[arg-type]
     sizes = {"batch": 1, "heads": ratio, "kv_heads": 1, "n_q": 1, "n_kv": 1, "d": d, "d_v": d_v}
-    problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd"))
+    problem = backwards.usual(Problem(**sizes, dtype=dtype, features=features, direction="bwd", lengths=None))
     memo = context.current()
     with memo.lock:
         return backwards.gradient_choice(memo, problem, target, deterministic=deterministic, composite=composite)[0] is not None

@@ -1,10 +1,8 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,25 +10,22 @@ from torch import Tensor
 
 from flashtune.core import devices, launching
 from flashtune.core.band import Band
-from flashtune.core.config import Config, Direction, Variant
+from flashtune.core.config import Direction, Variant
 from flashtune.core.launching import LoadedKernel
+from flashtune.core.lengths import Lengths, spread
 from flashtune.core.parameters import CallParameters
-from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem, next_power_of_two
+from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
 from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import context, launch
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernels import Code
 from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.launch import Program
+from flashtune.dispatch.packed_configs import configs_of, explanation
 from flashtune.dispatch.plan import placed
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates import families
-from flashtune.templates.family import Family
-
-MOST_RECORDS = 64
-"""Dense records that are looked at for one whose config fits packed sequences."""
 
 MOST_PROGRAMS = 256
 """Prepared launches of a kernel, one for each number of rows; beyond it all are dropped."""
@@ -71,8 +66,16 @@ class Numbers(NamedTuple):
     deterministic: bool
 
 
-def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd") -> Problem | None:
-    """The problem of a call, with the bounds of its lengths rounded up to powers of two; None where no kernel takes such tensors."""
+def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
+    """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean."""
+    sequences = packed.sequences
+    of_q, of_k = (spread(x.shape[0], 1, sequences) for x in (packed.query, packed.key))
+    return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
+
+
+def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *, exact: bool = False) -> Problem | None:
+    """The problem of calls like this one, by octaves of their lengths (`octaves_of`), or of an `exact` one; None where no kernel takes such
+    tensors."""
     query, key, value = packed[:3]
     dtype, d, d_v = KERNEL_DTYPES.get(query.dtype), query.shape[2], value.shape[2]
     if dtype is None or dtype == "fp8" or not (0 < d <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM) or 0 in (packed.sequences, key.shape[1]):
@@ -89,17 +92,24 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd") -
         tf32=numbers.tf32 and dtype == "fp32",
         packed=True,
     )
+    n_q, n_kv, ratio = octaves_of(packed, numbers)
+    longest = ratio * n_kv
+    if exact:
+        n_q, n_kv = (max(1, round(x.shape[0] / packed.sequences)) for x in (query, key))
+        longest = numbers.max_k
+    sequences = min(packed.sequences, MOST_SEQUENCES)
     return Problem(
-        batch=packed.sequences,
+        batch=sequences,
         heads=query.shape[1],
         kv_heads=key.shape[1],
-        n_q=next_power_of_two(numbers.max_q),
-        n_kv=next_power_of_two(numbers.max_k),
+        n_q=n_q,
+        n_kv=n_kv,
         d=d,
         d_v=d_v,
         dtype=dtype,
         features=features,
         direction=direction,
+        lengths=Lengths.met(longest, sequences, sequences * n_kv),
     )
 
 
@@ -113,9 +123,10 @@ class Prepared(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A kernel for packed sequences, the dense record whose config it has, or None with its family's default, and its prepared launches."""
+    """A kernel for packed sequences, the record whose config it has, or None with its family's default, and its prepared launches; a pinned
+    one has no variant."""
 
-    variant: Variant
+    variant: Variant | None
     record: TuningRecord | None
     kernel: LoadedKernel
     launches: dict[Hashable, Prepared]
@@ -139,7 +150,7 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
     aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
     strides = query.stride(), key.stride(), value.stride()
     sizes = query.shape[1:], key.shape[1], value.shape[2], cu_q.shape, len(query) > 0, len(key) > 0
-    bounds = next_power_of_two(numbers.max_q), next_power_of_two(numbers.max_k)
+    bounds = octaves_of(packed, numbers) if sizes[3][0] > 1 else ()
     given = used is None, slopes is None, sinks is None, aligned, torch.are_deterministic_algorithms_enabled()
     signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
     if signature not in memo.packed:
@@ -165,7 +176,7 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
 
 def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
     """True if a kernel takes these tensors, and repeats its bits where that is required."""
-    varies = direction == "bwd" and not families()[found.variant.template].repeatable
+    varies = direction == "bwd" and found.variant is not None and not families()[found.variant.template].repeatable
     # Kernels whose bits vary know no unused keys either.
     if varies and (packed.used is not None or numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
         return False
@@ -174,7 +185,9 @@ def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction
 
 def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:
     """Kernels of a problem that can be loaded, best first."""
-    target = devices.target_of(device)
+    target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
+    if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
+        yield Served(None, None, pinned, {})
     for family, config, record in configs_of(memo, problem, target, tuned=device.type == "cuda"):
         variant = variant_of(family, problem.spec(), config)
         code = memo.kernels.code(family, variant, device, target)
@@ -182,50 +195,17 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Serv
             yield Served(variant, record, code.module if code.whole is None else code.whole(), {})
 
 
-def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
-    """Families with configs: of the nearest dense records, moved to what packed sequences allow, then their defaults."""
-    spec = problem.spec()
-    able = {name: one for name, one in families().items() if one.refusal(problem, spec, target) is None}
-    if tuned:
-        dense = replace(problem, features=replace(problem.features, packed=False))
-        key = dense.key(target.slug)
-        pool = memo.pool(key, target)
-        for record in itertools.islice(pool.near_or_exact(key), MOST_RECORDS):
-            family = able.get(record.outcome.template)
-            if family is None:
-                continue
-            config = pool.refit(family, family.completed(record.outcome.config), spec).config
-            if config is not None:
-                resized = family.resized(config, problem, target)
-                yield family, resized if family.violated(resized, spec, target) is None else config, record
-                break
-    for family in able.values():
-        yield family, family.default(spec, target), None
-
-
 def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
-    """Explanation of the choice of a call: its kernel's config is a dense record's or its family's default, since none was tuned for
-    packed sequences. `why_torch` is the reason why no kernel serves, if there is one."""
+    """Explanation of the choice of a call. `why_torch` is the reason why no kernel serves, if there is one."""
     device = packed.query.device
     found = None if why_torch is not None else served(packed, numbers, direction)
     gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
     if found is None:
         reason = why_torch or "no kernel takes packed sequences of this kind here"
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu)
-    record, variant = found.record, found.variant
     problem = problem_of(packed, numbers, direction)
-    return Explanation(
-        kind="default" if record is None else "stand_in",
-        reason=f"packed sequences take the config of {'the family' if record is None else 'the nearest dense record'}",
-        gpu=gpu,
-        key=None if device.type != "cuda" or problem is None else problem.key(gpu),
-        template=variant.template,
-        variant_id=variant.id,
-        config=variant.config,
-        record_key=None if record is None else record.key,
-        origin=None if record is None else record.origin,
-        differences=() if record is None else ("packed=False for True",),
-    )
+    assert problem is not None and found.variant is not None, "a kernel that isn't pinned serves it"
+    return explanation(problem, gpu, found.variant, found.record)
 
 
 def rows_last(x: Tensor) -> Tensor:

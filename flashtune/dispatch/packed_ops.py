@@ -13,10 +13,11 @@ from flashtune.core.band import Sides
 from flashtune.core.errors import InputError
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
-from flashtune.dispatch.context import Memo
+from flashtune.dispatch.calls import meet_packed, part_of_packed
+from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.gradients import recording
 from flashtune.dispatch.operators import define_lazily
-from flashtune.dispatch.packed import Numbers, Packed, served
+from flashtune.dispatch.packed import Numbers, Packed, problem_of, served
 from flashtune.dispatch.parse import signed
 from flashtune.dispatch.plan import capturing, random_bits
 
@@ -40,7 +41,8 @@ def by_sequence(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Te
         if stop > start:
             keys = slice(first, min(end, first + some[b]))
             tensors = [x.transpose(0, 1)[None] for x in (query[start:stop], key[keys], value[keys])]
-            out, lse = _of_sequence(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
+            with part_of_packed():
+                out, lse = _of_sequence(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
     rows, heads, _ = query.shape
@@ -141,6 +143,7 @@ def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE, and dropout's bits on the CPU, without gradients; `given` are a call's tensors, its seed and its numbers."""
     count = len(Packed._fields)
     packed, numbers = Packed(*given[:count]), Numbers(*given[count + 1 :])
+    meet_packed(current(), problem_of(packed, numbers, exact=True), None, False)
     bits, found = dropout_bits(packed, numbers, given[count]), served(packed, numbers)
     with torch.no_grad():
         out, lse = by_sequence(packed, numbers, bits) if found is None else kernels.forward(found, packed, numbers, bits)
@@ -223,8 +226,9 @@ def _define() -> None:
         saved = 3 + len(Packed._fields)
         requested, numbers = others[saved : saved + len(_DIFFERENTIABLE)], Numbers(*others[saved + len(_DIFFERENTIABLE) :])
         like, lse, state, *tensors = others[:saved]
-        seed = int(state.item()) % 2**64 if numbers.dropout_p else 0
-        found = _gradients(None, requested, dout, dlse, like, lse, Packed(*tensors), numbers, seed)
+        seed, packed = int(state.item()) % 2**64 if numbers.dropout_p else 0, Packed(*tensors)
+        meet_packed(current(), problem_of(packed, numbers, "bwd", exact=True), None, False)
+        found = _gradients(None, requested, dout, dlse, like, lse, packed, numbers, seed)
         return tuple(like.new_empty(0) if x is None else x.contiguous() for x in found)
 
     backward = torch.library.custom_op(f"{place}_gradients", gradients, mutates_args=(), schema=_BACKWARD)

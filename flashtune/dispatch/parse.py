@@ -85,7 +85,7 @@ def parse(given: Arguments, options: Options) -> Call:
         # Features record only whether the diagonal begins at the first key.
         diagonal = replace(band, diagonal=0 if surely(band.diagonal == 0) else 1)
         features = Features.within(diagonal, mask=mask_kind, tf32=options.allow_tf32 and query.dtype == torch.float32, **flags)
-        problem = Problem(**sizes, direction="fwd", dtype=KERNEL_DTYPES[query.dtype], features=features)
+        problem = Problem(**sizes, direction="fwd", dtype=KERNEL_DTYPES[query.dtype], features=features, lengths=None)
     return Call(
         dtype=query.dtype,
         out_dtype=output_torch_dtype(query.dtype),

@@ -138,9 +138,12 @@ def group_of(key: ProblemKey) -> tuple[object, ...]:
 
 
 def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
-    """True where a record of one may serve the other: one pass, both decode steps or neither, element types of one size."""
+    """True where a record of one may serve the other: one pass, both packed or neither, both decode steps or neither, element types of one
+    size."""
     types = theirs.dtype == ours.dtype or OTHER_16_BITS.get(theirs.dtype) == ours.dtype
-    return theirs.direction == ours.direction and types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
+    if theirs.direction != ours.direction or (theirs.spread > 0) != (ours.spread > 0):
+        return False
+    return types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
 
 
 def unaligned(key: ProblemKey) -> bool:
@@ -163,6 +166,7 @@ def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
     theirs = record.key
     words = [("n", theirs.n, ours.n), ("n_q", theirs.n_q, ours.n_q), ("batch*heads bucket", theirs.bh_bucket, ours.bh_bucket)]
     words = [("d", theirs.d, ours.d), ("d_v", theirs.d_v, ours.d_v), ("heads to a key head", theirs.gqa_ratio, ours.gqa_ratio), *words]
+    words.append(("longest over mean", theirs.spread, ours.spread))
     found = [f"{name}={mine} for {wanted}" for name, mine, wanted in words if mine != wanted]
     if theirs.dtype != ours.dtype:
         found.insert(0, f"{theirs.dtype} for {ours.dtype}")

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from flashtune.core.band import ALIGNMENTS, Sides
 from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.lengths import spread
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import context
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
 from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, autocast, prepared, transformed, why_torch_now
-from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, served
+from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
 from flashtune.dispatch.parse import Options, scalars, seed_bits, signed
 from flashtune.dispatch.resolve import Explanation
@@ -189,7 +191,8 @@ def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max
             addresses |= functools.reduce(or_, [x.data_ptr() for x in others])
         if addresses % 16 or query.is_neg() or key.is_neg() or value.is_neg():
             return None
-        bounds = (max_q - 1).bit_length(), (max_k - 1).bit_length(), torch.are_deterministic_algorithms_enabled()
+        # Rows are part of the shapes below, so that this counts the mean as `octaves_of` does.
+        bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0]), torch.are_deterministic_algorithms_enabled()
         signature = (
             "packed", query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype,
             value.dtype, query.device, key.device, value.device, cu_q.shape, cu_k.shape, cu_q.stride(), cu_k.stride(), cu_q.dtype,
@@ -219,8 +222,11 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
     if why_torch in PERHAPS_FAKE and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
+    memo = context.current()
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3]) and not getattr(packed.slopes, "requires_grad", False)
+    meet_packed(memo, problem_of(packed, numbers, exact=True), why_torch, trained)
     if why_torch is None or why_torch in GRADIENTS:
-        memo, found = context.current(), served(packed, numbers)
+        found = served(packed, numbers)
         trains = found is not None and why_torch is not None and _trains(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
             plan = PackedPlan(memo, found, served(packed, numbers, "bwd") if trains else None, numbers)

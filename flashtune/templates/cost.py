@@ -19,7 +19,7 @@ from flashtune.core.target import Target
 from flashtune.templates.cost_constants import CONSTANTS, Constants, kind_of, peak_per_clock, programs_per_sm
 from flashtune.templates.cost_of_gradients import backward_us
 from flashtune.templates.decode.flash_decode import few_rows, row_splits
-from flashtune.templates.family import blocks_of_head, blocks_of_tiles
+from flashtune.templates.family import blocks_of_problem, blocks_of_tiles
 from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile_queries, tiles_of
 from flashtune.templates.launches.pointers import split_count
 
@@ -32,11 +32,6 @@ MANY_TILES = 1 << 20
 
 FEW_ROUNDS = 8
 """Tiles of a band per program up to which the last ones count; more fill all SMs evenly."""
-
-
-def key_blocks(problem: Problem, block_m: int, block_n: int) -> int:
-    """Key blocks that the query tiles of one head visit in all, within the band."""
-    return blocks_of_head(problem.band, problem.n_q, problem.n_kv, block_m, block_n)
 
 
 @lru_cache(maxsize=4096)
@@ -73,9 +68,18 @@ def _last_ends(problem: Problem, block_m: int, block_n: int, section: int, sms: 
 def _work(problem: Problem, block_m: int, block_n: int, section: int) -> "NDArray[np.float64]":
     """Blocks of each tile in the Hopper family's work order: by sections of heads, in each the row tiles of all its heads, longest
     first."""
-    blocks = blocks_of_tiles(problem.band, problem.n_q, problem.n_kv, block_m, block_n)[::-1].astype(float)
-    heads = problem.batch * problem.heads
+    tiles = [blocks_of_tiles(one.band, one.n_q, one.n_kv, block_m, block_n) for one in _in_order(problem)]
+    blocks = np.concatenate(tiles)[::-1].astype(float)
+    heads = problem.heads if problem.lengths is not None else problem.batch * problem.heads
     return np.concatenate([np.tile(np.repeat(blocks, section), heads // section), np.repeat(blocks, heads % section)])
+
+
+def _in_order(problem: Problem) -> list[Problem]:
+    """Dense problems whose tiles follow one another within a head: the packed sequences, or the problem itself."""
+    if problem.lengths is None:
+        return [problem]
+    shapes = {(one.n_q, one.n_kv): one for one, _ in problem.shapes()}
+    return [shapes[lengths] for lengths in problem.sequences()]
 
 
 def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, constants: Constants = CONSTANTS) -> float:
@@ -92,11 +96,12 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     of_tiles = packed_problem(config, problem)
     tiles = tiles_of(config, problem)
     active = max(1, min(resident, math.ceil(tiles / target.sms)))
-    blocks = key_blocks(of_tiles, rows, block_n) * of_tiles.batch * of_tiles.heads
+    blocks = blocks_of_problem(of_tiles, rows, block_n) * of_tiles.batch * of_tiles.heads
 
     block = _Block.of(config, facts, problem, target, active, c)
     tiling = config.get("tiles", "one")
     persistent = tiling != "one"
+    unequal = problem.features.banded or problem.features.packed
     dynamic = config.get("order", "fixed") == "drawn"
     moved = block_m * (padded(problem.d) + padded(problem.d_v)) * ITEMSIZE[problem.dtype] / c.tile_bytes_per_clock
     slots = target.sms * active
@@ -107,7 +112,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
     per_tile = c.tile_overhead / active * (c.persistent_share + (1 - c.persistent_share) * first if persistent else 1.0)
     per_tile += moved + fill + edges + dynamic * c.draw_clocks / active
     place = (of_tiles, rows, block_n, int(config.get("section", 1)), target.sms, active, round(per_tile / block.clocks, 2))
-    if problem.features.banded and (dynamic or not persistent) and tiles <= FEW_ROUNDS * slots:
+    if unequal and (dynamic or not persistent) and tiles <= FEW_ROUNDS * slots:
         uneven = _last_ends(*place)
     elif persistent and not dynamic:
         uneven = _unevenness(*place) if tiles <= MANY_TILES else 1.0
@@ -115,7 +120,7 @@ def predict_us(config: Config, facts: CompileFacts, problem: Problem, target: Ta
         uneven = 1.0 + c.uneven_drawn * slots / tiles
     else:
         # The SM with a tile more than others ends last; tiles of a band, longest first, fill all SMs evenly.
-        uneven = 1.0 if problem.features.banded else math.ceil(tiles / target.sms) * target.sms / tiles
+        uneven = 1.0 if unequal else math.ceil(tiles / target.sms) * target.sms / tiles
     clocks = (blocks * block.clocks + tiles * per_tile) / target.sms * uneven
     memory_us = problem.io_bytes() / (target.bandwidth_gbs * 1e3)
     return c.launch_us + max(clocks / target.boost_mhz, memory_us)
@@ -133,7 +138,7 @@ def sharing(config: Config, problem: Problem, target: Target) -> Sharing:
     """The split that the kernel's host code will choose, but for bands, which it knows less of."""
     block_m, block_n, heads = config.number("BLOCK_M"), config.number("BLOCK_N"), problem.batch * problem.kv_heads
     tiles = heads * math.ceil(problem.n_q * problem.gqa_ratio / block_m)
-    blocks = max(1, math.ceil(key_blocks(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
+    blocks = max(1, math.ceil(blocks_of_problem(problem, max(1, block_m // problem.gqa_ratio), block_n) * heads / tiles))
     splits = split_count(blocks, tiles, config.number("programs") * target.sms)
     return Sharing(tiles, splits, math.ceil(blocks / splits))
 

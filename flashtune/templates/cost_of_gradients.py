@@ -11,7 +11,7 @@ from flashtune.core.target import Target
 from flashtune.templates.backward import flash_bwd
 from flashtune.templates.backward.hopper.layout import divisions_of
 from flashtune.templates.cost_constants import Constants, kind_of, peak_per_clock, programs_per_sm
-from flashtune.templates.family import blocks_of_head
+from flashtune.templates.family import blocks_of_problem
 
 
 def backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
@@ -125,7 +125,7 @@ def _gradients_us(
     backward kernels.
     """
     p, m, n, d, d_v = problem, tile.number("BLOCK_M"), tile.number("BLOCK_N"), padded(problem.d), padded(problem.d_v)
-    blocks = p.heads * (blocks_of_head(p.band.turned, p.n_kv, p.n_q, n, m) if of_keys else blocks_of_head(p.band, p.n_q, p.n_kv, m, n))
+    blocks = p.heads * blocks_of_problem(p, m, n, of_keys=of_keys)
     # dV and dK beside S and dP, or dQ beside them.
     products = 2 * (d + d_v) + of_queries * d if of_keys else 2 * d + d_v
     scores = m * n
@@ -148,7 +148,7 @@ def _score_gradients_us(config: Config, problem: Problem, target: Target, c: Con
     block_m, block_n = (64, 64) if d + d_v > 256 else (128, 64)
     if "ORDER" in config:
         block_m, block_n = config.number("DQ_BLOCK_M"), config.number("DQ_BLOCK_N")
-    blocks = blocks_of_head(p.band, p.n_q, p.n_kv, block_m, block_n) * p.batch * p.heads
+    blocks = blocks_of_problem(p, block_m, block_n) * p.batch * p.heads
     matrix = 2 * block_m * block_n * (d + d_v) / peak_per_clock(kind_of(p), target) / c.matrix_efficiency
     memory = (block_m + block_n) * (d + d_v) * size / c.l2_bytes_per_clock
     clocks = blocks * (max(matrix, memory) + c.block_overhead) / target.sms

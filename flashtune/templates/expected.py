@@ -8,7 +8,7 @@ from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import DECODE_ROWS, Problem
 from flashtune.core.target import Target
 from flashtune.templates.cost import predict_us
-from flashtune.templates.family import Family, blocks_of_head
+from flashtune.templates.family import Family, blocks_of_problem
 from flashtune.templates.hopper.layout import HopperLayout, tile_queries
 from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.gradients import GRADIENTS
@@ -104,7 +104,7 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
     f, frozen, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
     rows, keys, queries = config.number("BLOCK_M"), config.number("BLOCK_N"), tile_queries(config)
     tiles = math.ceil(problem.n_q / queries)
-    of_a_block = tiles / max(tiles, blocks_of_head(problem.band, problem.n_q, problem.n_kv, queries, keys))
+    of_a_block = tiles / max(tiles, blocks_of_problem(problem, queries, keys))
     return (
         frozen * of_a_block,
         frozen and narrow,

@@ -268,6 +268,16 @@ def blocks_of_head(band: Band, rows: int, columns: int, block_rows: int, block_c
     return int(blocks_of_tiles(band, rows, columns, block_rows, block_columns).sum())
 
 
+@lru_cache(maxsize=4096)
+def blocks_of_problem(problem: Problem, block_m: int, block_n: int, *, of_keys: bool = False) -> float:
+    """Blocks that the tiles of one head visit, of queries or (`of_keys`) of keys; of packed sequences the mean of all."""
+    visited = 0
+    for one, count in problem.shapes():
+        sizes = (one.band.turned, one.n_kv, one.n_q, block_n, block_m) if of_keys else (one.band, one.n_q, one.n_kv, block_m, block_n)
+        visited += count * blocks_of_head(*sizes)
+    return visited / problem.batch
+
+
 def blocks_of_tiles(band: Band, rows: int, columns: int, block_rows: int, block_columns: int) -> "NDArray[np.int64]":
     """Blocks of columns that each row tile visits, in order."""
     first = np.arange(0, rows, block_rows, dtype=np.int64)

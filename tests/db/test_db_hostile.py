@@ -250,6 +250,7 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "features": [*JSON_COLUMNS, "'{}'", "'{\"causal\":1}'", '\'{"causal":true,"magic":true}\''],
         "gqa_ratio": [*SIZE_COLUMNS, "3"],
         "bh_bucket": [*SIZE_COLUMNS, "33"],
+        "spread": [*(value for value in SIZE_COLUMNS if value != "0"), "1"],
     },
     "run": {
         "batch": [*SIZE_COLUMNS, "200"],
@@ -263,6 +264,8 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
             '\'{"causal":true,"tf32":true}\'',
             '\'{"alibi":1,"causal":true}\'',
         ],
+        "law": [*WORD_COLUMNS[1:], "'gauss'"],
+        "longest": [value for value in SIZE_COLUMNS if value != "NULL"] + ["1024"],
         "created_at": [*TEXT_COLUMNS, "'yesterday'", "'2026-13-45'"],
         "baseline_backend": [*TEXT_COLUMNS, "''"],
         **{f"baseline_{name}_us": TIME_COLUMNS for name in ("median", "q10", "q90", "min")},

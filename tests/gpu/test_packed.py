@@ -1,15 +1,21 @@
 """Packed sequences on a GPU, by kernels and by a call for each: against float64, without waiting for the device, and under CUDA graphs."""
 
 import itertools
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from branches import BRANCHES, Branch
+from click.testing import CliRunner
 from varlen_cases import CASES, RAGGED, SQUARE, Inputs, agrees, forced, inputs
 
 from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core.config import Direction
+from flashtune.core.lengths import Lengths
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
 LONG = ((300, 0, 129, 1, 777, 64, 0), (300, 5, 128, 1, 1000, 1, 0))
@@ -147,3 +153,22 @@ def test_a_compiled_step_computes_the_same() -> None:
         eager, traced = (torch.autograd.grad(one(*given.tensors, *given.bounds), given.tensors) for one in (loss, compiled))
         for ours, theirs in zip(traced, eager, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU measures")
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_packed_search_measures_and_its_record_serves(direction: Direction, tmp_path: Path) -> None:
+    path, lengths = str(tmp_path / "packed.sqlite"), Lengths.of("uniform", 8, 8 * 512)
+    words = ("--packed", "uniform", "--n", "512", "--batch", "8", "--heads", "4", "--d", "64", "--causal", "--dtype", "bf16")
+    result = CliRunner().invoke(main, ["search", *words, "--direction", direction, "--trials", "4", "--db", path, "--json"])
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(result.stdout)
+    assert (row["source"], row["fate"], row["law"]) == ("measured", "correct", "uniform") and row["framework"] == "varlen"
+    of_each = lengths.drawn(8, 8 * 512)
+    given = inputs({"is_causal": True}, (of_each, of_each), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    tensors = [torch.randn_like(x[:, :1].expand(-1, 4, -1)).requires_grad_(direction == "bwd") for x in given.tensors]
+    with dispatch.use(path, alone=True):
+        call = (*tensors, *given.bounds, *given.longest)
+        found = dispatch.explain_varlen(*call, is_causal=True)
+        said = found.backward if direction == "bwd" else found
+        assert said is not None and said.kind == "exact" and said.variant_id == row["variant"]

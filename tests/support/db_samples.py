@@ -11,6 +11,7 @@ from alembic import command
 from sqlalchemy import create_engine
 
 from flashtune.core.config import Config
+from flashtune.core.lengths import Lengths
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.db import migrations
@@ -125,6 +126,14 @@ RESULTS_SINCE_0003 = (
 )
 """What the databases of schema 0003 and later hold too. No GPU takes so little, so it is kept and upgraded, but nothing serves by it."""
 
+RESULTS_SINCE_0005 = (
+    result(
+        outcome("ffff000000000001", 300.0, finalist=True, rank=1),
+        of=problem(1000, batch=16, features=Features(causal=True, packed=True), lengths=Lengths(law="lognormal", longest=3800)),
+    ),
+)
+"""What the databases of schema 0005 and later hold too."""
+
 
 def fixture_results(version: str) -> tuple[SearchResult, ...]:
     """Contents of the database of this schema version in tests/fixtures/db, as it is read today."""
@@ -132,6 +141,7 @@ def fixture_results(version: str) -> tuple[SearchResult, ...]:
         *FIXTURE_RESULTS,
         *(RESULTS_SINCE_0002 if version >= "0002" else ()),
         *(RESULTS_SINCE_0003 if version >= "0003" else ()),
+        *(RESULTS_SINCE_0005 if version >= "0005" else ()),
     )
     # Before 0003 only finalists had a time among the trials beside the one that counts.
     return written if version >= "0003" else tuple(replace(one, outcomes=tuple(map(_tried, one.outcomes))) for one in written)

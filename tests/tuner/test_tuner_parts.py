@@ -24,7 +24,7 @@ from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family
-from flashtune.templates.cost import key_blocks
+from flashtune.templates.family import blocks_of_problem
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children import compile, tasks
 from flashtune.tuner.children.workers import Workers
@@ -221,7 +221,7 @@ def test_key_blocks_are_those_that_rows_see(
     for start in range(0, n_q, block_m):
         seen = band[start : start + block_m].any(0).nonzero()
         expected += 0 if seen.numel() == 0 else int(seen.max()) // block_n - int(seen.min()) // block_n + 1
-    assert key_blocks(problem, block_m, block_n) == expected
+    assert blocks_of_problem(problem, block_m, block_n) == expected
 
 
 def test_a_compilers_error_is_told_by_its_cause() -> None:

@@ -162,7 +162,7 @@ def _problem(spec: KernelSpec, n_kv: int) -> Problem:
     window = (96, 0 if spec.causal else 96) if spec.window else None
     features = Features(alignment="bottom_right", window=window, mask=spec.mask, **spec.flags())  # type: ignore[arg-type]
     sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "n_q": n_kv % 16 or 16, "n_kv": n_kv, "d": spec.d, "d_v": spec.d_v}
-    problem = Problem(**sizes, dtype=spec.dtype, features=features, direction=spec.direction)
+    problem = Problem(**sizes, dtype=spec.dtype, features=features, direction=spec.direction, lengths=None)
     assert problem.spec() == spec, "every spec is that of a problem"
     return problem
 

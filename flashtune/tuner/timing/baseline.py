@@ -1,5 +1,6 @@
 """PyTorch's own attention as the baseline: the same problem through `F.scaled_dot_product_attention`."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -35,11 +36,14 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
 
     A diagonal at the last key is PyTorch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not PyTorch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
-    timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs.
+    timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs. Packed sequences are one call of `varlen_attn` where
+    that takes them, else a call each; a single backend of their own they don't have.
     """
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
         return None
+    if inputs.sequences:
+        return None if backend is not None else _packed(inputs, step)
     call = _Call(inputs, backend)
     if call.lower_right:
         # Imports torch's compiler, for seconds, which other problems shouldn't wait for.
@@ -96,20 +100,68 @@ class _Call:
             return self.function(q, k, v, attn_mask=mask, **kwargs)
 
 
-def _gradients(call: _Call, mask: torch.Tensor | None, step: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
-    inputs = call.inputs
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    leaves = [q, k, v, *(x for x in (call.own, call.slopes) if x is not None and x.requires_grad)]
+def _packed(inputs: Inputs, step: bool) -> Callable[[], object] | None:
+    """PyTorch's pass on packed sequences: by `varlen_attn`, or a call for each."""
+    if (varlen := _varlen(inputs)) is not None:
+        if inputs.problem.direction == "fwd":
+            return lambda: varlen(*(x[0].transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v)))
+        leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        return _differentiated(lambda: varlen(*leaves), leaves, inputs.operands["dout"][0].transpose(0, 1), step)
+    calls = [pytorch_call(part.alone(batch), step=step) for part, batches in inputs.parts() for batch in batches]
+    return None if None in calls else lambda: [call() for call in calls if call is not None]
+
+
+def _varlen(inputs: Inputs) -> Callable[..., torch.Tensor] | None:
+    """PyTorch's `varlen_attn` for these inputs; None where it is missing or lacks what they need."""
+    p, parameters = inputs.problem, inputs.parameters
+    missing = p.features.dropout or p.features.alibi or p.dtype == "fp32" or p.d != p.d_v or inputs.q.device.type != "cuda"
+    square = all(n_q == n_kv for n_q, n_kv in inputs.sequences)
+    if missing or (p.features.banded and not square and p.features.alignment == "top_left") or parameters.lengths is None:
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if not {"window_size", "scale"} <= known.keys():
+        return None
+    words: dict[str, Any] = {"scale": parameters.scale}
+    words["window_size"] = tuple(-1 if side is None else side for side in (parameters.band.left, parameters.band.right))
+    # Earlier versions share key heads without being told.
+    words |= {"enable_gqa": True} if p.gqa_ratio > 1 and "enable_gqa" in known else {}
+    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
+    cu_q, cu_k, _ = parameters.lengths
+    call: Any = varlen_attn
+    return lambda q, k, v: call(q, k, v, cu_q, cu_k, *longest, **words)
+
+
+def _differentiated(
+    forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor, step: bool
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Gradients of the leaves: of a forward that runs once and is kept, or each time in a training `step`."""
     kept: list[torch.Tensor] = []
 
     def gradients() -> tuple[torch.Tensor, ...]:
         if not kept or step:
             with torch.enable_grad():
-                # Built anew with each forward where a gradient flows through it.
-                kept[:] = [call.forward(q, k, v, call.joined() if kept and inputs.problem.features.asked else mask)]
-        return torch.autograd.grad(kept[0], leaves, inputs.operands["dout"], retain_graph=not step)
+                kept[:] = [forward()]
+        return torch.autograd.grad(kept[0], leaves, dout, retain_graph=not step)
 
     return gradients
+
+
+def _gradients(call: _Call, mask: torch.Tensor | None, step: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
+    inputs = call.inputs
+    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    leaves = [q, k, v, *(x for x in (call.own, call.slopes) if x is not None and x.requires_grad)]
+    first = [mask]
+
+    def forward() -> torch.Tensor:
+        # Built anew with each further forward where a gradient flows through it.
+        found = first.pop() if first else call.joined() if inputs.problem.features.asked else mask
+        return call.forward(q, k, v, found)
+
+    return _differentiated(forward, leaves, inputs.operands["dout"], step)
 
 
 def backend_name(call: Callable[[], object]) -> str:
@@ -131,6 +183,8 @@ def backend_name(call: Callable[[], object]) -> str:
 
     with Named() as ran:  # type: ignore[no-untyped-call]
         call()
+    if "varlen_attn" in ran.names:
+        return "varlen"
     return next((name for name in ("cudnn", "flash", "efficient") if f"_scaled_dot_product_{name}_attention" in ran.names), "math")
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashtune.core.band import ALIGNMENTS
 from flashtune.core.problem import DECODE_ROWS, Features, Problem
 from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward
@@ -39,7 +40,7 @@ def small_problems(problem: Problem, batch: int) -> list[Problem]:
     ratio = problem.gqa_ratio
 
     def case(n_q: int, n_kv: int, features: Features) -> Problem:
-        return replace(problem, batch=batch, heads=2 * ratio, kv_heads=2, n_q=n_q, n_kv=n_kv, features=features)
+        return replace(problem, batch=batch, heads=2 * ratio, kv_heads=2, n_q=n_q, n_kv=n_kv, features=features, lengths=None)
 
     f = _narrow(problem.features)
     flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
@@ -93,15 +94,29 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
     forward's results to be computed again.
     """
     ratio = problem.gqa_ratio
-    sizes = replace(problem, batch=1, heads=len(names) * ratio, kv_heads=len(names), n_q=197, n_kv=643, features=_narrow(problem.features))
+    few, features = replace(problem, batch=1, heads=len(names) * ratio, kv_heads=len(names)), _narrow(problem.features)
+    sizes = replace(few, n_q=197, n_kv=643, features=features, lengths=None)
     inputs = make_inputs(sizes, device=device, seed=seed)
+    [(part, _)] = inputs.parts()
     # Dropout's mask depends on the head's number, but scores don't: views of single heads do without it.
-    plain = replace(inputs, problem=replace(sizes, features=replace(sizes.features, dropout=False)))
+    plain = replace(part, problem=replace(part.problem, features=replace(part.problem.features, dropout=False)))
     for kv_head, name in enumerate(names):
         if name != "random":
             assert problem.direction == "fwd", "another pass takes what the forward wrote"
             redistribute(plain.group(0, kv_head), name, seed=seed)
     return Case(inputs=inputs, titles=names, few_sms=CROWD_SMS)
+
+
+def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int) -> list[Case]:
+    """The small problems as packed sequences, twice: every other one is NaN, which no sequence beside it may notice."""
+    found = []
+    for odd, alignment in enumerate(ALIGNMENTS):
+        first = small_ones[0]
+        sizes = replace(first, batch=len(small_ones), features=replace(first.features, alignment=alignment))
+        sequences = tuple((one.n_q, one.n_kv) for one in small_ones)
+        poisoned = frozenset(range(odd, len(small_ones), 2))
+        found.append(Case(inputs=make_inputs(sizes, device=device, seed=seed + odd, sequences=sequences, poisoned=poisoned)))
+    return found
 
 
 def huge(problem: Problem) -> tuple[str, ...]:
@@ -115,16 +130,19 @@ def huge(problem: Problem) -> tuple[str, ...]:
 def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> list[Case]:
     """Cases that every candidate of `problem` is checked on; `thorough` adds those that cost a GPU little and Triton's interpreter much."""
     found = []
-    for index, small in enumerate(small_problems(problem, 2 if thorough else min(2, problem.batch))):
+    small_ones = small_problems(problem, 2 if thorough else min(2, problem.batch))
+    for index, small in enumerate([] if problem.features.packed else small_ones):
         odd = index % 2 == 1
         found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd)))
+    if problem.features.packed:
+        found += _packed(small_ones, device=device, seed=seed)
     if not thorough:
         # Interpretable kernels compute their maxima in every block, so extreme scores have nothing to find.
         return found
     if problem.dtype in ("bf16", "fp16"):
         # Other types are left out: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough.
-        extreme = make_inputs(found[0].inputs.problem, device=device, seed=seed)
-        make_extreme(extreme)
+        extreme = make_inputs(replace(small_ones[0], batch=1) if problem.features.packed else small_ones[0], device=device, seed=seed)
+        make_extreme(extreme.sequence(0) if extreme.sequences else extreme)
         found.append(Case(inputs=extreme))
     if problem.direction == "fwd" and problem.dtype in ("bf16", "fp16"):
         found.append(replace(crowd(problem, WITHIN_FLOAT32, device=device, seed=seed), repeats=True))

@@ -6,7 +6,7 @@ decision 0007.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -27,6 +27,9 @@ SLICE_ROWS = 64
 
 WHOLE_SCORES = 2**34
 """Most attention scores of a float32 reference at full size; larger problems leave out heads."""
+
+WHOLE_SEQUENCES = 16
+"""Most packed sequences that are compared at full size."""
 
 WHOLE_ELEMENTS = 2**28
 """Most output elements of a float32 reference at full size, likewise."""
@@ -55,7 +58,8 @@ class Expected:
 class Wanted:
     """Expected values of one operand at places of equally many rows, stacked: `values` are (places, rows) or (places, rows, D).
 
-    `index` are the batches and heads of the places, int64. Norms are taken over `block` rows, or over all.
+    `index` are the batches and heads of the places, int64. Norms are taken over `block` rows, or over all. `part` are the inputs of a
+    packed sequence, to which places belong; None for those of the launch.
     """
 
     operand: Operand
@@ -65,6 +69,7 @@ class Wanted:
     rows: slice
     values: torch.Tensor
     block: int | None = None
+    part: Inputs | None = None
 
     def ratios(self, found: torch.Tensor) -> dict[str, torch.Tensor]:
         """Error of the operand at each place over its bound, by kind of comparison; infinite where -inf stands on the wrong rows."""
@@ -104,8 +109,8 @@ Checks = list[tuple[Case, list[Wanted]]]
 """Inputs to launch on, with the expected values of each."""
 
 
-def places(problem: Problem, seed: int) -> list[Place]:
-    """Places compared at full size with float64: the first, the last and two random ones."""
+def places(problem: Problem, seed: int, batches: Sequence[int] | None = None) -> list[Place]:
+    """Places compared at full size with float64: the first, the last and two random ones, of these batches or of all."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(high: int) -> int:
@@ -116,27 +121,27 @@ def places(problem: Problem, seed: int) -> list[Place]:
         start = pick(total - count + 1) if first is None else min(first, total - count)
         return slice(start, start + count)
 
-    p, far = problem, max(problem.n_q, problem.n_kv)
+    p, far, of = problem, max(problem.n_q, problem.n_kv), batches or range(problem.batch)
     found = [
-        Place(batch=0, head=0, queries=rows(p.n_q, 0), keys=rows(p.n_kv, 0)),
-        Place(batch=p.batch - 1, head=p.heads - 1, queries=rows(p.n_q, far), keys=rows(p.n_kv, far)),
+        Place(batch=of[0], head=0, queries=rows(p.n_q, 0), keys=rows(p.n_kv, 0)),
+        Place(batch=of[-1], head=p.heads - 1, queries=rows(p.n_q, far), keys=rows(p.n_kv, far)),
     ]
-    return found + [Place(batch=pick(p.batch), head=pick(p.heads), queries=rows(p.n_q), keys=rows(p.n_kv)) for _ in range(2)]
+    return found + [Place(batch=of[pick(len(of))], head=pick(p.heads), queries=rows(p.n_q), keys=rows(p.n_kv)) for _ in range(2)]
 
 
-def everywhere(problem: Problem) -> list[Place]:
-    """All rows of all heads, as places."""
-    return [Place(batch=b, head=h) for b in range(problem.batch) for h in range(problem.heads)]
+def everywhere(problem: Problem, batches: Sequence[int] | None = None) -> list[Place]:
+    """All rows of all heads, as places, of these batches or of all."""
+    return [Place(batch=b, head=h) for b in batches or range(problem.batch) for h in range(problem.heads)]
 
 
-def whole(problem: Problem, seed: int) -> list[Place]:
+def whole(problem: Problem, seed: int, batches: Sequence[int] | None = None) -> list[Place]:
     """All rows of as many heads as WHOLE_SCORES and WHOLE_ELEMENTS allow: random ones of the largest problems, else all."""
     p = problem
     # A backward's oracle computes all query heads of a key head for each of them.
     work = p.n_q * p.n_kv * (1 if p.direction == "fwd" else 3 * p.gqa_ratio)
     elements = max(math.prod(operand.shape(p)) for operand in p.contract.written) // (p.batch * p.heads)
     count = max(1, min(WHOLE_SCORES // work, WHOLE_ELEMENTS // max(1, elements)))
-    found = everywhere(p)
+    found = everywhere(p, batches)
     if count >= len(found):
         return found
     chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count]
@@ -155,7 +160,18 @@ def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = N
         torch.set_float32_matmul_precision(before)
 
 
-def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None = None) -> list[Wanted]:
+def some_parts(inputs: Inputs, seed: int) -> list[tuple[Inputs, Sequence[int]]]:
+    """Parts that are compared at full size: the longest packed sequence, the first, the last and random ones, or all."""
+    parts = inputs.parts()
+    if len(parts) <= WHOLE_SEQUENCES:
+        return parts
+    longest = max(range(len(parts)), key=lambda place: parts[place][0].problem.n_kv)
+    drawn = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = dict.fromkeys((longest, 0, len(parts) - 1, *drawn))
+    return [parts[place] for place in list(chosen)[:WHOLE_SEQUENCES]]
+
+
+def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None = None, part: Inputs | None = None) -> list[Wanted]:
     """Expected values stacked by equal rows; those computed in float32 get float32's tolerance in addition, for both sides may err."""
     p = problem
     found = []
@@ -180,6 +196,7 @@ def stacked(problem: Problem, expected: Iterable[Expected], *, block: int | None
                     rows=rows,
                     values=values,
                     block=block,
+                    part=part,
                 )
             )
     return found
@@ -196,10 +213,12 @@ def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = 
     `titles` name the contents of each key head, for the reason.
     """
     p = inputs.problem
-    label, written = p.label(), p.contract.written
-    unwritten = torch.stack([torch.isnan(without_repeats(inputs.operands[operand.name])).any() for operand in written]).double()
-    made = [(want, name, ratio) for want in wanted for name, ratio in want.ratios(inputs.operands[want.operand.name]).items()]
-    numbers = torch.cat([unwritten, *(ratio.double() for _, _, ratio in made)]).tolist()
+    label, written = p.label(), () if inputs.poisoned else p.contract.written
+    unwritten = [torch.isnan(without_repeats(inputs.operands[operand.name])).any()[None].double() for operand in written]
+    made = [
+        (want, name, ratio) for want in wanted for name, ratio in want.ratios((want.part or inputs).operands[want.operand.name]).items()
+    ]
+    numbers = torch.cat([*unwritten, *(ratio.double() for _, _, ratio in made)]).tolist()
     for operand, nan in zip(written, numbers, strict=False):
         if nan:
             return Verdict(error=math.inf, reason=f"{label}: NaN or unwritten elements in the {operand.title}")
@@ -243,6 +262,14 @@ def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
     return ""
 
 
+def _everything(inputs: Inputs) -> list[Wanted]:
+    """Expected values of all rows, but of poisoned sequences."""
+    wanted = []
+    for part, batches in inputs.parts():
+        wanted += stacked(part.problem, oracle(part, everywhere(part.problem, batches)), part=part)
+    return wanted
+
+
 class SmallCases:
     """Small problems that candidates of a spec are checked on, at any N, with their expected values.
 
@@ -251,7 +278,7 @@ class SmallCases:
 
     def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> None:
         made = cases(problem, device=device, seed=seed, thorough=thorough)
-        self.checks: Checks = [(case, stacked(case.inputs.problem, oracle(case.inputs, everywhere(case.inputs.problem)))) for case in made]
+        self.checks: Checks = [(case, _everything(case.inputs)) for case in made]
         self.passed: dict[str, float] = {}
 
     @staticmethod
@@ -281,9 +308,12 @@ class Verifier:
         self._small = small or SmallCases(problem, device=device, seed=seed, thorough=self._thorough)
         self._full: Checks = []
         if full_size is not None:
-            wanted = stacked(problem, oracle(full_size, places(problem, seed)))
-            if self._thorough:
-                wanted += stacked(problem, oracle(full_size, whole(problem, seed), torch.float32), block=SLICE_ROWS)
+            wanted: list[Wanted] = []
+            for part, batches in some_parts(full_size, seed):
+                p = part.problem
+                wanted += stacked(p, oracle(part, places(p, seed, batches)), part=part)
+                if self._thorough:
+                    wanted += stacked(p, oracle(part, whole(p, seed, batches), torch.float32), block=SLICE_ROWS, part=part)
             self._full = [(Case(inputs=full_size, few_sms=None, repeats=True), wanted)]
 
     def verdict(self, launch: Launch, *, repeats: bool = True, text: str = "") -> Verdict:

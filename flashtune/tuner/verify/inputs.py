@@ -1,8 +1,9 @@
 """Random inputs of a problem's pass, in memory poisoned with NaN, with the arguments of a launch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
@@ -27,11 +28,17 @@ _GUARD = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Operands of one problem's pass by name, in their order, with the keyword parameters of `launch`."""
+    """Operands of one problem's pass by name, in their order, with the keyword parameters of `launch`.
+
+    Of packed sequences operands are (1, H, T, D) as kernels take them, and `sequences` are the lengths of each one's queries and keys;
+    those in `poisoned` are NaN, and nothing of them is compared.
+    """
 
     problem: Problem
     operands: dict[str, torch.Tensor]
     parameters: CallParameters
+    sequences: tuple[tuple[int, int], ...] = ()
+    poisoned: frozenset[int] = frozenset()
 
     @property
     def q(self) -> torch.Tensor:
@@ -88,6 +95,38 @@ class Inputs:
             problem=replace(p, batch=1, heads=p.gqa_ratio, kv_heads=1),
             operands=operands,
             parameters=replace(given, mask=mask, **per_head_words(per_head)),
+        )
+
+    def alone(self, batch: int) -> "Inputs":
+        """Views of one batch, as inputs of a problem of their own; without dropout's own mask of it."""
+        p, given = self.problem, self.parameters
+        here = slice(batch, batch + 1)
+        per_head = {name: x[here] for name, x in given.per_head().items()}
+        return Inputs(
+            problem=replace(p, batch=1),
+            operands={name: x[here] for name, x in self.operands.items()},
+            parameters=replace(given, mask=None if given.mask is None else given.mask[here], **per_head_words(per_head)),
+        )
+
+    def parts(self) -> list[tuple["Inputs", Sequence[int]]]:
+        """Dense inputs, and the batches of each that count: all of these inputs, or each packed sequence that isn't poisoned."""
+        if not self.sequences:
+            return [(self, range(self.problem.batch))]
+        return [(self.sequence(index), (index,)) for index in range(len(self.sequences)) if index not in self.poisoned]
+
+    def sequence(self, index: int) -> "Inputs":
+        """Views of a packed sequence as inputs of a dense problem: its batches repeat it, so that the one of this index has the sequence's
+        dropout mask and numbers per head."""
+        ends = [tuple(accumulate(lengths)) for lengths in zip(*self.sequences, strict=True)]
+        n_q, n_kv = self.sequences[index]
+        rows = {"n_q": slice(ends[0][index] - n_q, ends[0][index]), "n_kv": slice(ends[1][index] - n_kv, ends[1][index])}
+        p = self.problem
+        p = replace(p, n_q=n_q, n_kv=n_kv, lengths=None, features=replace(p.features, packed=False))
+        views = {o.name: self.operands[o.name][tuple(rows.get(axis, slice(None)) for axis in o.axes)] for o in p.contract.operands}
+        return Inputs(
+            problem=p,
+            operands={o.name: views[o.name].expand(o.shape(p)) for o in p.contract.operands},
+            parameters=replace(self.parameters, band=p.band, lengths=None),
         )
 
     def poison(self) -> None:
@@ -155,7 +194,16 @@ def _shared_bool_mask(problem: Problem, device: torch.device | str, generator: t
     return mask
 
 
-def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, heads_inside: bool = False, own_masks: bool = False) -> Inputs:
+def make_inputs(
+    problem: Problem,
+    *,
+    device: torch.device | str,
+    seed: int,
+    heads_inside: bool = False,
+    own_masks: bool = False,
+    sequences: tuple[tuple[int, int], ...] = (),
+    poisoned: frozenset[int] = frozenset(),
+) -> Inputs:
     """Standard normal operands (and mask, where the problem has one) on `device`; written operands are only allocated, and those written by
     an earlier forward come from the forward's oracle.
 
@@ -163,14 +211,24 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
     geometric series of its paper; fp8 tensors have factors between 0.5 and 1.5, one per head; sinks weigh about as much as all keys
     together. All batches share a mask, and all heads a boolean one; with `own_masks` it is `own_mask`'s.
 
+    Packed sequences lie one after the other as in calls of dispatch, with the problem's lengths or those of `sequences`; `poisoned` ones
+    are NaN.
+
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
     meta = torch.device(device).type == "meta"
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     p, f = problem, problem.features
+    sequences = () if p.lengths is None else sequences or p.sequences()
+    # The sizes of tensors, and bounds of their rows.
+    sizes, bounds = p, None
+    if sequences:
+        of_q, of_k = ([0, *accumulate(lengths)] for lengths in zip(*sequences, strict=True))
+        sizes = replace(p, batch=1, n_q=of_q[-1], n_kv=of_k[-1])
+        bounds = [torch.tensor(one, dtype=torch.int32, device=device) for one in (of_q, of_k)]
 
     def allocated(shape: tuple[int, ...], dtype: DType, sampled: bool) -> torch.Tensor:
-        inside = heads_inside and len(shape) == 4
+        inside = (heads_inside or bool(sequences)) and len(shape) == 4
         stored = (shape[0], shape[2], shape[1], shape[3]) if inside else shape
         kind = TORCH_DTYPES[dtype]
         tensor = torch.empty(stored, dtype=kind, device=device) if meta else guarded(stored, kind, device)
@@ -197,7 +255,7 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         mask = _shared_bool_mask(p, device, generator)
     parameters = CallParameters(
         scale=p.d**-0.5,
-        band=p.band,
+        band=p.band if bounds is None else replace(p.band, diagonal=int(f.alignment == "bottom_right")),
         mask=None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
         softcap=SOFTCAP if f.softcap else 0.0,
         dropout_p=DROPOUT_P if f.dropout else 0.0,
@@ -205,13 +263,21 @@ def make_inputs(problem: Problem, *, device: torch.device | str, seed: int, head
         slopes=alibi_slopes(p.heads, device).expand(p.batch, p.heads) if f.alibi else None,
         descale=(factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)) if p.dtype == "fp8" else None,
         sinks=sink_logits() if f.sinks else None,
+        lengths=None if bounds is None else (bounds[0], bounds[1], None),
     )
     operands = {}
     for o in p.contract.operands:
         # Allocated at the bias's own sizes and expanded like the mask.
-        shape = tuple(mask.shape) if o.name == "dbias" and mask is not None else o.shape(p)
-        operands[o.name] = allocated(shape, o.dtype(p), sampled=not o.written and not o.from_forward).expand(o.shape(p))
-    inputs = Inputs(problem=p, operands=operands, parameters=parameters)
+        shape = tuple(mask.shape) if o.name == "dbias" and mask is not None else o.shape(sizes)
+        operands[o.name] = allocated(shape, o.dtype(p), sampled=not o.written and not o.from_forward).expand(o.shape(sizes))
+        if sequences:
+            x = operands[o.name]
+            operands[o.name] = x.as_strided(x.shape, (0, *x.stride()[1:]), x.storage_offset())
+    inputs = Inputs(problem=p, operands=operands, parameters=parameters, sequences=sequences, poisoned=poisoned)
+    for index in poisoned:
+        part = inputs.sequence(index)
+        for o in p.contract.operands:
+            without_repeats(part.operands[o.name]).fill_(float("nan"))
     if not meta:
         run_forward(inputs)
     return inputs
@@ -227,8 +293,10 @@ def run_forward(inputs: Inputs) -> None:
     from_earlier = [operand for operand in p.contract.operands if operand.from_forward]
     if not from_earlier:
         return
-    for batch, head, start in product(range(p.batch), range(p.heads), range(0, p.n_q, _FORWARD_ROWS)):
-        place = Place(batch=batch, head=head, queries=slice(start, start + _FORWARD_ROWS))
-        found = FORWARD.oracle(p, inputs.operands, inputs.parameters, place)
-        for operand in from_earlier:
-            inputs.operands[operand.name][operand.at(place, p)] = found[operand.name].to(inputs.operands[operand.name].dtype)
+    for part, batches in inputs.parts():
+        p = part.problem
+        for batch, head, start in product(batches, range(p.heads), range(0, p.n_q, _FORWARD_ROWS)):
+            place = Place(batch=batch, head=head, queries=slice(start, start + _FORWARD_ROWS))
+            found = FORWARD.oracle(p, part.operands, part.parameters, place)
+            for operand in from_earlier:
+                part.operands[operand.name][operand.at(place, p)] = found[operand.name].to(part.operands[operand.name].dtype)

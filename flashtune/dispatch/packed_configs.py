@@ -1,0 +1,88 @@
+"""Configs for packed sequences: of their own records, of dense ones, or families' defaults, and the reasons."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashtune.core.config import Config, Variant
+from flashtune.core.nearness import FEATURE, distance
+from flashtune.core.problem import Problem
+from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target
+from flashtune.dispatch.choose import Kind
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.kernels import variant as variant_of
+from flashtune.dispatch.records import differences
+from flashtune.dispatch.resolve import Explanation
+from flashtune.templates import families
+from flashtune.templates.family import Family
+
+MOST_RECORDS = 64
+"""Records of a kind that are looked at for one whose config fits packed sequences."""
+
+
+def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
+    """Families with configs: of a record of packed sequences nearer than any dense one can be, of the nearest dense record, moved to what
+    packed sequences allow, then their defaults."""
+    spec = problem.spec()
+    able = {name: one for name, one in families().items() if one.refusal(problem, spec, target) is None}
+    for like in (problem, dense_of(problem)) if tuned else ():
+        key = like.key(target.slug)
+        pool = memo.pool(key, target)
+        for record in itertools.islice(pool.near_or_exact(key), MOST_RECORDS):
+            if like is problem and distance(record.key, key) >= FEATURE:
+                break
+            family = able.get(record.outcome.template)
+            if family is None:
+                continue
+            config = pool.refit(family, family.completed(record.outcome.config), spec).config
+            if config is not None:
+                resized = family.resized(config, problem, target)
+                yield family, resized if family.violated(resized, spec, target) is None else config, record
+                break
+    for family in able.values():
+        yield family, family.default(spec, target), None
+
+
+def dense_of(problem: Problem) -> Problem:
+    """A dense problem as large as the longest of packed sequences."""
+    assert problem.lengths is not None, "packed sequences have lengths"
+    longest, features = problem.lengths.longest, replace(problem.features, packed=False)
+    return replace(problem, n_q=max(1, problem.n_q * longest // problem.n_kv), n_kv=longest, features=features, lengths=None)
+
+
+def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
+    """Explanation for a problem of packed sequences, by the records alone."""
+    for family, config, record in configs_of(memo, problem, target, tuned=True):
+        return explanation(problem, target.slug, variant_of(family, problem.spec(), config), record)
+    return Explanation(
+        kind="framework", reason=f"no kernel takes {problem.label()}, so each sequence is a call of its own", gpu=target.slug
+    )
+
+
+def explanation(problem: Problem, gpu: str, variant: Variant, record: TuningRecord | None) -> Explanation:
+    """Explanation of a kernel with a record's config, or its family's default."""
+    key = problem.key(gpu)
+    kind: Kind = "default"
+    reason, apart = "packed sequences take the config of the family", tuple[str, ...]()
+    if record is not None and record.key.spread:
+        kind = "exact" if record.key == key else "near_n" if record.key.gpu == gpu else "near_gpu"
+        reason = "a record of packed sequences like these" if kind == "exact" else "the nearest record of packed sequences"
+        apart = differences(record, key)
+    elif record is not None:
+        kind, reason, apart = "stand_in", "packed sequences take the config of the nearest dense record", ("packed=False for True",)
+    return Explanation(
+        kind=kind,
+        reason=reason,
+        gpu=gpu,
+        key=None if gpu == "cpu" else key,
+        template=variant.template,
+        variant_id=variant.id,
+        config=variant.config,
+        source=None if record is None else record.outcome.source,
+        origin=None if record is None else record.origin,
+        record_key=None if record is None else record.key,
+        median_us=None if record is None else record.median_us,
+        framework_us=None if record is None else record.framework_us,
+        differences=apart,
+    )

@@ -1,0 +1,226 @@
+"""Packed problems from the command line to the record that serves: searched, checked beside poisoned neighbours, recorded, looked up."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import db_samples as samples
+import pytest
+import torch
+from click.testing import CliRunner
+from varlen_cases import SQUARE, inputs
+
+from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core import reference
+from flashtune.core.calls import read
+from flashtune.core.lengths import Lengths
+from flashtune.core.oracles import Place
+from flashtune.core.problem import Features, Problem
+from flashtune.core.target import find_target
+from flashtune.db.store import Store
+from flashtune.dispatch import context, packed_configs
+from flashtune.dispatch.calls import CALLS
+from flashtune.templates import families
+from flashtune.tuner.timing.baseline import pytorch_call
+from flashtune.tuner.verify.correctness import Verifier
+from flashtune.tuner.verify.inputs import make_inputs
+
+H200 = find_target("h200")
+PACKED = Problem(
+    batch=16, heads=16, kv_heads=16, n_q=1024, n_kv=1024, d=128, d_v=128, dtype="bf16",
+    features=Features(causal=True, packed=True), lengths=Lengths.of("one_long", 16, 16384),
+)  # fmt: skip
+SMALL = Problem(
+    batch=3, heads=4, kv_heads=2, n_q=20, n_kv=20, d=16, d_v=16, dtype="fp32",
+    features=Features(causal=True, packed=True, alibi=True, sinks=True), lengths=Lengths.of("lognormal", 3, 60),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    dispatch.reload()
+    CALLS.forget()
+    yield
+    dispatch.reload()
+    CALLS.forget()
+
+
+# --- the search -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_packed_problem_is_searched_without_a_gpu(direction: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "packed.sqlite")
+    words = ("--gpu-name", "a100", "--packed", "one_long", "--d", "16", "--n", "32", "--batch", "4", "--heads", "2", "--causal")
+    words += ("--dtype", "fp16", "--direction", direction)
+    options = ("--template", f"flash_{direction}", "--trials", "1", "--seed", "1", "--db", path, "--json")
+    result = CliRunner().invoke(main, ["search", *words, *options])
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(result.stdout)
+    assert (row["n"], row["batch"], row["law"], row["longest"]) == (32, 4, "one_long", 64)
+    assert (row["fate"], row["source"]) == ("correct", "predicted"), "the interpreter checked it"
+    with Store.open(path, writable=False) as store:
+        [record] = store.records()
+    assert record.key.spread == 2 and record.problem.lengths == Lengths(law="one_long", longest=64)
+
+
+def stand_in(spoilt: Callable[[int, Any], Any] = lambda index, x: x) -> Callable[..., None]:
+    """A launch by the reference, a sequence at a time; `spoilt` changes what it makes of one."""
+
+    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, *, lengths: Any, slopes: Any, sinks: Any, scale: float, **words: Any) -> None:
+        of_q, of_k = (x.tolist() for x in lengths[:2])
+        for b in range(len(of_q) - 1):
+            rows, keys = slice(of_q[b], of_q[b + 1]), slice(of_k[b], of_k[b + 1])
+            n_q, n_kv = of_q[b + 1] - of_q[b], of_k[b + 1] - of_k[b]
+            band = replace(PACKED.band, diagonal=words["diagonal"] * (n_kv - n_q))
+            tensors = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+            given = {"slopes": slopes[b : b + 1], "sinks": sinks[b : b + 1], "scale": scale, "dtype": torch.float64}
+            made, sums = reference.attention(*tensors, band=band, **given)
+            out[:, :, rows], lse[:, :, rows] = spoilt(b, made).to(out.dtype), sums.to(lse.dtype)
+
+    return launch
+
+
+def test_each_sequence_is_compared_with_its_own_oracle_beside_poisoned_ones() -> None:
+    full = make_inputs(SMALL, device="cpu", seed=1)
+    assert len(full.parts()) == 3 and [part.problem.n_kv for part, _ in full.parts()] == [n for _, n in full.sequences]
+    verifier = Verifier(SMALL, device="cpu", seed=1, full_size=full, thorough=True)
+    poisoned = [case.inputs.poisoned for case, _ in verifier._small.checks if case.inputs.poisoned]
+    assert len(poisoned) == 2 and not poisoned[0] & poisoned[1], "every sequence is compared once, and poisoned once"
+    assert verifier.verdict(stand_in(), repeats=False).reason == ""
+
+    def unwritten(index: int, x: Any) -> Any:
+        return x * float("nan") if index == 2 else x
+
+    said = verifier.verdict(stand_in(unwritten), repeats=False).reason
+    assert "off by nan" in said and "batch 2" in said
+
+    def off(index: int, x: Any) -> Any:
+        return x + 0.1 * (index == 1)
+
+    assert "output is off by" in verifier.verdict(stand_in(off), repeats=False).reason
+
+
+def test_a_kernel_that_reads_a_neighbour_is_refused() -> None:
+    right = stand_in()
+
+    def leaky(q: Any, k: Any, v: Any, out: Any, lse: Any, **words: Any) -> None:
+        right(q, k, v, out, lse, **words)
+        # As masks that multiply by zero do: NaN of a neighbour's first key gets in.
+        for stop in words["lengths"][0].tolist()[1:-1]:
+            out[:, :, stop - 1] += 0.0 * v[:, :1, min(stop, v.shape[2] - 1)]
+
+    said = Verifier(SMALL, device="cpu", seed=1).verdict(leaky, repeats=False).reason
+    assert "tolerances" in said, "of a problem where every other sequence is NaN"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_pytorch_serves_packed_sequences_one_by_one(direction: str) -> None:
+    """Without a GPU there is no varlen_attn."""
+    problem = replace(SMALL, direction=direction, features=Features(causal=True, packed=True))
+    given = make_inputs(problem, device="cpu", seed=2)
+    call = pytorch_call(given)
+    assert call is not None and pytorch_call(given, "flash") is None
+    found: Any = call()
+    for one, (part, (index,)) in zip(found, given.parts(), strict=True):
+        place = {"fwd": ["out"], "bwd": ["dq", "dk", "dv"]}[direction]
+        for h in range(4):
+            parameters, p = part.parameters, part.problem
+            operands = part.operands | {"dlse": torch.zeros_like(part.operands["dlse"])} if direction == "bwd" else part.operands
+            right = p.contract.oracle(p, operands, parameters, Place(batch=index, head=h))
+            for name, x in zip(place, one if direction == "bwd" else [one], strict=True):
+                torch.testing.assert_close(x[0, h if x.shape[1] == 4 else h // 2].double(), right[name], atol=1e-4, rtol=1e-4)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------------------
+
+
+def database(path: Path, *problems: Problem) -> Path:
+    """Measured records of these, each with a config that no other has and that packed sequences allow."""
+    family = families()["flash_fwd_hopper"]
+    configs = [config for config in family.starts(PACKED.spec(), H200) if config["BLOCK_M"] == 128]
+    made = []
+    for place, problem in enumerate(problems):
+        outcome = samples.outcome(f"{place:016x}", 5000.0, template="flash_fwd_hopper", config=configs[place], finalist=True, rank=1)
+        made.append(samples.result(outcome, framework_us=6000.0, of=problem))
+    return samples.write(path, tuple(made))
+
+
+def chosen(problem: Problem) -> Any:
+    """The record and the config that come first."""
+    memo = context.current()
+    with memo.lock:
+        _, config, record = next(packed_configs.configs_of(memo, problem, H200, tuned=True))
+    return record, config
+
+
+def test_a_packed_record_serves_before_a_dense_one(tmp_path: Path) -> None:
+    dense = replace(PACKED, lengths=None, features=Features(causal=True), batch=2, n_q=8192, n_kv=8192)
+    even = replace(PACKED, lengths=None)
+    far = replace(PACKED, batch=1024, n_q=16, n_kv=16, lengths=Lengths.of("uniform", 1024, 16384))
+    path = database(tmp_path / "a.sqlite", dense, even, PACKED)
+    with dispatch.use(path, alone=True):
+        for problem in (even, PACKED):
+            record, config = chosen(problem)
+            assert record.key == problem.key("h200") and config == record.outcome.config
+            said = dispatch.explain_problem(problem, "h200")
+            assert said.kind == "exact" and said.record_key == problem.key("h200") and said.source == "measured"
+        # Law and longest differ from what a search drew, the key doesn't.
+        assert chosen(replace(PACKED, lengths=Lengths.met(7000, 16, 16384)))[0].problem == PACKED
+        said = dispatch.explain_problem(replace(PACKED, n_q=2048, n_kv=2048), "h200")
+        assert said.kind == "near_n" and said.differences == ("n=1024 for 2048", "n_q=1024 for 2048", "longest over mean=8 for 4")
+        assert dispatch.explain_problem(far, "h200").kind in ("stand_in", "default"), "a record of another kind of batch tells nothing"
+        assert dispatch.explain_problem(dense, "h200").record_key == dense.key("h200"), "no packed record serves a dense call"
+    with dispatch.use(database(tmp_path / "b.sqlite", dense), alone=True):
+        record, _ = chosen(PACKED)
+        assert record.problem == dense
+        said = dispatch.explain_problem(PACKED, "h200")
+        assert said.kind == "stand_in" and said.differences == ("packed=False for True",)
+
+
+def test_explain_names_the_packed_record(tmp_path: Path) -> None:
+    words = ("explain", "--gpu-name", "h200", "--packed", "one_long", "--n", "1024", "--d", "128", "--heads", "16", "--causal", "--json")
+    result = CliRunner().invoke(main, [*words, "--db", str(database(tmp_path / "a.sqlite", PACKED))])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["kind"] == "exact"
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_packed_call_is_recorded_as_one_problem(trains: bool, tmp_path: Path) -> None:
+    given = inputs({"is_causal": True}, SQUARE, padding=0)
+    tensors = [x.detach().requires_grad_(trains) for x in given.tensors]
+    call: tuple[Any, ...] = (*tensors, *given.bounds, *given.longest)
+    dispatch.attention_varlen(*call, enable_gqa=True, is_causal=True)
+    dispatch.save_calls(tmp_path / "calls.json")
+    found = read(tmp_path / "calls.json")
+    assert [one.direction for one in found] == ["fwd", "bwd"][: 1 + trains], "and no sequence of it by itself"
+    one = found[0]
+    sequences, tokens = len(SQUARE[0]), sum(SQUARE[0])
+    assert (one.batch, one.n_q, one.n_kv) == (sequences, round(tokens / sequences), round(tokens / sequences))
+    assert one.lengths == Lengths.met(max(SQUARE[0]), sequences, sequences * one.n_kv)
+    CALLS.forget()
+
+    def attend(*call: Any) -> Any:
+        return dispatch.attention_varlen(*call, enable_gqa=True, is_causal=True)
+
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*call)
+    if trains:
+        out.sum().backward()
+    assert CALLS.met() == found, "a compiler's operator records the same"
+    words = ["search", "--gpu-name", "a100", "--calls", str(tmp_path / "calls.json"), "--template", "flash_fwd", "--trials", "1", "--json"]
+    result = CliRunner().invoke(main, [*words, "--db", str(tmp_path / "x.sqlite")])
+    assert result.exit_code == 0, result.output
+    assert [row["batch"] for row in json.loads(result.stdout)] == [sequences]
+
+
+def test_profile_counts_packed_sequences() -> None:
+    words = ["profile", "--packed", "one_long", "--batch", "16", "--heads", "16", "--n", "1024", "--causal", "--dtype", "bf16", "--json"]
+    result = CliRunner().invoke(main, [*words, "--gpu-name", "h200"])
+    assert result.exit_code == 0, result.output
+    assert str(PACKED.flops()) in result.stdout and "bench --packed" in result.stdout
