@@ -20,7 +20,7 @@ from flashtune.dispatch.flex_kernels import ModKernel, layout, served_here
 from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, transformed, why_torch_now
 from flashtune.dispatch.launch import Program
 from flashtune.dispatch.operators import define_lazily
-from flashtune.dispatch.packed import Numbers, Packed, problem_of, rows_last
+from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
 from flashtune.dispatch.packed_ops import by_sequence
 from flashtune.dispatch.plan import placed
 from flashtune.dispatch.resolve import Explanation
@@ -74,11 +74,15 @@ def checked(paged: Paged, dropout_p: float) -> tuple[Paged, list[Tensor]]:
         if x.dim() != 4:
             raise InputError(f"{name} has {x.dim()} dimensions: with block_table caches are (blocks, page size, heads, head size)")
     if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or key.dtype != value.dtype:
-        raise InputError(f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages")
+        raise InputError(
+            f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages"
+        )
     if key.dtype != query.dtype and key.dtype not in NARROW:
         raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")
     if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64) or table.device != query.device:
-        raise InputError(f"block_table is {table.dtype} {tuple(table.shape)} on {table.device}: give (sequences, pages) int32 on query's device")
+        raise InputError(
+            f"block_table is {table.dtype} {tuple(table.shape)} on {table.device}: give (sequences, pages) int32 on query's device"
+        )
     if paged.used is None:
         raise InputError("block_table says nothing about lengths: give seqused_k, the number of keys of each sequence, or cu_seqlens_k")
     if dropout_p:
@@ -115,12 +119,14 @@ def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config |
     memo, bound = context.current(), [1 << max(0, x - 1).bit_length() for x in numbers[:2]]
     # Growing lengths have few plans.
     numbers = numbers._replace(max_q=bound[0], max_k=bound[1])
-    key = "paged", layout(paged), paged.query.device, numbers, splits, config
-    if key not in memo.packed:
+    plans: dict[Hashable, PagedPlan | None] = memo.packed.setdefault("paged", {})
+    key = layout(paged), paged.query.device, numbers, splits, config
+    if key not in plans:
         kernel = _kernel(memo, paged, numbers, splits, config)
-        memo.packed[key] = None if kernel is None else PagedPlan(kernel, key, numbers, splits)
-    found: PagedPlan | None = memo.packed[key]
-    return found
+        if len(plans) >= MOST_PROGRAMS:
+            plans.clear()
+        plans[key] = None if kernel is None else PagedPlan(kernel, key, numbers, splits)
+    return plans[key]
 
 
 def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, config: Config | None) -> ModKernel | None:
@@ -135,7 +141,7 @@ def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, conf
     if family.supports(spec, target) is not None or not family.starts(spec, target):
         return None
     rows = None if splits is not None else min(numbers.max_q, len(query)) * problem.gqa_ratio
-    config = flash_paged.chosen(spec, target, rows) if config is None else config
+    config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
     place = "paged kernel", spec, config, query.device
     if place not in memo.packed:
         memo.packed[place] = ModKernel(family, spec, config, "the family's default", query.device, target)
@@ -237,9 +243,7 @@ def explained(paged: Paged, numbers: Numbers, splits: int | None) -> Explanation
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is gathered and a call of its own", gpu=gpu)
     variant = plan.kernel.variant
     reason = "paged keys and values take the family's default config"
-    return Explanation(
-        kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=variant.config
-    )
+    return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=variant.config)
 
 
 _SCHEMA = (

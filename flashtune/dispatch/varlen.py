@@ -86,7 +86,9 @@ def attention_varlen(
         out, lse = _paged(paged, cu_seqlens_k, options, max_seqlen_q, max_seqlen_k, num_splits)
         return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
     if k_descale is not None or v_descale is not None:
-        raise InputError("k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype")
+        raise InputError(
+            "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
+        )
     given = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks
     signature = None if torch.compiler.is_compiling() else _signature(given, options, max_seqlen_q, max_seqlen_k)
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
