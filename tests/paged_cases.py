@@ -24,7 +24,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 DECODE: Lengths = ((1, 1, 1, 1, 0, 1), (70, 0, 16, 33, 9, 1))
 CHUNKS: Lengths = ((5, 0, 33, 1, 70, 2), (20, 3, 33, 65, 90, 0))
 LONG: Lengths = ((1, 1, 3, 1), (700, 31, 520, 0))
-"""A step with one query to a sequence, chunks at the ends of caches, and caches long enough to be split; the last query of CHUNKS has no keys."""
+"""A step with one query to a sequence, chunks at the ends of caches, and caches long enough to be split; some sequences have no keys."""
 
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
@@ -133,6 +133,8 @@ def agrees(given: Inputs, *, kind: str = "fp16", **changed: Any) -> None:
     """Output and LSE are the reference's, and exactly 0 and -inf where no sequence is, or no key."""
     words, bound = given.arguments | changed, TOLERANCES[kind]
     out, lse = given.call(**changed)
+    # By the plan of the first.
+    assert torch.equal(out, given.call(**changed)[0])
     query, bounds = words["query"].cpu().double(), words["cu_seqlens_q"].tolist()
     sides = Sides.of(words.get("window_size", (-1, -1)), words.get("is_causal", False), words.get("causal_alignment", "bottom_right"))
     sequences, heads = len(bounds) - 1, query.shape[1]

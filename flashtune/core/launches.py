@@ -119,8 +119,8 @@ class Scratch:
 
 
 class Pages(NamedTuple):
-    """The pages of a call: the table (sequences, pages) of blocks, bounds of the numbers of queries and keys of a sequence, and the number of
-    splits, None for as many as fill the device."""
+    """The pages of a call: the table (sequences, pages) of blocks, bounds of the numbers of queries and keys of a sequence, and the
+    number of splits, None for as many as fill the device."""
 
     table: Operand
     max_q: int

@@ -31,9 +31,10 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Paged(NamedTuple):
-    """Tensors of a call: query (T_q, Hq, D); key (blocks, page, Hkv, D) and value (blocks, page, Hkv, D_v), with any strides; (sequences + 1,)
-    integers where each sequence's queries begin and the last one's end; (sequences, pages) blocks of each sequence's pages; (sequences,)
-    numbers of keys; slopes (sequences, Hq), sinks (Hq,), and factors (sequences, Hkv) of key and value, float32, or None."""
+    """Tensors of a call: query (T_q, Hq, D); key (blocks, page, Hkv, D) and value (blocks, page, Hkv, D_v), with any strides;
+    (sequences + 1,) integers where each sequence's queries begin and the last one's end; (sequences, pages) blocks of each page;
+    (sequences,) numbers of keys; slopes (Hq,) or (sequences, Hq), sinks (Hq,), and factors (Hkv,) or (sequences, Hkv) of key and value,
+    float32, or None."""
 
     query: Tensor
     key: Tensor
@@ -45,6 +46,11 @@ class Paged(NamedTuple):
     sinks: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+
+    def expanded(self) -> "Paged":
+        """The same with slopes, sinks and factors of each sequence."""
+        more = [None if x is None else x.expand(self.table.shape[0], x.shape[-1]) for x in self[6:]]
+        return self._replace(slopes=more[0], sinks=more[1], k_descale=more[2], v_descale=more[3])
 
     def packed(self, key: Tensor, value: Tensor, cu_k: Tensor) -> Packed:
         """The same queries over packed keys and values."""
@@ -64,8 +70,8 @@ class PagedPlan:
         self.scratch = 0
 
 
-def checked(paged: Paged, dropout_p: float) -> tuple[Paged, list[Tensor]]:
-    """The tensors with expanded factors, and rows of key and value in the query's dtype, to check as packed ones."""
+def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
+    """Rows of key and value in the query's dtype, to check as packed ones, of tensors that fit to each other as pages."""
     query, key, value, cu_q, table, *_ = paged
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_q), ("block_table", table)):
         if not isinstance(x, Tensor):
@@ -92,13 +98,15 @@ def checked(paged: Paged, dropout_p: float) -> tuple[Paged, list[Tensor]]:
     if table.shape[0] != len(cu_q) - 1:
         raise InputError(f"block_table has {table.shape[0]} rows for {len(cu_q) - 1} sequences: give one for each")
     sizes = table.shape[0], key.shape[2]
-    factors: list[Tensor | None] = []
-    for name, x in (("k_descale", paged.k_descale), ("v_descale", paged.v_descale)):
-        if x is not None and (key.dtype not in NARROW or x.dtype != torch.float32 or x.shape not in (sizes, sizes[1:])):
-            raise InputError(f"{name} is {x.dtype} {tuple(x.shape)}: give float32 (sequences, Hkv) or (Hkv,) beside caches in float8")
-        factors.append(None if x is None else x.expand(sizes))
+    for name, factor in (("k_descale", paged.k_descale), ("v_descale", paged.v_descale)):
+        if factor is None:
+            continue
+        if key.dtype not in NARROW or factor.dtype != torch.float32 or factor.shape not in (sizes, sizes[1:]):
+            raise InputError(
+                f"{name} is {factor.dtype} {tuple(factor.shape)}: give float32 (sequences, Hkv) or (Hkv,) beside caches in float8"
+            )
     stubs = [query.new_empty((1, *x.shape[2:])) for x in (key, value)]
-    return paged._replace(k_descale=factors[0], v_descale=factors[1]), stubs
+    return stubs
 
 
 def attend(paged: Paged, numbers: Numbers, splits: int | None) -> tuple[Tensor, Tensor, PagedPlan | None]:
@@ -136,7 +144,7 @@ def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, conf
         return None
     target, family = devices.target_of(query.device), flash_paged.FAMILY
     spec = problem.spec()
-    if key.dtype == NARROW[0] and not target.has_e4m3 or key.dtype == NARROW[1] and target.vendor != "nvidia":
+    if (key.dtype == NARROW[0] and not target.has_e4m3) or (key.dtype == NARROW[1] and target.vendor != "nvidia"):
         return None
     if family.supports(spec, target) is not None or not family.starts(spec, target):
         return None
@@ -176,15 +184,13 @@ def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
 def _launches(plan: PagedPlan, tensors: tuple[Tensor | None, ...]) -> Plan:
     """The launches for tensors of the plan's layout."""
     numbers = plan.numbers
-    paged, (out, lse) = Paged(*tensors[:-2]), tensors[-2:]  # type: ignore[arg-type]
+    paged, (out, lse) = Paged(*tensors[:-2]).expanded(), tensors[-2:]  # type: ignore[arg-type]
 
     def at(index: int, x: Tensor | None) -> Operand | None:
         return None if x is None else operand(index, x)
 
     q, k, v, cu_q, table, used, slopes, sinks, *factors = itertools.starmap(at, enumerate(paged))
     q, k, v = (operand(0, rows_last(paged.query)), operand(1, paged.key.transpose(1, 2)), operand(2, paged.value.transpose(1, 2)))
-    if sinks is not None:
-        sinks = Operand(sinks.source, (paged.table.shape[0], *sinks.shape), (0, *sinks.strides), sinks.dtype, sinks.aligned)
     assert out is not None and lse is not None and cu_q is not None and table is not None
     scratch = Scratch(len(tensors))
     inputs = LaunchInputs(
@@ -228,7 +234,8 @@ def gathered(paged: Paged, numbers: Numbers) -> tuple[Tensor, Tensor]:
         return torch.cat(found) if found else query.new_empty((0, *cache.shape[2:]))
 
     cu_k = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
-    packed = paged.packed(all_of(paged.key, paged.k_descale), all_of(paged.value, paged.v_descale), cu_k)
+    factors = paged.expanded()[8:]
+    packed = paged.packed(all_of(paged.key, factors[0]), all_of(paged.value, factors[1]), cu_k)
     out, lse = by_sequence(packed._replace(query=query), numbers, 0)
     return out.to(paged.query.dtype), lse
 

@@ -89,7 +89,7 @@ def attention_varlen(
         raise InputError(
             "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
         )
-    given = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks
+    given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     signature = None if torch.compiler.is_compiling() else _signature(given, options, max_seqlen_q, max_seqlen_k)
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
     if plan is None:
@@ -98,7 +98,7 @@ def attention_varlen(
         out, lse = _attend(packed, numbers, bits, signature if all(map(is_, packed[:6], given[:6])) else None)
     else:
         slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, -1)
-        out, lse = _planned(plan, Packed(*given[:6], slopes, sinks), seed)
+        out, lse = _planned(plan, Packed(query, key, value, cu_seqlens_q, given[4], seqused_k, slopes, sinks), seed)
     return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
 
 
@@ -111,7 +111,7 @@ def _paged(
     signature = None
     if not torch.compiler.is_compiling():
         signature = _signature((*given[:6], given.slopes, given.sinks), options, max_q, max_k)
-        factors = [None if x is None else (x.shape, x.stride(), x.data_ptr() % 16) for x in (given.k_descale, given.v_descale)]
+        factors = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (given.k_descale, given.v_descale)]
         signature = None if signature is None else ("paged", signature, splits, *factors)
         plan: Any = None if signature is None else STACK.get().plans.get(signature)
         if plan is not None:
@@ -125,10 +125,10 @@ def _paged(
 
 def _parsed_pages(given: Paged, options: tuple[Any, ...], max_q: int, max_k: int) -> tuple[Paged, Numbers]:
     """Checked tensors and the numbers of a call with a block table."""
-    paged, rows = pages.checked(given, options[0])
-    like = Packed(paged.query, *rows, paged.cu_q, paged.cu_q, paged.used, paged.slopes, paged.sinks)
+    key, value = pages.checked(given, options[0])
+    like = Packed(given.query, key, value, given.cu_q, given.cu_q, given.used, given.slopes, given.sinks)
     packed, numbers = _parsed(like, Options(*options), max_q, max_k)
-    return paged._replace(query=packed.query, cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
+    return given._replace(query=packed.query, cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:

@@ -30,7 +30,7 @@ AXES = (
 )
 
 TILE_BYTES = 16384
-"""Bytes of K in a step of a decoding program; the tuned records of flash_decode with plain loads on the H200 have them at D from 64 to 256."""
+"""Bytes of K in a step of a decoding program: those of flash_decode's tuned records with plain loads on the H200, D from 64 to 256."""
 
 FEW_ROWS, SOME_ROWS = 16, 64
 """Rows of the tiles of a decoding step, and of those for a few dozen rows."""
@@ -57,10 +57,10 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def chosen(spec: KernelSpec, target: Target, rows: int | None, *, narrow: bool = False) -> Config:
-    """The config for a sequence's rows of a key head at most, those of all its query heads, over caches that are `narrow` (fp8) or not; None
-    for any number of rows, so that the bits of a sequence don't depend on the others' numbers."""
+    """The config for at most so many rows of a key head in a sequence, those of all its query heads, over caches that are `narrow` (fp8)
+    or not; None for any number of rows, so that the bits of a sequence don't depend on the others' numbers."""
     many = rows is not None and rows > SOME_ROWS
-    fewest = rows is not None and rows <= FEW_ROWS or has_scalar_products(spec, target)
+    fewest = (rows is not None and rows <= FEW_ROWS) or has_scalar_products(spec, target)
     suited = [config for config in FAMILY.starts(spec, target) if config["unmasked"] == many]
     if fewest and not many:
         columns = max(32, TILE_BYTES // ((1 if narrow else ITEMSIZE[spec.dtype]) * padded(spec.d)))
