@@ -68,7 +68,8 @@ def of_windows() -> None:
         gone = (n - 1 - 16) // 8
         for x in (given.arguments["key"], given.arguments["value"]):
             x[table[b, :gone].long()] = float("nan")
-        table[b, :gone] = -1
+        # One of them is still a block, of NaN.
+        table[b, : gone - 1] = -1
     agrees(given, block_table=table)
 
 
