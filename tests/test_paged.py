@@ -70,6 +70,14 @@ def test_without_kernels_a_compiler_traces_one_operator() -> None:
     torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(query, **words), call(query, **words))
 
 
+def test_switches_of_torchs_backends_and_its_modes_leave_the_meaning_alone() -> None:
+    given = inputs({"is_causal": True})
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        agrees(given)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        agrees(given)
+
+
 def test_the_operator_keeps_torchs_rules_of_operators() -> None:
     given = inputs({}, dtype=torch.float32, padding=0).arguments
     names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k")

@@ -265,7 +265,10 @@ def _define() -> None:
 
     def eager(*given: Any) -> tuple[Tensor, Tensor]:
         count = len(Paged._fields)
-        return attend(Paged(*given[:count]), Numbers(*given[count:-1]), given[-1])[:2]
+        paged, numbers = Paged(*given[:count]), Numbers(*given[count:-1])
+        plan = plan_of(paged, numbers, given[-1])
+        out, lse = gathered(paged, numbers) if plan is None else run(plan, paged)
+        return out.contiguous(), lse.contiguous()
 
     operator = torch.library.custom_op("flashtune_paged::attention", eager, mutates_args=(), schema=_SCHEMA)
 
