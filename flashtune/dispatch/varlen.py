@@ -67,9 +67,17 @@ def attention_varlen(
 
     As in torch.nn.attention.varlen.varlen_attn, `window_size` is (left, right) with -1 for unbounded, (-1, 0) is causal, and the last query
     is on the diagonal of the last key; `seqused_k` (sequences,) is the number of keys that are used of each sequence, and Hq may be a
-    multiple of Hkv with `enable_gqa`. Kernels never split keys, so that the bits of a sequence don't depend on others, whatever
+    multiple of Hkv with `enable_gqa`. Kernels never split packed keys, so that the bits of a sequence don't depend on others, whatever
     `num_splits` says. Beyond it, `is_causal`, `causal_alignment`, `softcap`, `dropout_p`, `seed`, `alibi_slopes` (Hq,) or (sequences, Hq),
     `sinks` (Hq,), `allow_tf32` and `deterministic` are as in `attention`, but for the default of `causal_alignment`.
+
+    With `block_table` (sequences, pages), int32 or int64, key (blocks, page size, Hkv, D) and value (blocks, page size, Hkv, D_v) are
+    caches, of any page size, and page p of sequence b is block `block_table[b, p]`. Any strides will do without a copy: caches (blocks, Hkv,
+    page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else in
+    the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 beside other queries, with
+    `k_descale` and `v_descale`, float32 (Hkv,) or (sequences, Hkv), by which they are multiplied. With `num_splits` keys are split into so
+    many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
+    keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
 
     On a GPU kernels read lengths on the device: nothing waits for it, and a CUDA graph may be replayed with other lengths. They serve
     float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
@@ -82,7 +90,8 @@ def attention_varlen(
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
     if block_table is not None:
-        paged = Paged(query, key, value, cu_seqlens_q, block_table, seqused_k, alibi_slopes, sinks, k_descale, v_descale)  # type: ignore[arg-type]
+        caches: tuple[Any, ...] = (block_table, seqused_k, alibi_slopes, sinks, k_descale, v_descale)
+        paged = Paged(query, key, value, cu_seqlens_q, *caches)
         out, lse = _paged(paged, cu_seqlens_k, options, max_seqlen_q, max_seqlen_k, num_splits)
         return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
     if k_descale is not None or v_descale is not None:
