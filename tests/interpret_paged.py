@@ -32,6 +32,16 @@ def of_float32() -> None:
     agrees(inputs({"is_causal": True, "lengths": CHUNKS}, dtype=torch.float32), kind="fp32")
 
 
+def of_float32_over_fp8() -> None:
+    agrees(inputs({"cache": torch.float8_e4m3fn, "descale": "heads", "lengths": CHUNKS}, dtype=torch.float32), kind="fp32")
+
+
+def of_autocast() -> None:
+    given = inputs({"lengths": CHUNKS})
+    with torch.autocast("cpu", torch.bfloat16):
+        agrees(given)
+
+
 def of_long_integers() -> None:
     given = inputs({"is_causal": True})
     names = ("cu_seqlens_q", "seqused_k", "block_table")

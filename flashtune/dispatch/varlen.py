@@ -72,9 +72,9 @@ def attention_varlen(
     `sinks` (Hq,), `allow_tf32` and `deterministic` are as in `attention`, but for the default of `causal_alignment`.
 
     With `block_table` (sequences, pages), int32 or int64, key (blocks, page size, Hkv, D) and value (blocks, page size, Hkv, D_v) are
-    caches, of any page size, and page p of sequence b is block `block_table[b, p]`. Any strides will do without a copy: caches (blocks, Hkv,
-    page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else in
-    the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 beside other queries, with
+    caches, of any page size, and page p of sequence b is block `block_table[b, p]`. Any strides will do without a copy: caches (blocks,
+    Hkv, page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else
+    in the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 beside other queries, with
     `k_descale` and `v_descale`, float32 (Hkv,) or (sequences, Hkv), by which they are multiplied. With `num_splits` keys are split into so
     many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
     keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
@@ -134,10 +134,12 @@ def _paged(
 
 def _parsed_pages(given: Paged, options: tuple[Any, ...], max_q: int, max_k: int) -> tuple[Paged, Numbers]:
     """Checked tensors and the numbers of a call with a block table."""
-    key, value = pages.checked(given, options[0])
-    like = Packed(given.query, key, value, given.cu_q, given.cu_q, given.used, given.slopes, given.sinks)
+    rows = pages.checked(given, options[0])
+    like = Packed(given.query, rows[0], rows[1], given.cu_q, given.cu_q, given.used, given.slopes, given.sinks)
     packed, numbers = _parsed(like, Options(*options), max_q, max_k)
-    return given._replace(query=packed.query, cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
+    # Caches stay in their dtype under autocast, and so do their queries.
+    query, key, value = (x.resolve_neg() for x in given[:3])
+    return given._replace(query=query, key=key, value=value, cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:

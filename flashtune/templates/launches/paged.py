@@ -8,7 +8,7 @@ from flashtune.templates.launches.common import cdiv, score_numbers, strides_div
 from flashtune.templates.launches.pointers import PointerHost, accepts_narrow, split_count
 
 LEAST_KEYS = 256
-"""Fewest keys of a split, a multiple of every BLOCK_N: its partial output is then at most an eighth of what it reads."""
+"""Fewest keys of a split, a multiple of every BLOCK_N: of 16 rows partial outputs then take an eighth of the keys' bytes."""
 
 MOST_KEYS = 8192
 """Keys that a split should have at most while splits are few: of sequences of different lengths the longest ends last."""
