@@ -6,6 +6,7 @@ import pytest
 import torch
 from interpreting import interpreted
 from paged_cases import CASES, CHUNKS, agrees, forced, inputs
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashtune import dispatch
 from flashtune.core import launching
@@ -74,7 +75,7 @@ def test_switches_of_torchs_backends_and_its_modes_leave_the_meaning_alone() -> 
     given = inputs({"is_causal": True})
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         agrees(given)
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         agrees(given)
 
 
