@@ -118,6 +118,16 @@ class Scratch:
         return made
 
 
+class Pages(NamedTuple):
+    """The pages of a call: the table (sequences, pages) of blocks, bounds of the numbers of queries and keys of a sequence, and the
+    number of splits, None for as many as fill the device."""
+
+    table: Operand
+    max_q: int
+    max_k: int
+    splits: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInputs:
     """Operands and numbers of one call.
@@ -133,7 +143,8 @@ class LaunchInputs:
 
     Of packed sequences tensors have one batch, whose stride is 0, with all rows; `lengths` are the places where each sequence's queries and
     keys begin, (sequences + 1,), and the numbers of keys that are used of each, (sequences,), or None for all. `diagonal` is then 1 for the
-    last query on the last key of each, and 0 for the first on the first.
+    last query on the last key of each, and 0 for the first on the first. With `pages` k and v are (blocks, Hkv, page, D), and of `descale`
+    that of q is any operand.
     """
 
     q: Operand
@@ -154,6 +165,7 @@ class LaunchInputs:
     descale: tuple[Operand, Operand, Operand] | None = None
     sinks: Operand | None = None
     lengths: tuple[Operand, Operand, Operand | None] | None = None
+    pages: Pages | None = None
     mods: tuple[Operand, ...] = ()
     counts: Operand | None = None
     misses: tuple[Any, Any] | None = None

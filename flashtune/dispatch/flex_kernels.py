@@ -75,13 +75,14 @@ class ModKernel:
                     function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
                 return
             if key not in self._programs:
-                self._programs[key] = self._program(plan())
+                self._programs[key] = self.program(plan())
             program = self._programs[key]
             held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
             addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
             program.run(addresses, torch.cuda.current_stream(self.device).cuda_stream)
 
-    def _program(self, plan: Plan) -> Program:
+    def program(self, plan: Plan) -> Program:
+        """Launches prepared for tensors of a plan's layout; the current device must be the kernel's."""
         index = self.device.index
         major, minor = torch.cuda.get_device_capability(index)
         arch = machine_arch(10 * major + minor)

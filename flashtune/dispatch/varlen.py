@@ -17,12 +17,14 @@ from flashtune.core.lengths import spread
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import context
 from flashtune.dispatch import packed as kernels
+from flashtune.dispatch import paged as pages
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
 from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, autocast, prepared, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
+from flashtune.dispatch.paged import Paged
 from flashtune.dispatch.parse import Options, scalars, seed_bits, signed
 from flashtune.dispatch.resolve import Explanation
 
@@ -32,7 +34,7 @@ def attention_varlen(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -43,6 +45,8 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     is_causal: bool = False,
     causal_alignment: str = "bottom_right",
     softcap: float = 0.0,
@@ -65,9 +69,17 @@ def attention_varlen(
 
     As in torch.nn.attention.varlen.varlen_attn, `window_size` is (left, right) with -1 for unbounded, (-1, 0) is causal, and the last query
     is on the diagonal of the last key; `seqused_k` (sequences,) is the number of keys that are used of each sequence, and Hq may be a
-    multiple of Hkv with `enable_gqa`. Kernels never split keys, so that the bits of a sequence don't depend on others, whatever
+    multiple of Hkv with `enable_gqa`. Kernels never split packed keys, so that the bits of a sequence don't depend on others, whatever
     `num_splits` says. Beyond it, `is_causal`, `causal_alignment`, `softcap`, `dropout_p`, `seed`, `alibi_slopes` (Hq,) or (sequences, Hq),
     `sinks` (Hq,), `allow_tf32` and `deterministic` are as in `attention`, but for the default of `causal_alignment`.
+
+    With `block_table` (sequences, pages), int32 or int64, key (blocks, page size, Hkv, D) and value (blocks, page size, Hkv, D_v) are
+    caches, of any page size, and page p of sequence b is block `block_table[b, p]`. Any strides will do without a copy: caches (blocks,
+    Hkv, page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else
+    in the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 beside other queries, with
+    `k_descale` and `v_descale`, float32 (Hkv,) or (sequences, Hkv), by which they are multiplied. With `num_splits` keys are split into so
+    many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
+    keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
 
     On a GPU kernels read lengths on the device: nothing waits for it, and a CUDA graph may be replayed with other lengths. They serve
     float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
@@ -75,13 +87,20 @@ def attention_varlen(
 
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
-    if block_table is not None:
-        raise InputError("block_table is set, but paged keys and values have no kernel yet: pass packed ones")
     if num_splits is not None and num_splits < 1:
         raise InputError(f"num_splits={num_splits} is no number of splits: give 1 or more, or None")
-    given = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
+    if block_table is not None:
+        caches: tuple[Any, ...] = (block_table, seqused_k, alibi_slopes, sinks, k_descale, v_descale)
+        paged = Paged(query, key, value, cu_seqlens_q, *caches)
+        out, lse = _paged(paged, cu_seqlens_k, options, max_seqlen_q, max_seqlen_k, num_splits)
+        return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+    if k_descale is not None or v_descale is not None:
+        raise InputError(
+            "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
+        )
+    given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     signature = None if torch.compiler.is_compiling() else _signature(given, options, max_seqlen_q, max_seqlen_k)
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
     if plan is None:
@@ -90,8 +109,39 @@ def attention_varlen(
         out, lse = _attend(packed, numbers, bits, signature if all(map(is_, packed[:6], given[:6])) else None)
     else:
         slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, -1)
-        out, lse = _planned(plan, Packed(*given[:6], slopes, sinks), seed)
+        out, lse = _planned(plan, Packed(query, key, value, cu_seqlens_q, given[4], seqused_k, slopes, sinks), seed)
     return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+
+
+def _paged(
+    given: Paged, cu_k: Tensor | None, options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call with a block table."""
+    if given.used is None and isinstance(cu_k, Tensor):
+        given = given._replace(used=cu_k.diff())
+    signature = None
+    if not torch.compiler.is_compiling():
+        signature = _signature((*given[:6], given.slopes, given.sinks), options, max_q, max_k)
+        factors = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (given.k_descale, given.v_descale)]
+        signature = None if signature is None else ("paged", signature, splits, *factors)
+        plan: Any = None if signature is None else STACK.get().plans.get(signature)
+        if plan is not None:
+            return pages.run(plan, given)
+    paged, numbers = _parsed_pages(given, options, max_q, max_k)
+    out, lse, plan = pages.attend(paged, numbers, splits)
+    if plan is not None and signature is not None and all(map(is_, paged[:6], given[:6])):
+        context.current().keep(signature, plan)
+    return out, lse
+
+
+def _parsed_pages(given: Paged, options: tuple[Any, ...], max_q: int, max_k: int) -> tuple[Paged, Numbers]:
+    """Checked tensors and the numbers of a call with a block table."""
+    rows = pages.checked(given, options[0])
+    like = Packed(given.query, rows[0], rows[1], given.cu_q, given.cu_q, given.used, given.slopes, given.sinks)
+    packed, numbers = _parsed(like, Options(*options), max_q, max_k)
+    # Caches stay in their dtype under autocast, and so do their queries.
+    query, key, value = (x.resolve_neg() for x in given[:3])
+    return given._replace(query=query, key=key, value=value, cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
@@ -99,9 +149,15 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    tensors = [given[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")]
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})
+    if given["block_table"] is not None:
+        names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes", "sinks", "k_descale", "v_descale")
+        paged = Paged(*(given[name] for name in names))
+        if paged.used is None and given["cu_seqlens_k"] is not None:
+            paged = paged._replace(used=given["cu_seqlens_k"].diff())
+        return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), given["num_splits"])
+    tensors = [given[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")]
     packed, numbers = _parsed(Packed(*tensors), options, given["max_seqlen_q"], given["max_seqlen_k"])
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:

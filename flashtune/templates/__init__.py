@@ -29,6 +29,11 @@ def family(name: str) -> Family:
     """The family `name`; raises InputError for one that this version doesn't have."""
     found = families().get(name)
     if found is None:
+        # No search tries it: its problems are lists of lengths.
+        from flashtune.templates.paged import flash_paged
+
+        found = flash_paged.FAMILY if name == flash_paged.FAMILY.name else None
+    if found is None:
         raise InputError(f"unknown template {name!r}: this flashtune has {', '.join(families())}")
     return found
 

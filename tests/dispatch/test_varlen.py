@@ -133,7 +133,7 @@ def changed(**words: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "bounds"),
         ({"seqused_k": torch.zeros(9, dtype=torch.int32)}, "bounds"),
         ({"cu_seqlens_k": [0, 5]}, "tensor"),
-        ({"block_table": torch.zeros(1, dtype=torch.int32)}, "paged"),
+        ({"block_table": torch.zeros(1, dtype=torch.int32)}, "caches"),
         ({"num_splits": 0}, "num_splits"),
         ({"sinks": torch.zeros(3)}, "sinks"),
         ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes"),

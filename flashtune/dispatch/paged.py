@@ -1,0 +1,281 @@
+"""Paged keys and values: plans of kernels that find pages by a table on the device, and sequences that are gathered where none serves."""
+
+import contextlib
+import itertools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtune.core import devices, launching
+from flashtune.core.config import Config
+from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.launches import LaunchInputs, Operand, Pages, Scratch
+from flashtune.core.launching import Plan, operand
+from flashtune.dispatch import context
+from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.flex_kernels import ModKernel, layout, served_here
+from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, transformed, why_torch_now
+from flashtune.dispatch.launch import Program
+from flashtune.dispatch.operators import define_lazily
+from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
+from flashtune.dispatch.packed_ops import by_sequence
+from flashtune.dispatch.plan import placed
+from flashtune.dispatch.resolve import Explanation
+from flashtune.templates.paged import flash_paged
+
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types of caches that are dequantised."""
+
+
+class Paged(NamedTuple):
+    """Tensors of a call: query (T_q, Hq, D); key (blocks, page, Hkv, D) and value (blocks, page, Hkv, D_v), with any strides;
+    (sequences + 1,) integers where each sequence's queries begin and the last one's end; (sequences, pages) blocks of each page;
+    (sequences,) numbers of keys; slopes (Hq,) or (sequences, Hq), sinks (Hq,), and factors (Hkv,) or (sequences, Hkv) of key and value,
+    float32, or None."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_q: Tensor
+    table: Tensor
+    used: Tensor
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    def expanded(self) -> "Paged":
+        """The same with slopes, sinks and factors of each sequence."""
+        more = [None if x is None else x.expand(self.table.shape[0], x.shape[-1]) for x in self[6:]]
+        return self._replace(slopes=more[0], sinks=more[1], k_descale=more[2], v_descale=more[3])
+
+    def packed(self, key: Tensor, value: Tensor, cu_k: Tensor) -> Packed:
+        """The same queries over packed keys and values."""
+        return Packed(self.query, key, value, self.cu_q, cu_k, None, self.slopes, self.sinks)
+
+
+class PagedPlan:
+    """A decided call: its kernel, and its launches for tensors of one layout."""
+
+    __slots__ = ("kernel", "key", "numbers", "offsets", "program", "scratch", "splits")
+
+    def __init__(self, kernel: ModKernel, key: Hashable, numbers: Numbers, splits: int | None) -> None:
+        """`key` is that of the layout and the numbers."""
+        self.kernel, self.key, self.numbers, self.splits = kernel, key, numbers, splits
+        self.program: Program | None = None
+        self.offsets: tuple[int, ...] = ()
+        self.scratch = 0
+
+
+def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
+    """Rows of key and value in the query's dtype, to check as packed ones, of tensors that fit to each other as pages."""
+    query, key, value, cu_q, table, *_ = paged
+    for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_q), ("block_table", table)):
+        if not isinstance(x, Tensor):
+            raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise InputError(f"{name} has {x.dim()} dimensions: with block_table caches are (blocks, page size, heads, head size)")
+    if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or key.dtype != value.dtype:
+        raise InputError(
+            f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages"
+        )
+    if key.dtype != query.dtype and key.dtype not in NARROW:
+        raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")
+    if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64) or table.device != query.device:
+        raise InputError(
+            f"block_table is {table.dtype} {tuple(table.shape)} on {table.device}: give (sequences, pages) int32 on query's device"
+        )
+    if paged.used is None:
+        raise InputError("block_table says nothing about lengths: give seqused_k, the number of keys of each sequence, or cu_seqlens_k")
+    if dropout_p:
+        raise InputError(f"dropout_p={dropout_p} drops pairs, but paged caches are for inference: drop none, or pass packed keys")
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in paged):
+        raise InputError("paged caches have no gradients: call under torch.no_grad(), or pass packed keys and values")
+    if table.shape[0] != len(cu_q) - 1:
+        raise InputError(f"block_table has {table.shape[0]} rows for {len(cu_q) - 1} sequences: give one for each")
+    sizes = table.shape[0], key.shape[2]
+    for name, factor in (("k_descale", paged.k_descale), ("v_descale", paged.v_descale)):
+        if factor is None:
+            continue
+        if key.dtype not in NARROW or factor.dtype != torch.float32 or factor.shape not in (sizes, sizes[1:]):
+            raise InputError(
+                f"{name} is {factor.dtype} {tuple(factor.shape)}: give float32 (sequences, Hkv) or (Hkv,) beside caches in float8"
+            )
+    stubs = [query.new_empty((1, *x.shape[2:])) for x in (key, value)]
+    return stubs
+
+
+def attend(paged: Paged, numbers: Numbers, splits: int | None) -> tuple[Tensor, Tensor, PagedPlan | None]:
+    """Output and LSE of checked tensors, and the plan of kernels that served them, if there was one."""
+    why_torch = _why_torch(paged)
+    if (torch.compiler.is_compiling() or why_torch in PERHAPS_FAKE) and not transformed():
+        return *torch.ops.flashtune_paged.attention(*paged, *numbers, splits), None
+    plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
+    return (*gathered(paged, numbers), None) if plan is None else (*run(plan, paged), plan)
+
+
+def _why_torch(paged: Paged) -> str | None:
+    return why_torch_now(*paged[:3], None, PerHead(alibi_slopes=paged.slopes, sinks=paged.sinks))
+
+
+def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config | None = None) -> PagedPlan | None:
+    """The plan for tensors of this layout, with a `config` of one's own or by default; None where no kernel takes them."""
+    memo, bound = context.current(), [1 << max(0, x - 1).bit_length() for x in numbers[:2]]
+    # Growing lengths have few plans.
+    numbers = numbers._replace(max_q=bound[0], max_k=bound[1])
+    plans: dict[Hashable, PagedPlan | None] = memo.packed.setdefault("paged", {})
+    key = layout(paged), paged.query.device, numbers, splits, config
+    if key not in plans:
+        kernel = _kernel(memo, paged, numbers, splits, config)
+        if len(plans) >= MOST_PROGRAMS:
+            plans.clear()
+        plans[key] = None if kernel is None else PagedPlan(kernel, key, numbers, splits)
+    return plans[key]
+
+
+def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, config: Config | None) -> ModKernel | None:
+    query, key, value = paged[:3]
+    problem = problem_of(paged.packed(key[:, 0], value[:, 0], paged.cu_q), numbers)
+    if problem is None or not served_here(query.device, query.dtype) or 0 in (*query.shape, paged.table.shape[1], len(key)):
+        return None
+    target, family = devices.target_of(query.device), flash_paged.FAMILY
+    spec = problem.spec()
+    if (key.dtype == NARROW[0] and not target.has_e4m3) or (key.dtype == NARROW[1] and target.vendor != "nvidia"):
+        return None
+    if family.supports(spec, target) is not None or not family.starts(spec, target):
+        return None
+    rows = None if splits is not None else min(numbers.max_q, len(query)) * problem.gqa_ratio
+    config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
+    place = "paged kernel", spec, config, query.device
+    if place not in memo.packed:
+        memo.packed[place] = ModKernel(family, spec, config, "the family's default", query.device, target)
+    kernel: ModKernel = memo.packed[place]
+    return kernel if kernel.loaded.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else None
+
+
+def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q) of tensors of the plan's layout, on the current stream."""
+    query, value = paged.query, paged.value
+    rows, heads, _ = query.shape
+    out = torch.empty((rows, heads, value.shape[3]), dtype=query.dtype, device=query.device)
+    lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
+    tensors = (*paged, out, lse)
+    if not query.is_cuda or torch.version.cuda is None:
+        plan.kernel.run(plan.key, tensors, lambda: _launches(plan, tensors))
+        return out, lse
+    with torch.cuda.device(query.device) if torch._C._cuda_getDevice() != query.device.index else contextlib.nullcontext():
+        if plan.program is None:
+            program = plan.kernel.program(_launches(plan, tensors))
+            plan.offsets, plan.scratch = placed(program.temporaries)
+            plan.program = program
+        scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=query.device) if plan.scratch else None
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if scratch is not None:
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in plan.offsets]
+        plan.program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index))
+    return out, lse
+
+
+def _launches(plan: PagedPlan, tensors: tuple[Tensor | None, ...]) -> Plan:
+    """The launches for tensors of the plan's layout."""
+    numbers = plan.numbers
+    paged, (out, lse) = Paged(*tensors[:-2]).expanded(), tensors[-2:]  # type: ignore[arg-type]
+
+    def at(index: int, x: Tensor | None) -> Operand | None:
+        return None if x is None else operand(index, x)
+
+    q, k, v, cu_q, table, used, slopes, sinks, *factors = itertools.starmap(at, enumerate(paged))
+    q, k, v = (operand(0, rows_last(paged.query)), operand(1, paged.key.transpose(1, 2)), operand(2, paged.value.transpose(1, 2)))
+    assert out is not None and lse is not None and cu_q is not None and table is not None
+    scratch = Scratch(len(tensors))
+    inputs = LaunchInputs(
+        q=q,
+        k=k,
+        v=v,
+        out=operand(len(paged), rows_last(out)),
+        lse=operand(len(paged) + 1, lse[None]),
+        slopes=slopes,
+        sinks=sinks,
+        descale=(q, *factors),  # type: ignore[arg-type]
+        lengths=(cu_q, cu_q, used),
+        pages=Pages(table, numbers.max_q, numbers.max_k, plan.splits),
+        scale=numbers.scale,
+        diagonal=int(numbers.bottom_right),
+        window_left=numbers.left,
+        window_right=numbers.right,
+        softcap=numbers.softcap,
+        sms=launching.sms_of(paged.query.device),
+    )
+    host = plan.kernel.loaded.host
+    assert host is not None, "families of the package have a host side"
+    return Plan(host.launches(inputs, scratch), list(tensors), scratch.operands)
+
+
+def gathered(paged: Paged, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Output and LSE by a call of `attention` for each sequence over a copy of its keys and values; lengths are read by the host."""
+    page, narrow = paged.key.shape[1], paged.key.dtype in NARROW
+    query = paged.query.float() if narrow else paged.query
+    lengths = paged.used.clamp(0, paged.table.shape[1] * page).tolist()
+
+    def all_of(cache: Tensor, factor: Tensor | None) -> Tensor:
+        # PyTorch can't take rows of float8.
+        memory = cache.view(torch.uint8) if narrow else cache
+        found = []
+        for b, count in enumerate(lengths):
+            rows = memory[paged.table[b, : -(-count // page)].long()].flatten(0, 1)[:count]
+            if narrow:
+                rows = rows.view(cache.dtype).float() * (1.0 if factor is None else factor[b][:, None])
+            found.append(rows)
+        return torch.cat(found) if found else query.new_empty((0, *cache.shape[2:]))
+
+    cu_k = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
+    factors = paged.expanded()[8:]
+    packed = paged.packed(all_of(paged.key, factors[0]), all_of(paged.value, factors[1]), cu_k)
+    out, lse = by_sequence(packed._replace(query=query), numbers, 0)
+    return out.to(paged.query.dtype), lse
+
+
+def explained(paged: Paged, numbers: Numbers, splits: int | None) -> Explanation:
+    """Explanation of the choice of a call."""
+    device, why_torch = paged.query.device, _why_torch(paged)
+    plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
+    gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
+    if plan is None:
+        reason = why_torch or "no kernel takes pages of this kind here"
+        return Explanation(kind="framework", reason=f"{reason}, so each sequence is gathered and a call of its own", gpu=gpu)
+    variant = plan.kernel.variant
+    reason = "paged keys and values take the family's default config"
+    return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=variant.config)
+
+
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor table, Tensor used, Tensor? slopes, Tensor? sinks, Tensor? k_descale, "
+    "Tensor? v_descale, SymInt max_q, SymInt max_k, float scale, SymInt left, SymInt right, bool bottom_right, float softcap, "
+    "float dropout_p, bool tf32, bool deterministic, SymInt? splits) -> (Tensor, Tensor)"
+)
+
+
+def _define() -> None:
+    """Define the operator: an opaque node of a compiler's graph."""
+
+    def eager(*given: Any) -> tuple[Tensor, Tensor]:
+        count = len(Paged._fields)
+        paged, numbers = Paged(*given[:count]), Numbers(*given[count:-1])
+        plan = plan_of(paged, numbers, given[-1])
+        out, lse = gathered(paged, numbers) if plan is None else run(plan, paged)
+        return out.contiguous(), lse.contiguous()
+
+    operator = torch.library.custom_op("flashtune_paged::attention", eager, mutates_args=(), schema=_SCHEMA)
+
+    @operator.register_fake
+    def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        rows, heads, _ = query.shape
+        return query.new_empty((rows, heads, value.shape[3])), query.new_empty((heads, rows), dtype=torch.float32)
+
+
+define_lazily(_define, "flashtune_paged")

@@ -1,0 +1,1 @@
+"""The forward pass over paged keys and values: the family `flash_paged`."""

@@ -1,0 +1,84 @@
+"""The family `flash_paged`: attention forward over paged keys and values, for decoding steps and chunks of prompts; for every GPU."""
+
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.dtypes import ITEMSIZE
+from flashtune.core.problem import padded
+from flashtune.core.target import Target
+from flashtune.templates.family import Axis, Family
+from flashtune.templates.forward import flash_fwd
+from flashtune.templates.launches.paged import COMBINE_WARPS, PagedHost
+from flashtune.templates.predicates import (
+    first_with_room,
+    has_scalar_products,
+    registers_fit,
+    scalar_products_are_short,
+    shared_memory_fits,
+    stages_exist,
+)
+
+AXES = (
+    Axis(
+        name="BLOCK_M", values=(16, 32, 64, 128), why="rows of a program, heads packed in: reuse of K and V against padding and registers"
+    ),
+    Axis(name="BLOCK_N", values=(16, 32, 64, 128, 256), why="keys of a step: fewer steps and entries of the table against shared memory"),
+    Axis(name="num_warps", values=(1, 2, 4, 8), why="warps that share a tile: registers a thread against waiting for each other"),
+    Axis(name="num_stages", values=(1, 2, 3, 4, 5, 6), why="key blocks in flight: bandwidth used against programs that fit on an SM"),
+    Axis(name="programs", values=(1, 2, 3, 4, 8), why="programs to an SM that keys are split for: SMs kept busy against parts to add up"),
+    Axis(
+        name="unmasked", values=(False, True), why="a loop of its own for blocks that all rows see: no masks against more pipelines to fill"
+    ),
+)
+
+TILE_BYTES = 16384
+"""Bytes of K in a step of a decoding program: those of flash_decode's tuned records with plain loads on the H200, D from 64 to 256."""
+
+FEW_ROWS, SOME_ROWS = 16, 64
+"""Rows of the tiles of a decoding step, and of those for a few dozen rows."""
+
+
+def supports(spec: KernelSpec, target: Target) -> str | None:
+    """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, no mask and no dropout."""
+    if spec.mask != "none" or spec.dropout or spec.mods:
+        return "flash_paged has no masks and no dropout"
+    return flash_fwd.supports(spec, target)
+
+
+def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
+    """Tiles for many rows, for a few dozen, and for the rows of a decoding step, down to one that always fits."""
+    # Addresses of a wider block of pages take too many registers.
+    many = [x for x in flash_fwd.FAMILY.tried_first(spec, target) if x.number("BLOCK_N") <= 64]
+    some = [Config.of(BLOCK_M=64, BLOCK_N=n, num_warps=4, num_stages=stages) for n, stages in ((64, 3), (64, 2), (32, 2))]
+    columns = TILE_BYTES // (ITEMSIZE[spec.dtype] * padded(spec.d))
+    sizes = [(max(32, min(n, 128)), stages) for n, stages in ((2 * columns, 3), (columns, 3), (columns, 2))]
+    few = [Config.of(BLOCK_M=16, BLOCK_N=n, num_warps=4, num_stages=stages) for n, stages in (*sizes, (32, 2), (16, 1))]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    found = [(x, True) for x in many] + [(x, False) for x in (*some, *few)]
+    return [Config.of({name: x[name] for name in names} | {"programs": 2, "unmasked": unmasked}) for x, unmasked in found]
+
+
+def chosen(spec: KernelSpec, target: Target, rows: int | None, *, narrow: bool = False) -> Config:
+    """The config for at most so many rows of a key head in a sequence, those of all its query heads, over caches that are `narrow` (fp8)
+    or not; None for any number of rows, so that the bits of a sequence don't depend on the others' numbers."""
+    many = rows is not None and rows > SOME_ROWS
+    fewest = (rows is not None and rows <= FEW_ROWS) or has_scalar_products(spec, target)
+    suited = [config for config in FAMILY.starts(spec, target) if config["unmasked"] == many]
+    if fewest and not many:
+        columns = max(32, TILE_BYTES // ((1 if narrow else ITEMSIZE[spec.dtype]) * padded(spec.d)))
+        suited = [x for x in suited if x["BLOCK_M"] == FEW_ROWS and x.number("BLOCK_N") <= columns]
+    return first_with_room(suited, spec, target)
+
+
+FAMILY = Family(
+    name="flash_paged",
+    folder="paged",
+    axes=AXES,
+    constraints=(registers_fit, shared_memory_fits, stages_exist, scalar_products_are_short),
+    supports=supports,
+    tried_first=tried_first,
+    pick=first_with_room,
+    interpretable=True,
+    layout=lambda spec, config: {"row_splits": max(1, min(1024 * COMBINE_WARPS // padded(spec.d_v), 64))},
+    path_axes=("unmasked",),
+    host=PagedHost,
+)
+"""Attention forward over paged keys and values."""

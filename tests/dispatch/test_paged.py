@@ -1,0 +1,173 @@
+"""Paged caches: each sequence is as if its keys lay in a row, by kernels in Triton's interpreter and by gathered copies."""
+
+from typing import Any
+
+import pytest
+import torch
+from interpreting import interpreted
+from paged_cases import CASES, CHUNKS, agrees, forced, inputs
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashtune import dispatch
+from flashtune.core import launching
+from flashtune.core.config import Config, KernelSpec
+from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.results import CompileFacts
+from flashtune.core.target import find_target
+from flashtune.dispatch import paged
+from flashtune.dispatch.flex_kernels import ModKernel
+from flashtune.dispatch.packed import Numbers
+from flashtune.templates.paged import flash_paged
+from flashtune.tuner.children.compile import compiling_for, facts_of
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("third", [0, 1, 2])
+def test_kernels_read_the_pages_of_each_sequence_alone(third: int) -> None:
+    names = list(CASES)[third::3]
+    report = interpreted("interpret_paged.py", *names)
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) == len(names)
+
+
+def test_kernels_keep_the_promises_of_paged_calls() -> None:
+    report = interpreted("interpret_paged.py")
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) > 8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_kernels_sequences_are_gathered(case: str) -> None:
+    with forced("torch"):
+        agrees(inputs(CASES[case]))
+
+
+def test_float64_is_served_to_its_own_precision() -> None:
+    given = inputs({"is_causal": True, "lengths": CHUNKS}, dtype=torch.float64)
+    agrees(given, kind="fp32")
+
+
+def test_lengths_beyond_the_table_are_cut_to_it() -> None:
+    given = inputs({"lengths": ((1, 1), (32, 32))})
+    agrees(given, seqused_k=torch.tensor([99, 32], dtype=torch.int32))
+
+
+def test_bounds_of_keys_stand_for_numbers_of_used_ones() -> None:
+    given = inputs({})
+    bounds = torch.nn.functional.pad(given.arguments["seqused_k"].cumsum(0, dtype=torch.int32), (1, 0))
+    agrees(given, seqused_k=None, cu_seqlens_k=bounds)
+
+
+def test_without_kernels_a_compiler_traces_one_operator() -> None:
+    given = inputs({"is_causal": True}, dtype=torch.float32, padding=0)
+
+    def call(query: torch.Tensor, **words: Any) -> torch.Tensor:
+        out: torch.Tensor = dispatch.attention_varlen(query, **words)[0]
+        return out + 1
+
+    words = dict(given.arguments)
+    query = words.pop("query")
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(query, **words), call(query, **words))
+
+
+def test_switches_of_torchs_backends_and_its_modes_leave_the_meaning_alone() -> None:
+    given = inputs({"is_causal": True})
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        agrees(given)
+    with FlopCounterMode(display=False):
+        agrees(given)
+
+
+def test_the_operator_keeps_torchs_rules_of_operators() -> None:
+    given = inputs({}, dtype=torch.float32, padding=0).arguments
+    names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k")
+    arguments = (*(given[name] for name in names), *[None] * 4, 1, 70, 0.25, -1, 0, True, 0.0, 0.0, False, False, None)
+    found = torch.library.opcheck(torch.ops.flashtune_paged.attention.default, arguments)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_it_says_who_serves() -> None:
+    said = dispatch.explain_varlen(**inputs({}).arguments)
+    assert said.kind == "framework" and "gathered" in said.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"key": torch.zeros(5, 2, 16)}, "dimensions"),
+        ({"value": torch.zeros(5, 16, 2, 16)}, "equal pages"),
+        ({"query": torch.zeros(9, 4, 16)}, "one dtype"),
+        ({"query": torch.zeros(9, 4, 24, dtype=torch.float16)}, "sizes"),
+        ({"enable_gqa": False}, "enable_gqa"),
+        ({"block_table": [[0]]}, "tensor"),
+        ({"block_table": torch.zeros(6, 5)}, "int32"),
+        ({"block_table": torch.zeros(5, 5, dtype=torch.int32)}, "sequences"),
+        ({"seqused_k": None}, "seqused_k"),
+        ({"seqused_k": torch.zeros(9, dtype=torch.int32)}, "bounds"),
+        ({"k_descale": torch.ones(2)}, "float8"),
+        ({"num_splits": 0}, "num_splits"),
+        ({"dropout_p": 0.5}, "inference"),
+        ({"query": torch.zeros(8, 4, 16, dtype=torch.float16, requires_grad=True)}, "no_grad"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense_are_refused_in_a_sentence(words: dict[str, Any], said: str) -> None:
+    with pytest.raises((InputError, InputTypeError), match=said):
+        inputs({}).call(**words)
+
+
+def test_factors_are_of_each_key_head() -> None:
+    with pytest.raises(InputError, match="Hkv"):
+        inputs({"cache": FP8}).call(v_descale=torch.ones(4))
+    with pytest.raises(InputError, match="float8"):
+        dispatch.attention_varlen(*[torch.zeros(3, 2, 16)] * 3, *[torch.tensor([0, 3])] * 2, 3, 3, k_descale=torch.ones(2))
+
+
+def facts(
+    gpu: str, *, page: int, rows: int | None, cache: torch.dtype = torch.bfloat16, d: int = 128, splits: int | None = None
+) -> CompileFacts:
+    """Facts of the kernel for a step with `rows` queries to a sequence, of four heads to a key head, causal."""
+    target, queries = find_target(gpu), rows or 1
+    spec = KernelSpec(direction="fwd", dtype="bf16", d=d, d_v=d, causal=True, window=False, softcap=False, mask="none")
+    config: Config = flash_paged.chosen(spec, target, None if rows is None else 4 * rows, narrow=cache.itemsize == 1)
+    kernel = ModKernel(flash_paged.FAMILY, spec, config, "", torch.device("meta"), target)
+    numbers = Numbers(queries, 4096, d**-0.5, -1, 0, True, 0.0, 0.0, False, False)
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    caches = [made(999, page, 8, d, dtype=cache) for _ in range(2)]
+    lengths = made(9, dtype=torch.int32), made(8, 4096 // page, dtype=torch.int32), made(8, dtype=torch.int32)
+    factors = [made(8, 8, dtype=torch.float32) if cache == FP8 else None for _ in range(2)]
+    tensors = (made(8 * queries, 32, d), *caches, *lengths, None, None, *factors)
+    results = made(8 * queries, 32, d), made(32, 8 * queries, dtype=torch.float32)
+    plan = paged._launches(paged.PagedPlan(kernel, None, numbers, splits), (*tensors, *results))
+    arguments, found = launching.Arguments(plan), []
+    with compiling_for(target):
+        for one in plan.launches:
+            function, words = getattr(kernel.loaded, one.kernel), launching.compiler_options(one.options)
+            found.append((one.kernel, function.warmup(*arguments.of(one), grid=one.grid, **words)))
+    return facts_of(found, target)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200", "b200", "rtx5090", "mi300x"])
+@pytest.mark.parametrize(("page", "rows"), [(16, 1), (128, 1), (16, 512), (64, None)])
+def test_it_compiles_to_tensor_core_code_with_its_tiles_in_registers(gpu: str, page: int, rows: int | None) -> None:
+    found = facts(gpu, page=page, rows=rows, splits=None if rows else 4)
+    # A tile that is spilled counts hundreds of bytes a thread.
+    assert found.tensor_core_ops > 0 and found.spills <= 128
+    assert 0 < found.shared_bytes <= find_target(gpu).shared_bytes_per_block
+
+
+@pytest.mark.parametrize("gpu", ["l4", "h200", "b200", "mi300x"])
+def test_caches_in_fp8_compile_for_every_gpu_that_has_it(gpu: str) -> None:
+    for rows in (1, 512):
+        found = facts(gpu, page=64, rows=rows, cache=FP8)
+        assert found.tensor_core_ops > 0 and found.spills <= 128
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
+    # Two blocks of 64 keys and values in 16 bits; loads of the table between them would leave one.
+    assert facts("h200", page=page, rows=1).shared_bytes >= 2 * 64 * (128 + 128) * 2

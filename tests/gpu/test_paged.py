@@ -1,0 +1,176 @@
+"""Paged caches on a GPU, by kernels and by gathered copies: against float64 and PyTorch's own, without waiting, and under CUDA graphs."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from branches import BRANCHES, Branch
+from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, forced, inputs
+
+from flashtune import dispatch
+
+DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
+FP8 = torch.float8_e4m3fn
+LONGER = ((1, 1, 1, 1, 1), (9000, 31, 0, 4097, 700))
+PROMPTS = ((300, 1, 129, 1, 777, 64), (300, 700, 1000, 0, 1500, 4096))
+
+on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_each_sequence_is_as_if_its_keys_lay_in_a_row(case: str, kind: str, branch: Branch) -> None:
+    words = {"d": 64} | CASES[case]
+    with forced(branch):
+        agrees(inputs(words, dtype=torch.float16 if kind == "fp16" else torch.bfloat16, device=DEVICE), kind=kind)
+
+
+@pytest.mark.parametrize("lengths", [LONGER, PROMPTS], ids=["decode", "prompts"])
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+def test_head_sizes_and_pages(d: int, page: int, cache: torch.dtype, lengths: Any) -> None:
+    words = {"d": d, "page": page, "cache": cache, "lengths": lengths, "heads": 8, "is_causal": True}
+    with forced("kernels"):
+        agrees(inputs(words, dtype=torch.bfloat16, device=DEVICE, pages=2), kind="bf16")
+
+
+def test_float32_is_exact() -> None:
+    with forced("kernels"):
+        agrees(inputs({"is_causal": True, "lengths": CHUNKS, "d": 64}, dtype=torch.float32, device=DEVICE), kind="fp32")
+
+
+def test_caches_that_begin_anywhere() -> None:
+    given = inputs({"lengths": LONG, "d": 64}, device=DEVICE)
+    changed = {}
+    for name in ("query", "key", "value"):
+        x = given.arguments[name]
+        changed[name] = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
+    agrees(given, **changed)
+
+
+@on_gpu
+def test_blocks_beyond_2_to_the_31_elements() -> None:
+    blocks, page, kv_heads, d = 70_000, 64, 4, 128
+    if torch.cuda.mem_get_info()[0] < 2.5 * 2 * blocks * page * kv_heads * d:
+        pytest.skip("the caches don't fit")
+    given = inputs({"lengths": LONG, "d": d, "page": page, "kv_heads": kv_heads, "heads": 8}, dtype=torch.bfloat16, device=DEVICE)
+    changed: dict[str, Any] = {}
+    for name in ("key", "value"):
+        small = given.arguments[name]
+        changed[name] = torch.empty((blocks, page, kv_heads, d), dtype=torch.bfloat16, device=DEVICE)
+        changed[name][-len(small) :] = small
+    table = given.arguments["block_table"]
+    used = (table >= 0) & (table < blocks)
+    with forced("kernels"):
+        agrees(given, **changed, block_table=torch.where(used, table + blocks - len(given.arguments["key"]), table), kind="bf16")
+
+
+@on_gpu
+def test_nothing_waits_for_the_device() -> None:
+    given = inputs({"is_causal": True, "lengths": CHUNKS, "d": 64}, device=DEVICE)
+    given.call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given.call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def part(given: Inputs, b: int) -> dict[str, Any]:
+    """Arguments of a call of one sequence alone."""
+    bounds = given.arguments["cu_seqlens_q"].tolist()
+    return {
+        "query": given.arguments["query"][bounds[b] : bounds[b + 1]],
+        "cu_seqlens_q": torch.tensor([0, bounds[b + 1] - bounds[b]], dtype=torch.int32, device=DEVICE),
+        "block_table": given.arguments["block_table"][b : b + 1].clone(),
+        "seqused_k": given.arguments["seqused_k"][b : b + 1].clone(),
+        "max_seqlen_q": bounds[b + 1] - bounds[b],
+        "max_seqlen_k": given.lengths[1][b],
+    }
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("splits", [1, 4, 32])
+def test_bits_dont_depend_on_the_batch(splits: int, cache: torch.dtype) -> None:
+    for lengths in (LONGER, PROMPTS):
+        words = {"lengths": lengths, "d": 128, "cache": cache, "heads": 8, "is_causal": True, "num_splits": splits}
+        given = inputs(words, dtype=torch.bfloat16, device=DEVICE)
+        out, lse = given.call()
+        bounds = given.arguments["cu_seqlens_q"].tolist()
+        for b in range(len(lengths[0])):
+            alone, its_lse = given.call(**part(given, b))
+            here = slice(bounds[b], bounds[b + 1])
+            assert torch.equal(alone, out[here]) and torch.equal(its_lse, lse[:, here])
+
+
+@on_gpu
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_graph_is_right_when_lengths_and_pages_change(rows: int, cache: torch.dtype) -> None:
+    lengths = (rows,) * 6, (3000,) * 6
+    given = inputs(
+        {"lengths": lengths, "d": 128, "cache": cache, "heads": 8, "is_causal": True}, dtype=torch.bfloat16, device=DEVICE, padding=0
+    )
+    static = given.arguments
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            given.call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = given.call()
+    generator = torch.Generator().manual_seed(3)
+    whole = static["block_table"].clone()
+    for _ in range(10):
+        sizes = torch.randint(0, rows + 1, (6,), generator=generator)
+        used = torch.randint(0, 3001, (6,), generator=generator)
+        static["cu_seqlens_q"].copy_(torch.nn.functional.pad(sizes.cumsum(0), (1, 0)))
+        static["seqused_k"].copy_(used)
+        table = whole[torch.randperm(6, generator=generator).to(DEVICE)]
+        gone = torch.arange(whole.shape[1])[None, :] >= -(-used[:, None] // 16)
+        static["block_table"].copy_(table.masked_fill(gone.to(DEVICE), -1))
+        graph.replay()
+        for ours, eager in zip(found, given.call(), strict=True):
+            assert torch.equal(ours, eager)
+        assert not found[0][int(sizes.sum()) :].any()
+
+
+@on_gpu
+def test_a_compiler_gets_the_same_bits() -> None:
+    given = inputs({"lengths": LONG, "d": 64, "is_causal": True}, dtype=torch.bfloat16, device=DEVICE)
+
+    def call(query: torch.Tensor, **words: Any) -> torch.Tensor:
+        out: torch.Tensor = dispatch.attention_varlen(query, **words)[0]
+        return out
+
+    words = dict(given.arguments)
+    query = words.pop("query")
+    with torch.no_grad():
+        assert torch.equal(torch.compile(call, fullgraph=True)(query, **words), call(query, **words))
+
+
+@on_gpu
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (64, 0)])
+@pytest.mark.parametrize("lengths", [((1, 1, 1), (900, 40, 256)), ((100, 1, 33), (900, 40, 256))], ids=["decode", "chunks"])
+def test_it_means_what_torch_means(lengths: Any, window: tuple[int, int]) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    given = inputs({"lengths": lengths, "d": 64, "page": 256, "kv_heads": 4}, dtype=torch.bfloat16, device=DEVICE, padding=0)
+    words = given.arguments
+    for name in ("key", "value"):
+        # What torch's kernel reads of unused slots isn't our subject.
+        words[name] = words[name].nan_to_num(0.0)
+    table = words["block_table"].clamp(0, len(words["key"]) - 1)
+    places = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    arguments: list[Any] = [words[name] for name in places]
+    bounds = torch.nn.functional.pad(words["seqused_k"].cumsum(0, dtype=torch.int32), (1, 0))
+    arguments[4] = bounds
+    try:
+        theirs = varlen.varlen_attn(*arguments, window_size=window, block_table=table, seqused_k=words["seqused_k"])
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this torch has no paged attention: {error}")
+    ours, _ = given.call(window_size=window, block_table=table)
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)

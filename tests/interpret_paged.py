@@ -1,0 +1,137 @@
+"""Paged caches by kernels in Triton's interpreter; prints a JSON report. A test starts it with TRITON_INTERPRET=1 and names of cases."""
+
+import json
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import torch
+from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, forced, inputs
+
+from flashtune import dispatch
+
+warnings.filterwarnings("ignore")
+
+
+def passed(check: Any, *given: Any) -> str:
+    """Empty where a check passes, else its failure."""
+    try:
+        with forced("kernels"):
+            check(*given)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def of_case(name: str) -> None:
+    agrees(inputs(CASES[name]))
+
+
+def of_float32() -> None:
+    agrees(inputs({"is_causal": True, "lengths": CHUNKS}, dtype=torch.float32), kind="fp32")
+
+
+def of_float32_over_fp8() -> None:
+    agrees(inputs({"cache": torch.float8_e4m3fn, "descale": "heads", "lengths": CHUNKS}, dtype=torch.float32), kind="fp32")
+
+
+def of_autocast() -> None:
+    given = inputs({"lengths": CHUNKS})
+    with torch.autocast("cpu", torch.bfloat16):
+        agrees(given)
+
+
+def of_long_integers() -> None:
+    given = inputs({"is_causal": True})
+    names = ("cu_seqlens_q", "seqused_k", "block_table")
+    agrees(given, **{name: given.arguments[name].long() for name in names})
+
+
+def of_bounds_of_keys() -> None:
+    """Without seqused_k the lengths are those between cu_seqlens_k."""
+    given = inputs({"lengths": CHUNKS})
+    used = given.arguments["seqused_k"]
+    agrees(given, seqused_k=None, cu_seqlens_k=torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32))))
+
+
+def of_hundreds_of_sequences() -> None:
+    lengths = tuple(1 + i % 2 for i in range(150)), tuple(i % 9 for i in range(150))
+    agrees(inputs({"lengths": lengths, "heads": 1, "kv_heads": 1, "page": 4}))
+
+
+def of_nothing() -> None:
+    for lengths in (((0, 0), (3, 4)), ((1, 1), (0, 0)), ((3,), (5,))):
+        agrees(inputs({"lengths": lengths}, padding=3, pages=1))
+
+
+def of_longer_bounds() -> None:
+    """Bounds may be larger than lengths, and a table wider than it needs to be."""
+    agrees(inputs({"lengths": LONG}, pages=40), max_seqlen_q=64, max_seqlen_k=4096)
+
+
+def of_windows() -> None:
+    """Pages before a window may be gone, and their entries garbage."""
+    given = inputs({"lengths": ((1, 1), (90, 200)), "window_size": (16, 0), "page": 8})
+    table = given.arguments["block_table"].clone()
+    for b, n in enumerate(given.lengths[1]):
+        gone = (n - 1 - 16) // 8
+        for x in (given.arguments["key"], given.arguments["value"]):
+            x[table[b, :gone].long()] = float("nan")
+        # One of them is still a block, of NaN.
+        table[b, : gone - 1] = -1
+    agrees(given, block_table=table)
+
+
+def alone(given: Inputs, b: int) -> torch.Tensor:
+    """Output of one sequence in a call of its own."""
+    bounds = given.arguments["cu_seqlens_q"].tolist()
+    words = {
+        "query": given.arguments["query"][bounds[b] : bounds[b + 1]],
+        "cu_seqlens_q": torch.tensor([0, bounds[b + 1] - bounds[b]], dtype=torch.int32),
+        "block_table": given.arguments["block_table"][b : b + 1],
+        "seqused_k": given.arguments["seqused_k"][b : b + 1],
+        "max_seqlen_q": bounds[b + 1] - bounds[b],
+        "max_seqlen_k": given.lengths[1][b],
+    }
+    return given.call(**words)[0]
+
+
+def of_batches() -> None:
+    """With num_splits a sequence's bits don't depend on the sequences beside it: how many, how long, decoding steps or chunks."""
+    for splits in (1, 3):
+        for lengths in (LONG, ((1, 70, 3, 1), (700, 90, 520, 300))):
+            given = inputs({"lengths": lengths, "num_splits": splits, "is_causal": True, "page": 32})
+            out, _ = given.call()
+            bounds = given.arguments["cu_seqlens_q"].tolist()
+            for b in range(len(lengths[0])):
+                assert torch.equal(alone(given, b), out[bounds[b] : bounds[b + 1]]), f"sequence {b} of {lengths} with {splits} splits"
+
+
+def of_compilers() -> None:
+    """A compiler traces calls without a break, whatever the numbers of rows, and gets the same bits."""
+
+    def call(query: torch.Tensor, *rest: torch.Tensor, **words: Any) -> torch.Tensor:
+        names = ("key", "value", "cu_seqlens_q", "block_table", "seqused_k")
+        out: torch.Tensor = dispatch.attention_varlen(query, cu_seqlens_k=None, **dict(zip(names, rest, strict=True)), **words)
+        return out * 2
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for lengths in (CHUNKS, LONG):
+        given = inputs({"lengths": lengths}, padding=0).arguments
+        tensors = [given[name] for name in ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k")]
+        words = {"max_seqlen_q": 70, "max_seqlen_k": 700, "is_causal": True, "enable_gqa": True}
+        assert torch.equal(call(*tensors, **words), compiled(*tensors, **words))
+
+
+def of_explanations() -> None:
+    given = inputs({"is_causal": True})
+    said = dispatch.explain_varlen(**given.arguments)
+    assert said.template == "flash_paged" and said.config is not None and said.config["BLOCK_M"] == 16
+
+
+if __name__ == "__main__":
+    checks = {name: value for name, value in globals().items() if name.startswith("of_") and name != "of_case"}
+    report = {name: passed(of_case, name) for name in sys.argv[1:]}
+    report |= {} if sys.argv[1:] else {name: passed(check) for name, check in checks.items()}
+    print(json.dumps(report))
