@@ -26,13 +26,13 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize("third", [0, 1, 2])
 def test_kernels_read_the_pages_of_each_sequence_alone(third: int) -> None:
     names = list(CASES)[third::3]
-    report = interpreted("interpret_paged.py", *names)
+    report = interpreted("interpret_paged", *names)
     assert {name: failure for name, failure in report.items() if failure} == {}
     assert len(report) == len(names)
 
 
 def test_kernels_keep_the_promises_of_paged_calls() -> None:
-    report = interpreted("interpret_paged.py")
+    report = interpreted("interpret_paged")
     assert {name: failure for name, failure in report.items() if failure} == {}
     assert len(report) > 8
 

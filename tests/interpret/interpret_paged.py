@@ -1,7 +1,5 @@
-"""Paged caches by kernels in Triton's interpreter; prints a JSON report. A test starts it with TRITON_INTERPRET=1 and names of cases."""
+"""Paged caches by kernels in Triton's interpreter."""
 
-import json
-import sys
 import traceback
 import warnings
 from typing import Any
@@ -130,8 +128,8 @@ def of_explanations() -> None:
     assert said.template == "flash_paged" and said.config is not None and said.config["BLOCK_M"] == 16
 
 
-if __name__ == "__main__":
-    checks = {name: value for name, value in globals().items() if name.startswith("of_") and name != "of_case"}
-    report = {name: passed(of_case, name) for name in sys.argv[1:]}
-    report |= {} if sys.argv[1:] else {name: passed(check) for name, check in checks.items()}
-    print(json.dumps(report))
+def main(*names: str) -> dict[str, str]:
+    """Failures of the named cases, or without names of everything else; empty where they pass."""
+    if names:
+        return {name: passed(of_case, name) for name in names}
+    return {name: passed(check) for name, check in globals().items() if name.startswith("of_") and name != "of_case"}
