@@ -151,6 +151,10 @@ class Conditions:
         return (("throttled",) if self.throttled_by else ()) + (("shared",) if self.other_processes else ())
 
 
+REQUALIFIED = "requalified"
+"""Reason of a run that timed a record again: what other runs said of its key before doesn't count any more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """The reason why a search stopped (a word of flashtune.tuner.search.stopping), and its expected regret: the share by which its best
