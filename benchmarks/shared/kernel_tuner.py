@@ -16,6 +16,8 @@ import numpy as np
 
 from flashtune.core.config import Config
 
+LIMIT_S = 5.0
+"""Seconds of a search: a strategy that has tried all that it reaches in a small space would go on for ever."""
 
 def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed: int) -> list[Config]:
     """Configs of one family in the order in which a strategy tries them, each once, up to `trials`; `times` are microseconds, None for a
@@ -42,7 +44,7 @@ def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed
         warnings.simplefilter("ignore")
         cache = Path(folder) / "cache.json"
         cache.write_text(json.dumps({**head, "objective": "time", "cache": cached}))
-        options = {"strategy": strategy, "strategy_options": {"max_fevals": trials}, "restrictions": valid, "cache": str(cache)}
+        options = {"strategy": strategy, "strategy_options": {"max_fevals": trials, "time_limit": LIMIT_S}, "restrictions": valid, "cache": str(cache)}
         kernel = ("k", "__global__ void k() {}", 1, [], axes)
         results, _ = kernel_tuner.tune_kernel(*kernel, **options, simulation_mode=True, lang="CUDA", quiet=True)
     return list(dict.fromkeys(configs[tuple(str(result[name]) for name in axes)] for result in results))[:trials]
