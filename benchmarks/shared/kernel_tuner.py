@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import random
+import signal
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ import numpy as np
 from flashtune.core.config import Config
 
 LIMIT_S = 5.0
-"""Seconds of a search: a strategy that has tried all that it reaches in a small space would go on for ever."""
+"""Seconds after which a search is over: strategies look for ever for what they haven't tried in a small space."""
+
 
 def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed: int) -> list[Config]:
     """Configs of one family in the order in which a strategy tries them, each once, up to `trials`; `times` are microseconds, None for a
@@ -37,6 +39,13 @@ def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed
     def valid(point: dict[str, object]) -> bool:
         return tuple(str(point[name]) for name in axes) in configs
 
+    found: list[Config] = []
+
+    def count(point: dict[str, object]) -> float:
+        """A metric of every try, which keeps their order."""
+        found.append(configs[tuple(str(point[name]) for name in axes)])
+        return 0.0
+
     head = {"device_name": "gpu", "kernel_name": "k", "problem_size": [1], "tune_params_keys": list(axes), "tune_params": axes}
     random.seed(seed)
     np.random.seed(seed)
@@ -44,7 +53,12 @@ def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed
         warnings.simplefilter("ignore")
         cache = Path(folder) / "cache.json"
         cache.write_text(json.dumps({**head, "objective": "time", "cache": cached}))
-        options = {"strategy": strategy, "strategy_options": {"max_fevals": trials, "time_limit": LIMIT_S}, "restrictions": valid, "cache": str(cache)}
+        options = {"strategy": strategy, "strategy_options": {"max_fevals": trials}, "restrictions": valid, "cache": str(cache)}
         kernel = ("k", "__global__ void k() {}", 1, [], axes)
-        results, _ = kernel_tuner.tune_kernel(*kernel, **options, simulation_mode=True, lang="CUDA", quiet=True)
-    return list(dict.fromkeys(configs[tuple(str(result[name]) for name in axes)] for result in results))[:trials]
+        # The signal ends a search without a result.
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+        with contextlib.suppress(KeyboardInterrupt):
+            kernel_tuner.tune_kernel(*kernel, **options, metrics={"count": count}, simulation_mode=True, lang="CUDA", quiet=True)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    return list(dict.fromkeys(found))[:trials]
