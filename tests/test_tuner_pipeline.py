@@ -158,17 +158,17 @@ def test_the_next_problem_is_compiled_while_finalists_race(monkeypatch: pytest.M
 
 
 def test_the_gpu_is_fed_while_the_sampler_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler, asked for the second time, doesn't answer before the GPU has had another trial."""
+    """The sampler, asked for more than those ahead, doesn't answer before the GPU has had another trial."""
     staged(monkeypatch)
     asked, fed = 0, threading.Event()
     ask = Study.ask
 
-    def slow(self: Study, count: int, *, limit: int | None = None) -> list[Candidate]:
+    def slow(self: Study, count: int, *, limit: int | None = None, known: int | None = None) -> list[Candidate]:
         nonlocal asked
         asked += 1
-        if asked == 2:
+        if asked == 5:
             assert fed.wait(600), "the GPU waits for the sampler"
-        return ask(self, count, limit=limit)
+        return ask(self, count, limit=limit, known=known)
 
     class Feeding(Listener):
         def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
@@ -316,7 +316,7 @@ class Asked:
         self.claimed = 0
         self.sampler = SimpleNamespace(warm_up=lambda: None)
 
-    def ask(self, count: int, *, limit: int | None) -> list[Any]:
+    def ask(self, count: int, *, limit: int | None, known: int | None = None) -> list[Any]:
         found = list(range(self.claimed, self.claimed + max(0, count)))
         self.claimed += len(found)
         self.pending += found
@@ -410,6 +410,26 @@ def test_of_several_gpus_the_second_begins_with_what_has_the_fewest_features() -
         taken.append(turns.order(spec)[0])
         turns.begin(taken[-1])
     assert taken == [0, 4, 2, 1]
+
+
+def test_a_candidate_is_compiled_before_the_next_is_thought_of() -> None:
+    """The first ones, winners of near records, don't wait for the sampler's look at the whole space."""
+    compiled: list[Any] = []
+
+    class Thinking(Asked):
+        def ask(self, count: int, *, limit: int | None, known: int | None = None) -> list[Any]:
+            assert len(compiled) == self.claimed
+            return super().ask(count, limit=limit)
+
+    def compiling(candidate: Any) -> Failed:
+        compiled.append(candidate)
+        return Failed(fate=Fate.COMPILE, reason="it can't")
+
+    study: Any = Thinking()
+    proposals = Proposals(study, compiling, ahead=6, limit=None, beside=True)
+    assert proposals.next() is not None
+    proposals.close()
+    assert compiled == list(range(6))
 
 
 def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from flashtune.core.config import Config
 
 LIMIT_S = 5.0
-"""Seconds after which a search is over: strategies look for ever for what they haven't tried in a small space."""
+"""Seconds of CPU time after which a search is over: strategies look for ever for what they haven't tried in a small space."""
 
 
 def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed: int) -> list[Config]:
@@ -56,9 +56,9 @@ def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed
         options = {"strategy": strategy, "strategy_options": {"max_fevals": trials}, "restrictions": valid, "cache": str(cache)}
         kernel = ("k", "__global__ void k() {}", 1, [], axes)
         # The signal ends a search without a result.
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+        signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
         with contextlib.suppress(KeyboardInterrupt):
             kernel_tuner.tune_kernel(*kernel, **options, metrics={"count": count}, simulation_mode=True, lang="CUDA", quiet=True)
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
     return list(dict.fromkeys(found))[:trials]
