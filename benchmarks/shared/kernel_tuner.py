@@ -17,8 +17,8 @@ import numpy as np
 
 from flashtune.core.config import Config
 
-LIMIT_S = 5.0
-"""Seconds of CPU time after which a search is over: strategies look for ever for what they haven't tried in a small space."""
+LIMIT_S = 1.0
+"""Seconds of CPU time, several times a whole search, that end one: in a small space strategies look for ever for what they haven't tried."""
 
 
 def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed: int) -> list[Config]:
