@@ -18,7 +18,7 @@ import numpy as np
 from flashtune.core.config import Config
 
 LIMIT_S = 1.0
-"""Seconds of CPU time, several times a whole search, that end one: in a small space strategies look for ever for what they haven't tried."""
+"""Seconds of CPU time, several times a search's, that end it: in a small space strategies look for ever for what they haven't tried."""
 
 
 def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed: int) -> list[Config]:
