@@ -250,9 +250,10 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         elif code.module.accepts(q, k, v, mask):
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
-            others = (_beside(memo, call, choice, config, target, q.stride()) for config in (choice.fallback, choice.in_graphs))
-            given = dict(zip(("fallback", "in_graphs"), others, strict=True))
-            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), **given, warn=memo.warn_once)
+            fallback, in_graphs = (
+                _beside(memo, call, choice, config, target, q.stride()) for config in (choice.fallback, choice.in_graphs)
+            )
+            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, in_graphs=in_graphs, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller resumes the generator only after this candidate failed.
             why = memo.kernels.failure(variant, call.device) or "it failed"

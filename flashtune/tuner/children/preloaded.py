@@ -35,8 +35,6 @@ import torch  # noqa: E402, F401
 from triton.experimental.gluon.language.nvidia import hopper  # noqa: E402, F401
 from triton.experimental.gluon.nvidia import hopper as launched  # noqa: E402, F401
 
-from flashtune.tuner.children import compile, tasks  # noqa: E402, F401
-
 # A process with threads must not fork.
 _hashing.join()
 
