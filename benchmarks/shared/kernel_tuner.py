@@ -32,8 +32,8 @@ def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed
     cached = {}
     for values, config in configs.items():
         us = times[config]
-        found = {"time": "RuntimeFailedConfig"} if us is None else {"time": us, "times": [us]}
-        cached[",".join(values)] = {**config.as_dict(), **phases, **found, "timestamp": ""}
+        timed: dict[str, object] = {"time": "RuntimeFailedConfig"} if us is None else {"time": us, "times": [us]}
+        cached[",".join(values)] = {**config.as_dict(), **phases, **timed, "timestamp": ""}
 
     # A lambda would be parsed, and lose its names.
     def valid(point: dict[str, object]) -> bool:
