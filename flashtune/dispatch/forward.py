@@ -270,7 +270,9 @@ class KernelPlan(ModulePlan, Plan):
         return other
 
     def _captured(self, *given: Any) -> "KernelPlan | None":
-        """Plan of the kernel that a graph runs under capture, None where that is this one. It is built at the first capture."""
+        """Plan of the kernel that a graph runs, built at the first capture; None where that is this one, and outside of a capture."""
+        if not capturing(self.call.device) or torch.are_deterministic_algorithms_enabled():
+            return None
         if isinstance(self._in_graphs, Fallback):
             with driver.relaxed_capture():
                 self._in_graphs = self._built("CUDA graphs run a slower kernel:", self._in_graphs, *given)
@@ -278,17 +280,13 @@ class KernelPlan(ModulePlan, Plan):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
-        if self._in_graphs is not None and capturing(self.call.device) and not torch.are_deterministic_algorithms_enabled():
-            captured = self._captured(query, key, value, mask, per_head)
-            if captured is not None:
-                return captured.run(query, key, value, mask, seed, per_head)
+        if self._in_graphs is not None and (captured := self._captured(query, key, value, mask, per_head)) is not None:
+            return captured.run(query, key, value, mask, seed, per_head)
         misprediction = self.misprediction
         if misprediction is not None and (misprediction.latched or misprediction.mispredicted.value != misprediction.seen):
-            other = self._instead(query, key, value, mask, per_head)
-            if other is not None:
+            if (other := self._instead(query, key, value, mask, per_head)) is not None:
                 return other.run(query, key, value, mask, seed, per_head)
-        call, program = self.call, self.program
-        device, index = call.device, call.device.index
+        call, program, device, index = self.call, self.program, self.call.device, self.call.device.index
         if program is not None and torch._C._cuda_getDevice() != index:
             # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
