@@ -284,7 +284,8 @@ class KernelPlan(ModulePlan, Plan):
             return captured.run(query, key, value, mask, seed, per_head)
         misprediction = self.misprediction
         if misprediction is not None and (misprediction.latched or misprediction.mispredicted.value != misprediction.seen):
-            if (other := self._instead(query, key, value, mask, per_head)) is not None:
+            other = self._instead(query, key, value, mask, per_head)
+            if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)
         call, program, device, index = self.call, self.program, self.call.device, self.call.device.index
         if program is not None and torch._C._cuda_getDevice() != index:
@@ -305,8 +306,7 @@ class KernelPlan(ModulePlan, Plan):
             query, _ = launching.positive_scale(self.module.host, query, call.scale)
         shape, strides, lse_shape, lse_strides = self._layout
         out = torch.empty_like(query) if self._like_query else torch.empty_strided(shape, strides, dtype=call.out_dtype, device=device)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        counts, scratch, rest = 0, 0, self._rest
+        stream, counts, scratch, rest = torch._C._cuda_getCurrentRawStream(index), 0, 0, self._rest
         held: Tensor | None = None
         if self._counters or self._scratch:
             known, counts, scratch, rest = self._memory
