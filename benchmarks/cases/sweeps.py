@@ -3,16 +3,18 @@
 A sweep holds the outcome of every candidate of a problem, written by `flashtune search --sampler exhaustive`; four are among the archived
 runs. Trials of a replayed search are answered by the sweep, with some noise that a seed draws. Regret is the sweep's time of the best
 candidate so far over the best time of the space, less one. What trials of other problems say of the cost model's error is learned without
-those of the sweep's problem and of its neighbours, for every replay.
+those of the sweep's problem and of its neighbours, for every replay. Beside the sampler names of `flashtune search` there is
+`kernel_tuner:STRATEGY`, which searches the family of a sweep's best alone.
 """
 
-import json
+import csv
+import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from unittest.mock import patch
@@ -42,7 +44,9 @@ NOISE = 0.005
 """Standard deviation of a trial's median around the sweep's, as a share."""
 AHEAD = 8
 """Candidates under way at a time, as with eight compilers side by side."""
-SHOWN = (5, 10, 20, 30, 40, 60)
+SHOWN = (10, 20, 30, 40)
+KERNEL_TUNER = "kernel_tuner:"
+"""Prefix of its strategies among the names of samplers."""
 
 
 @cache
@@ -82,7 +86,7 @@ class Swept:
     """A sweep to search in: its space, as far as today's constraints allow it, and what became of each candidate."""
 
     def __init__(self, sweep: SearchResult) -> None:
-        self.problem = sweep.problem
+        self.problem, self.label = sweep.problem, f"{sweep.gpu} {sweep.problem.label()}"
         self.space = SearchSpace(_as_swept(sweep), sweep.problem, find_target(sweep.gpu))
         self.answers = {(o.template, o.config): o for o in sweep.outcomes}
         candidates = list(self.space.every())
@@ -170,8 +174,30 @@ class Run:
 
 def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *, ahead: int = AHEAD) -> Run:
     """A search of the sweep with up to `ahead` candidates under way, whose outcomes come in the order of proposal."""
+    if sampler.startswith(KERNEL_TUNER):
+        return _by_kernel_tuner(place, sampler, trials, seed)
     with patch.object(expected, "learned", place.learned):
         return _replayed(place, sampler, starts, trials, seed, ahead)
+
+
+def _by_kernel_tuner(place: Swept, sampler: str, trials: int, seed: int) -> Run:
+    from benchmarks.shared.kernel_tuner import tried
+
+    noise, started = random.Random(seed), time.process_time()
+    everything = [place.outcome(candidate, noise) for candidate in place.space.every()]
+    best = min(everything, key=lambda one: place.regret([one])).template
+    mine = {one.config: one for one in everything if one.template == best}
+    times = {config: one.measurement.median_us if one.measurement else None for config, one in mine.items()}
+    found = [mine[config] for config in tried(times, sampler.removeprefix(KERNEL_TUNER), trials, seed)]
+    regrets = [place.regret(found[: count + 1]) for count in range(len(found))]
+    spent = time.process_time() - started
+    return _run_of(place, sampler, "none", seed, regrets, trials, spent)
+
+
+def _run_of(place: Swept, sampler: str, starts: str, seed: int, regrets: list[float], trials: int, cpu_s: float) -> Run:
+    """A search whose last regret stays, where its candidates were exhausted before."""
+    regrets += regrets[-1:] * (trials - len(regrets))
+    return Run(problem=place.label, sampler=sampler, starts=starts, seed=seed, regrets=tuple(regrets), cpu_s=cpu_s)
 
 
 def study_of(place: Swept, sampler: str, starts: str, seed: int) -> Study:
@@ -196,10 +222,7 @@ def _replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, a
         found.append(place.outcome(candidate, noise))
         study.tell(candidate, found[-1])
         regrets.append(place.regret(found))
-    spent = time.process_time() - started
-    regrets += regrets[-1:] * (trials - len(regrets))
-    label = place.problem.label()
-    return Run(problem=label, sampler=sampler, starts=starts, seed=seed, regrets=tuple(regrets), cpu_s=spent)
+    return _run_of(place, sampler, starts, seed, regrets, trials, time.process_time() - started)
 
 
 def _as_swept(sweep: SearchResult) -> dict[str, Family]:
@@ -216,48 +239,41 @@ def _known(configs: set[Config]) -> Constraint:
     return Constraint(name="swept", holds=lambda config, spec, target: config in configs, why="the sweep has no answer for others")
 
 
-def summary(runs: Sequence[Run]) -> list[str]:
-    """A line to each problem, sampler and choice of starts: median and 90th percentile of the regret."""
+def summary(runs: Sequence[Run]) -> list[dict[str, str | int]]:
+    """A row to each choice of starts, sampler and sweep: median and 90th percentile of the regret after `SHOWN` trials."""
     groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.starts, run.sampler, run.problem), []).append(run)
-    counts = [count for count in SHOWN if count <= len(runs[0].regrets)]
-    lines = [
-        f"{'starts':7s} {'search':22s} {'problem':24s} seeds " + " ".join(f"{'at ' + str(count):>13s}" for count in counts) + "  CPU s"
-    ]
+    rows: list[dict[str, str | int]] = []
     for (starts, sampler, problem), group in groups.items():
-        cells = []
-        for count in counts:
+        row: dict[str, str | int] = {"starts": starts, "sampler": sampler, "sweep": problem, "seeds": len(group)}
+        for count in (count for count in SHOWN if count <= len(group[0].regrets)):
             regrets = sorted(run.regrets[count - 1] for run in group)
-            cells.append(f"{statistics.median(regrets):6.2%} {regrets[math.ceil(0.9 * len(regrets)) - 1]:6.2%}")
-        spent = statistics.median(run.cpu_s for run in group)
-        lines.append(f"{starts:7s} {sampler:22s} {problem:24s} {len(group):5d} " + " ".join(cells) + f"  {spent:5.2f}")
-    return lines
+            row[f"median at {count}"] = f"{statistics.median(regrets):.2%}"
+            row[f"90th at {count}"] = f"{regrets[math.ceil(0.9 * len(regrets)) - 1]:.2%}"
+        rows.append({**row, "cpu s": f"{statistics.median(run.cpu_s for run in group):.2f}"})
+    return rows
 
 
 def main() -> None:
-    """Print a table and, with `--out`, keep it with every run."""
+    """Print a line to each row of the table, and write it to the file of `--csv`."""
     parser = argument_parser(__doc__)
     parser.add_argument("--samplers", default="gp,random,tpe", help="samplers (%(default)s)")
-    parser.add_argument("--starts", default=",".join(STARTS), help="all, less5, less20 (without those among a sweep's fastest), none")
-    parser.add_argument("--trials", type=int, default=60, help="of each search (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=30, help="searches of each kind (default: %(default)s)")
+    parser.add_argument("--starts", default="none", help="all, less5, less20 (without those among a sweep's fastest), none (%(default)s)")
+    parser.add_argument("--trials", type=int, default=40, help="of each search (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=20, help="searches of each kind (default: %(default)s)")
     parser.add_argument("--ahead", type=int, default=AHEAD, help="candidates under way at a time")
-    parser.add_argument("--out", type=Path, help="a folder for the table and every run")
+    parser.add_argument("--csv", type=Path, help="file for the table")
     options = parser.parse_args()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    runs = [
-        replayed(swept(sweep), sampler, starts, options.trials, seed, ahead=options.ahead)
-        for starts in options.starts.split(",")
-        for sampler in options.samplers.split(",")
-        for sweep in sweeps()
-        for seed in range(options.seeds)
-    ]
-    lines = summary(runs)
-    print("\n".join(lines))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = f"{options.samplers.replace(',', '_')}-{options.starts.replace(',', '_')}-{options.ahead}"
-        (options.out / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        rows = [{**asdict(run), "regrets": [round(r, 5) for r in run.regrets]} for run in runs]
-        (options.out / f"{name}.json").write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    rows: list[dict[str, str | int]] = []
+    for starts, sampler in itertools.product(options.starts.split(","), options.samplers.split(",")):
+        for sweep in sweeps():
+            place = swept(sweep)
+            rows += summary([replayed(place, sampler, starts, options.trials, seed, ahead=options.ahead) for seed in range(options.seeds)])
+            print(*rows[-1].values(), flush=True)
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)

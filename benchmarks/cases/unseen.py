@@ -1,9 +1,9 @@
 """Search of a problem without a record: wall time of the command, and how far its pick is behind the best kernel (regret).
 
-`flashtune search` runs as a user runs it, in a process of its own with empty caches; its wall time is of the whole command, and its lines
-with FLASHTUNE_TRACE=1 say where the time went. Then every candidate of the families named by `--all` is compiled, checked and timed, and of
-the other families, for the time that is left, those that a search without end would try. At the end the fastest of all this and the pick
-race, interleaved, in one process.
+`flashtune search` runs as a user runs it, in a process of its own with empty caches; its wall time is of the whole command, its lines
+with FLASHTUNE_TRACE=1 say where the time went, and nvidia-smi in how much of it the GPU was busy. Then every candidate of the families
+named by `--all` is compiled, checked and timed, and of the other families, for the time that is left, those that a search without end
+would try. At the end the fastest of all this and the pick race, interleaved, in one process.
 
 Prints the regret and the number of valid candidates that were tried, and writes unseen.json. A sweep that `--sweep-s` ends isn't called
 exhaustive.
@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,46 @@ def command_of(problem: Problem, target: Target, db: Path, extra: Sequence[str])
 
 
 def search(problem: Problem, target: Target, scratch: Path, extra: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Run the command with empty caches; its seconds and trace. The result is in the database found.sqlite of `scratch`."""
+    """Run the command with empty caches; its seconds, by purpose too, its trace, and the share of them in which the GPU was busy. The
+    result is in the database found.sqlite of `scratch`."""
     empty = {name: str(scratch / name.lower()) for name in ("TRITON_CACHE_DIR", "FLASHTUNE_CACHE")}
     environment = {**os.environ, **empty, "FLASHTUNE_TRACE": "1", "XDG_DATA_HOME": str(scratch / "data")}
     words = command_of(problem, target, scratch / "found.sqlite", extra)
-    with (scratch / "said.txt").open("w") as log:
+    with (scratch / "said.txt").open("w") as log, watched() as readings:
         began = time.monotonic()
         done = subprocess.run(words, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False)
         took = time.monotonic() - began
+    busy = round(sum(readings) / len(readings) / 100, 3) if readings else None
     text = (scratch / "said.txt").read_text()
     said = [line for line in text.splitlines() if re.match(r"\d+ ms: ", line)]
     if done.returncode != 0:
         raise SystemExit(f"{shlex.join(words)} ended with {done.returncode}: {text[-2000:]}")
     at = {name: int(found[1]) / 1000 for name in ("planned", "searched", "done") if (found := re.search(rf"(\d+) ms: {name}", text))}
-    return {"seconds": round(took, 2), "at_s": at, "trace": said}
+    return {"seconds": round(took, 2), "at_s": at, "spent_s": spent(said), "busy": busy, "trace": said}
+
+
+def spent(said: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Seconds by purpose that a search's trace has, of the searching process (`here`) and of the GPU's (`on the GPU`)."""
+    found: dict[str, dict[str, float]] = {}
+    for place, purposes in (part for line in said for part in re.findall(r"; (here|on the GPU): ([^;]*)", line)):
+        for purpose, seconds in re.findall(r"([a-z][a-z ]*) ([0-9.]+)", purposes):
+            of = found.setdefault(place, {})
+            of[purpose] = round(of.get(purpose, 0.0) + float(seconds), 2)
+    return found
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Percentages of time in which the GPU ran kernels during the block, one for each of the tool's periods."""
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=100"]
+    readings: list[int] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as tool:
+        try:
+            yield readings
+        finally:
+            tool.terminate()
+            assert tool.stdout is not None
+            readings += [int(line) for line in tool.stdout if line.strip().isdecimal()]
 
 
 def swept(
@@ -138,7 +165,8 @@ def run(problem: Problem, target: Target, folder: Path, options: argparse.Namesp
         pick = result.best
         assert pick is not None, "the command found a kernel"
         found |= {"pick": pick.config.label(), "template": pick.template, "trials": len(result.outcomes)}
-        print(f"{problem.label()}: searched in {found['search']['seconds']:.1f} s, {len(result.outcomes)} trials", flush=True)
+        took, busy = found["search"]["seconds"], found["search"]["busy"]
+        print(f"{problem.label()}: searched in {took:.1f} s, {len(result.outcomes)} trials, GPU busy {busy}", flush=True)
         print(*found["search"]["trace"], sep="\n", flush=True)
         file.write_text(json.dumps(found, indent=1, allow_nan=False))
         # The sweep tests the pick: kernels that the search compiled needn't be compiled again.

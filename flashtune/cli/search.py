@@ -55,6 +55,7 @@ class SearchOptions:
     budget_s: float | None = None
     until: float = UNTIL
     sampler: str = "gp"
+    pruner: str | None = None
     templates: tuple[str, ...] = ()
     seed: int | None = None
     storage: str | None = None
@@ -97,6 +98,12 @@ class SearchOptions:
     show_default=True,
     help="Proposal of candidates: gp, a Gaussian process over the cost model's error; random; exhaustive, all in order; tpe, or any Optuna "
     "sampler as module:Class (optuna.samplers:GPSampler).",
+)
+@click.option(
+    "--pruner",
+    metavar="NAME",
+    help="Optuna pruner as module:Class (optuna.pruners:MedianPruner), asked after a candidate's first launches if to time it further "
+    "(default: yes if within 1.5 times the best).",
 )
 @click.option(
     "--template",
@@ -149,8 +156,8 @@ def search(
     that no template serves are named and left out.
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command resumes where it stopped, without finished problems.
-    Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs, --gpus,
-    --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
+    Commands are the same if GPU, problems, templates, --trials, --until, --sampler, --pruner and --seed are; the others (--budget, --jobs,
+    --gpus, --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
 
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
@@ -239,6 +246,7 @@ def run_search(
         budget_s=options.budget_s,
         until=options.until,
         sampler=options.sampler,
+        pruner=options.pruner,
         seed=options.seed,
         # A core stays free for each process that launches timed kernels.
         jobs=options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0)),
@@ -260,11 +268,13 @@ def run_search(
 
 
 def _refuse_unsearchable(plan: "SearchPlan") -> None:
-    """Raise InputError for an unknown sampler, and for problems that no template serves, before anything is written."""
-    from flashtune.tuner.propose.sampling import require_sampler
+    """Raise InputError for an unknown sampler or pruner, and for problems that no template serves, before anything is written."""
+    from flashtune.tuner.propose.sampling import pruning, require_sampler
     from flashtune.tuner.propose.space import SearchSpace
 
     require_sampler(plan.sampler)
+    if plan.pruner is not None:
+        pruning(plan.pruner)
     for problem in plan.problems:
         SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 

@@ -74,14 +74,14 @@ def show(
 
 
 def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
-    """Rendered source of the kernel with this id, which is a record's kernel or its fallback kernel."""
+    """Rendered source of the kernel with this id, which is a record's kernel or one beside it."""
     from flashtune.templates import unservable
     from flashtune.tuner.publish.winners import source_for, variant_for
 
     for record in records:
-        for one in (record, record.as_fallback()):
+        for one in (record, *record.beside()):
             # A record of an earlier version may hold another id than its kernel has today, which is what explain prints.
-            if one is not None and unservable(one) is None and variant_id in (one.outcome.variant_id, variant_for(one).id):
+            if unservable(one) is None and variant_id in (one.outcome.variant_id, variant_for(one).id):
                 return source_for(one).text
     raise InputError(f"no record's kernel has the id {variant_id!r}: take one that flashtune explain prints")
 

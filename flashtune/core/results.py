@@ -1,6 +1,6 @@
 """Results of trials (`Outcome`), their times (`Measurement`), and the records of winners (`TuningRecord`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
@@ -112,6 +112,27 @@ class Outcome:
     """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
 
 
+GRAPH_GAIN = 0.02
+"""Share of its time on the GPU by which a winner has to be slower than another kernel for graphs to run that: from one process to the next
+two kernels differ by up to 0.8 %."""
+
+
+def fastest_in_graphs(winner: Outcome, others: Iterable[Outcome]) -> Outcome | None:
+    """The fastest on the GPU of the winner's family, where whole calls made another the winner (the GPU waited for the host, as it doesn't
+    in a CUDA graph); None elsewhere. It has no frozen row maxima: a graph can't switch to a fallback kernel."""
+    if winner.call_us is None or winner.measurement is None:
+        return None
+    most_us = winner.measurement.median_us / (1 + GRAPH_GAIN)
+    found = [
+        (one.measurement.median_us, one.variant_id, one)
+        for one in others
+        if one.template == winner.template and one.fate is Fate.CORRECT and one.finalist and not settles(one.config)
+        if one.call_us is not None and one.call_us > winner.call_us
+        if one.measurement is not None and one.measurement.median_us < most_us
+    ]
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
     """PyTorch's default attention, timed in the same run on the same inputs."""
@@ -149,6 +170,10 @@ class Conditions:
     def doubts(self) -> tuple[str, ...]:
         """Reasons to doubt times taken under these conditions: `throttled`, `shared`."""
         return (("throttled",) if self.throttled_by else ()) + (("shared",) if self.other_processes else ())
+
+
+REQUALIFIED = "requalified"
+"""Reason of a run that timed a record again: what other runs said of its key before doesn't count any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +226,8 @@ class TuningRecord:
     fallback: Outcome | None = None
     """The fallback kernel where the outcome freezes row maxima: the best measured trial of the same run that doesn't, for mispredicted
     softmax."""
+    in_graphs: Outcome | None = None
+    """The kernel of the same run that CUDA graphs run in place of the outcome's (`fastest_in_graphs`)."""
     origin: str = ""
     """The database it was read from: `shipped`, `overlay` or a path."""
     precedence: int = 0
@@ -208,14 +235,19 @@ class TuningRecord:
 
     def as_fallback(self) -> "TuningRecord | None":
         """The record of its fallback kernel; None where it has none."""
-        return None if self.fallback is None else replace(self, outcome=self.fallback, fallback=None)
+        return None if self.fallback is None else replace(self, outcome=self.fallback, fallback=None, in_graphs=None)
+
+    def beside(self) -> "tuple[TuningRecord, ...]":
+        """Records of the kernels that may serve in its place: its fallback kernel, and that of graphs."""
+        others = (one for one in (self.fallback, self.in_graphs) if one is not None)
+        return tuple(replace(self, outcome=one, fallback=None, in_graphs=None) for one in others)
 
     def as_result(self) -> "SearchResult":
-        """The result of a search that found only the record and its fallback kernel."""
+        """The result of a search that found only the record, its fallback kernel and that of graphs."""
         return SearchResult(
             gpu=self.key.gpu,
             problem=self.problem,
-            outcomes=(self.outcome,) if self.fallback is None else (self.outcome, self.fallback),
+            outcomes=tuple(dict.fromkeys(one for one in (self.outcome, self.fallback, self.in_graphs) if one is not None)),
             provenance=self.provenance,
             baseline=self.baseline,
             ending=self.ending,
@@ -287,3 +319,8 @@ class SearchResult:
         right = [o for o in self.outcomes if o.template == best.template and o.fate is Fate.CORRECT and o.source == "measured"]
         running = tuple(o for o in right if "maximum" in o.config and not settles(o.config))
         return replace(self, outcomes=running).best
+
+    @property
+    def in_graphs(self) -> Outcome | None:
+        """The kernel that CUDA graphs run in place of the winner (`fastest_in_graphs`)."""
+        return None if self.best is None else fastest_in_graphs(self.best, self.outcomes)

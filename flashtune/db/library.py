@@ -19,7 +19,7 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError
-from flashtune.db.preference import by_key, foremost, key_order, preference, serve_all, worth_keeping
+from flashtune.db.preference import by_key, by_preference, foremost, key_order, serve_all, worth_keeping
 from flashtune.db.records import FileChanged, FileRecords
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
                 found += _labelled(layer, self._of(place, lambda records: records.get(key, [])))
             if not found:
                 raise KeyError(key)
-            self._known[key] = sorted(found, key=preference)
+            self._known[key] = by_preference(found)
         return self._known[key]
 
     def __iter__(self) -> Iterator[ProblemKey]:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, TuningRecord
+from flashtune.core.results import REQUALIFIED, Bits, TuningRecord
 from flashtune.db.rows import moment
 
 FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5
@@ -28,7 +28,7 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
     without PyTorch's time follow, the newest first; then predictions, the newest first, because a later cost model supersedes an
     earlier one. Ties go to the smaller variant id, so that two machines choose alike.
     """
-    age = -moment(record.provenance.created_at).timestamp()
+    age = -_made(record)
     layer = -record.precedence
     if record.outcome.source == "predicted":
         return 2, layer, 0, age, record.outcome.variant_id
@@ -36,6 +36,11 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
     if relative is None:
         return 1, layer, 1, age, record.outcome.variant_id
     return 1, layer, 0, not _evident(record), _newest_first(record), relative, record.outcome.variant_id
+
+
+def _made(record: TuningRecord) -> float:
+    """Seconds since the epoch at which its run began."""
+    return moment(record.provenance.created_at).timestamp()
 
 
 def _evident(record: TuningRecord) -> bool:
@@ -55,7 +60,28 @@ def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecor
     found: dict[ProblemKey, list[TuningRecord]] = {}
     for record in records:
         found.setdefault(record.key, []).append(record)
-    return {key: sorted(same, key=preference) for key, same in found.items()}
+    return {key: by_preference(same) for key, same in found.items()}
+
+
+def by_preference(same: Iterable[TuningRecord]) -> list[TuningRecord]:
+    """Records of one key, the best first (`preference`); equals keep their order.
+
+    A record that was timed again stands for what was said of the key before, also in the shipped database, which nothing is written to: the
+    measured records of its own and of lower layers that are older come after it.
+    """
+    ordered = sorted(same, key=preference)
+    again = [record for record in ordered if record.ending is not None and record.ending.reason == REQUALIFIED]
+    if not again:
+        return ordered
+    newest = max(again, key=_made)
+
+    def outdated(record: TuningRecord) -> bool:
+        return record.outcome.source == "measured" and record.precedence <= newest.precedence and _made(record) < _made(newest)
+
+    old = [record for record in ordered if outdated(record)]
+    kept = [record for record in ordered if not outdated(record)]
+    place = kept.index(newest) + 1
+    return kept[:place] + old + kept[place:]
 
 
 def serve_all(record: TuningRecord) -> None:

@@ -39,13 +39,15 @@ _WINNERS = f"""
     WHERE ranked.place = 1 ORDER BY run.id DESC
 """
 _FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE ranked.place = 1"
+_CALLED = f"SELECT {', '.join(_TRIAL)} FROM {_TRIALS} WHERE trial.call_us IS NOT NULL AND {_OF_RUNS}"
 
 
 class Found(NamedTuple):
-    """Values of the winners of runs, newest run first, and of the best trials of RUNNING_PATTERN."""
+    """Values of the winners of runs, newest run first, of the best trials of RUNNING_PATTERN, and of trials with times of whole calls."""
 
     winners: Sequence[Values]
     fallbacks: Sequence[Values]
+    called: Sequence[Values]
 
 
 def winners(execute: Execute, where: str = "TRUE", parameters: Mapping[str, object] | None = None, most: int | None = None) -> Found:
@@ -57,7 +59,7 @@ def winners(execute: Execute, where: str = "TRUE", parameters: Mapping[str, obje
     given = {**(parameters or {}), "running": rows.RUNNING_PATTERN}
     found = execute(first, given)
     settled = any(rows.SETTLED in str(values[-1]) for values in found)
-    return Found(found, execute(running, given) if settled else ())
+    return Found(found, execute(running, given) if settled else (), execute(_CALLED.format(where=where), parameters or {}))
 
 
 @functools.cache
@@ -74,10 +76,13 @@ def _winning(where: str, most: int | None) -> tuple[str, str]:
 def records(found: Found, name: str) -> list[TuningRecord]:
     """Records of winners; raises DatabaseError, which names the database, for a value that flashtune would not write."""
     fallbacks = {fallback.values["run_id"]: fallback for fallback in (_row(_TRIAL, values) for values in found.fallbacks)}
-    return [_record(values, fallbacks, name) for values in found.winners]
+    called: dict[object, list[Row]] = {}
+    for one in (_row(_TRIAL, values) for values in found.called):
+        called.setdefault(one.values["run_id"], []).append(one)
+    return [_record(values, fallbacks, called, name) for values in found.winners]
 
 
-def _record(values: Values, fallbacks: Mapping[object, Row], name: str) -> TuningRecord:
+def _record(values: Values, fallbacks: Mapping[object, Row], called: Mapping[object, Sequence[Row]], name: str) -> TuningRecord:
     key, run, rest = _read_run(values, name)
     trial = _row(_TRIAL, rest)
     with row_named(name, "trial", trial.values["id"]):
@@ -86,7 +91,11 @@ def _record(values: Values, fallbacks: Mapping[object, Row], name: str) -> Tunin
     fallback = fallbacks.get(trial.values["run_id"])
     with row_named(name, "trial", "" if fallback is None else fallback.values["id"]):
         running = rows.fallback_of(outcome, fallback)
-    return TuningRecord(key=key, outcome=outcome, fallback=running, origin=name, **run)
+    with row_named(name, "trial", f"of run {trial.values['run_id']}"):
+        in_graphs = rows.in_graphs_of(outcome, called.get(trial.values["run_id"], ()))
+        if in_graphs is not None:
+            rows.refuse_impossible(key.gpu, run["problem"], in_graphs, None)
+    return TuningRecord(key=key, outcome=outcome, fallback=running, in_graphs=in_graphs, origin=name, **run)
 
 
 class FoundRuns(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from flashtune.core.config import Config, KernelSpec, Variant, settles
 from flashtune.core.errors import InputError
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
-from flashtune.core.results import Fate, Source, TuningRecord
+from flashtune.core.results import Fate, Outcome, Source, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.dispatch.records import Pool, differences, group_of, same_features, unaligned
 from flashtune.dispatch.torch_times import calls_tie, slower_reading, step_ratio, torch_has
@@ -39,7 +39,8 @@ class Choice(NamedTuple):
     """One way to serve a problem: a family with a config, or PyTorch (no family). `note` is the reason in a sentence.
 
     Where the record is of another key, `differences` lists the differences. `fallback` is the config of the kernel that serves where the
-    softmax is mispredicted, if `config` has a frozen row max and the record's search measured such a kernel.
+    softmax is mispredicted, if `config` has a frozen row max and the record's search measured such a kernel; `in_graphs` is that of the
+    kernel that CUDA graphs run, if whole calls chose one that is slower on the GPU.
     """
 
     kind: Kind
@@ -50,6 +51,7 @@ class Choice(NamedTuple):
     config: Config | None = None
     differences: tuple[str, ...] = ()
     fallback: Config | None = None
+    in_graphs: Config | None = None
 
     @property
     def variant(self) -> Variant | None:
@@ -317,23 +319,26 @@ class _Ranking:
     def _by(self, fit: Fit, kind: Kind, note: str) -> Choice:
         """Choice of a fit's kernel."""
         unlike = () if fit.record.key == self.key else differences(fit.record, self.key)
-        fallback = self._fallback(fit.record, fit.family, fit.config)
-        return Choice(kind, self.spec, note, fit.record, fit.family, fit.config, unlike, fallback)
+        fallback = self._beside(fit, fit.record.fallback) if settles(fit.config) else None
+        in_graphs = self._beside(fit, fit.record.in_graphs)
+        if in_graphs is not None:
+            note += f"; CUDA graphs run {in_graphs.label()}, which takes less time on the GPU alone"
+        return Choice(kind, self.spec, note, fit.record, fit.family, fit.config, unlike, fallback, in_graphs)
 
-    def _fallback(self, record: TuningRecord, family: Family, config: Config) -> Config | None:
-        """Config of the record's fallback kernel, where `config` has a frozen row max, adapted where necessary; None where it can't
-        serve."""
-        if record.fallback is None or record.fallback.template != family.name or not settles(config):
+    def _beside(self, fit: Fit, other: Outcome | None) -> Config | None:
+        """Config of another kernel of the record's run, adapted where necessary; None where it can't serve."""
+        family = fit.family
+        if other is None or other.template != family.name:
             return None
-        fallback = family.completed(record.fallback.config)
+        config = family.completed(other.config)
         try:
-            family.validate(fallback)
+            family.validate(config)
         except InputError:
             return None
-        moved = self._move(family, fallback)
+        moved = self._move(family, config)
         if isinstance(moved, str) or settles(moved):
             return None
-        return moved if self._is_own(record) else family.resized(moved, self.problem, self.target)
+        return moved if self._is_own(fit.record) else family.resized(moved, self.problem, self.target)
 
     def _note(self, fit: Fit) -> str:
         """The record's time, where it is from, and how its config was adapted."""

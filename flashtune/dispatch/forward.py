@@ -129,8 +129,8 @@ class ModulePlan:
 
 
 class Fallback(NamedTuple):
-    """Fallback kernel of a plan, for mispredicted softmax: a config of the same family, and a factory of its plan, which may fail or return
-    None."""
+    """Kernel that serves in a plan's place, for mispredicted softmax or in CUDA graphs: a config of the same family, and a factory of its
+    plan, which may fail or return None."""
 
     config: Config
     plan: Callable[[], "KernelPlan | None"]
@@ -144,6 +144,7 @@ class KernelPlan(ModulePlan, Plan):
         "_counters",
         "_hands_on",
         "_heads",
+        "_in_graphs",
         "_layout",
         "_like_query",
         "_lse_offset",
@@ -159,13 +160,21 @@ class KernelPlan(ModulePlan, Plan):
     )  # fmt: skip
 
     def __init__(
-        self, call: Call, module: LoadedKernel, q_strides: tuple[int, ...], *, fallback: Fallback | None = None, **others: Any
+        self,
+        call: Call,
+        module: LoadedKernel,
+        q_strides: tuple[int, ...],
+        *,
+        fallback: Fallback | None = None,
+        in_graphs: Fallback | None = None,
+        **others: Any,
     ) -> None:
         """`q_strides` are those of q (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch.
         `others` are the arguments of ModulePlan."""
         super().__init__(call, module, **others)
         self.fallback = fallback
         self._other: KernelPlan | None = None
+        self._in_graphs: Fallback | KernelPlan | None = in_graphs
         self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q_strides), shape[:3], (call.heads * call.n_q, call.n_q, 1))
@@ -241,28 +250,44 @@ class KernelPlan(ModulePlan, Plan):
         if not misprediction.check():
             return None
         if self._other is None:
-            try:
-                other = fallback.plan()
-                if other is not None:
-                    other.build(query, key, value, mask, per_head)
-                if other is None or other.program is None:
-                    raise EnvironmentProblem("its launches can't be prepared here")
-                self._other = other
-            except Exception as error:
+            self._other = self._built("scores defeat a kernel's softmax, but its fallback", fallback, query, key, value, mask, per_head)
+            if self._other is None:
                 # The present kernel is slower on these scores, but correct.
-                self._warn(f"flashtune: scores defeat a kernel's softmax, but its fallback {fallback.config.label()} can't serve: {error}")
                 self.misprediction, misprediction.latched = None, False
         return self._other
 
+    def _built(self, why: str, wanted: Fallback, *given: Any) -> "KernelPlan | None":
+        """Plan of another kernel, built with the arguments `given`; None, and a warning that begins with `why`, where it can't serve."""
+        try:
+            other = wanted.plan()
+            if other is not None:
+                other.build(*given)
+            if other is None or other.program is None:
+                raise EnvironmentProblem("its launches can't be prepared here")
+        except Exception as error:
+            self._warn(f"flashtune: {why} {wanted.config.label()} can't serve: {error}")
+            return None
+        return other
+
+    def _captured(self, *given: Any) -> "KernelPlan | None":
+        """Plan of the kernel that a graph runs, built at the first capture; None where that is this one, and outside of a capture."""
+        if not capturing(self.call.device) or torch.are_deterministic_algorithms_enabled():
+            return None
+        if isinstance(self._in_graphs, Fallback):
+            with driver.relaxed_capture():
+                self._in_graphs = self._built("CUDA graphs run a slower kernel:", self._in_graphs, *given)
+        return self._in_graphs
+
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
+        if self._in_graphs is not None and (captured := self._captured(query, key, value, mask, per_head)) is not None:
+            return captured.run(query, key, value, mask, seed, per_head)
         misprediction = self.misprediction
         if misprediction is not None and (misprediction.latched or misprediction.mispredicted.value != misprediction.seen):
             other = self._instead(query, key, value, mask, per_head)
             if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)
-        call, program = self.call, self.program
-        device, index = call.device, call.device.index
+        call, program, device, index = self.call, self.program, self.call.device, self.call.device.index
         if program is not None and torch._C._cuda_getDevice() != index:
             # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
@@ -281,8 +306,7 @@ class KernelPlan(ModulePlan, Plan):
             query, _ = launching.positive_scale(self.module.host, query, call.scale)
         shape, strides, lse_shape, lse_strides = self._layout
         out = torch.empty_like(query) if self._like_query else torch.empty_strided(shape, strides, dtype=call.out_dtype, device=device)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        counts, scratch, rest = 0, 0, self._rest
+        stream, counts, scratch, rest = torch._C._cuda_getCurrentRawStream(index), 0, 0, self._rest
         held: Tensor | None = None
         if self._counters or self._scratch:
             known, counts, scratch, rest = self._memory

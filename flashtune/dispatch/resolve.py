@@ -250,8 +250,10 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         elif code.module.accepts(q, k, v, mask):
             if choice.record is not None and call.device.type == "cuda":
                 memo.warn_of_elsewhere(choice.record, call.device)
-            fallback = _fallback(memo, call, choice, target, q.stride())
-            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, warn=memo.warn_once)
+            fallback, in_graphs = (
+                _beside(memo, call, choice, config, target, q.stride()) for config in (choice.fallback, choice.in_graphs)
+            )
+            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, in_graphs=in_graphs, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             # The caller resumes the generator only after this candidate failed.
             why = memo.kernels.failure(variant, call.device) or "it failed"
@@ -259,10 +261,10 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         failed.add(family.name)
 
 
-def _fallback(memo: Memo, call: Call, choice: Choice, target: Target, q_strides: tuple[int, ...]) -> Fallback | None:
-    """Fallback kernel of a choice; its code is loaded at the first switch to it."""
-    family, config, record = choice.family, choice.fallback, choice.record
-    if family is None or config is None or record is None or record.fallback is None:
+def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, target: Target, q_strides: tuple[int, ...]) -> Fallback | None:
+    """Kernel of the choice's family with another config; its code is loaded at the first switch to it."""
+    family = choice.family
+    if family is None or config is None:
         return None
 
     def plan() -> KernelPlan | None:

@@ -55,6 +55,17 @@ def test_twenty_trials_without_any_start_or_near_trial_find_a_config_within_half
         assert regrets[19] <= 0.005 and regrets[-1] <= 0.002, seed
 
 
+def test_kernel_tuners_strategies_try_a_sweeps_candidates() -> None:
+    pytest.importorskip("kernel_tuner")
+    place = sweeps.swept(sweeps.sweeps()[1])
+    runs = [sweeps.replayed(place, "kernel_tuner:random_sample", "none", 20, seed) for seed in range(3)]
+    for run in runs:
+        assert len(run.regrets) == 20 and list(run.regrets) == sorted(run.regrets, reverse=True) and 0 <= run.regrets[-1] < run.regrets[0]
+    [row] = sweeps.summary(runs)
+    assert (row["sampler"], row["sweep"], row["seeds"]) == ("kernel_tuner:random_sample", place.label, 3)
+    assert row["median at 20"] == f"{sorted(run.regrets[-1] for run in runs)[1]:.2%}"
+
+
 def test_what_a_search_states_at_its_end_holds_in_most_stops_and_not_in_all() -> None:
     """Its 90th percentile; of the replays' stops 80 to 97 %."""
     ends = [stops.stopped(sweeps.swept(sweep), "none", seed) for sweep in sweeps.sweeps() for seed in range(2)]

@@ -9,6 +9,8 @@ from call_checks import close, in_threads, inputs
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flashtune import dispatch
+from flashtune.dispatch import context
+from flashtune.dispatch.forward import KernelPlan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a GPU")
 
@@ -20,8 +22,6 @@ def same_numbers() -> None:
 
 def prepared_plans() -> int:
     """How many plans launch through the driver."""
-    from flashtune.dispatch import context
-
     return sum(getattr(plan, "program", None) is not None for plan in context.current().plans.values())
 
 
@@ -132,9 +132,42 @@ def test_graphs_capture_first_and_later_calls() -> None:
             torch.cuda.synchronize()
             close(out, sdpa(q, k, v, is_causal=True))
             assert all(torch.equal(x, alone) for x in beside)
-        from flashtune.dispatch import context
-
         assert not context.current().kernels.broken, f"a capture marked kernels broken: {context.current().kernels.broken}"
+
+
+def test_graphs_run_the_kernel_that_is_faster_on_the_gpu() -> None:
+    """a step whose whole calls chose a slower kernel: a graph, captured first or later or by torch.compile, runs the other; calls don't"""
+    q = torch.randn(1, 14, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 2, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if "CUDA graphs run" not in dispatch.explain(q, k, v, enable_gqa=True).reason:
+        pytest.skip("no record of this GPU has another kernel for graphs")
+
+    def replayed(run: Any) -> None:
+        for _ in range(3):
+            for x in (q, k, v):
+                x.normal_()
+            close(run(), sdpa(q, k, v, enable_gqa=True))
+
+    for known in (False, True):
+        dispatch.reload()
+        sdpa(q, k, v, enable_gqa=True)
+        if known:
+            close(dispatch.attention(q, k, v, enable_gqa=True), sdpa(q, k, v, enable_gqa=True))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = dispatch.attention(q, k, v, enable_gqa=True)
+        plan = next(iter(context.current().plans.values()))
+        assert isinstance(plan, KernelPlan) and isinstance(plan._in_graphs, KernelPlan) and plan._in_graphs.program is not None
+
+        def replay(graph: torch.cuda.CUDAGraph = graph, out: torch.Tensor = out) -> torch.Tensor:
+            graph.replay()
+            return out
+
+        replayed(replay)
+        replayed(lambda: dispatch.attention(q, k, v, enable_gqa=True))
+    compiled = torch.compile(lambda q, k, v: dispatch.attention(q, k, v, enable_gqa=True), mode="reduce-overhead")
+    replayed(lambda: compiled(q, k, v).clone())
 
 
 def test_compiled_calls() -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 from postgres import PostgresServer, binaries
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
@@ -45,7 +46,16 @@ class Searching:
     """A search of the grid in a process of its own, which makes no more trials than it is told to."""
 
     def __init__(
-        self, home: Path, *, trials: int, seconds: float, problems: int, more: tuple[str, ...] = (), name: str = "", apart: bool = False
+        self,
+        home: Path,
+        *,
+        trials: int,
+        seconds: float,
+        problems: int,
+        more: tuple[str, ...] = (),
+        name: str = "",
+        apart: bool = False,
+        others: str = "",
     ) -> None:
         self._limit, self._tried = home / f"limit{name}", home / f"tried{name}"
         grid = ",".join(str(length) for length in LENGTHS[:problems])
@@ -64,6 +74,9 @@ class Searching:
         ]
         where = {"FLASHTUNE_CACHE": str(home / "cache"), "FLASHTUNE_TEST_SECONDS": str(seconds)}
         where |= {"FLASHTUNE_TEST_LIMIT": str(self._limit), "FLASHTUNE_TEST_TRIALS": str(self._tried)}
+        if others:
+            # One of these, which are to keep to each other's pace.
+            where |= {"FLASHTUNE_TEST_CLOCKS": str(home), "FLASHTUNE_TEST_DEVICES": others, "CUDA_VISIBLE_DEVICES": name}
         ids = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
         self._command, self._where = [*ids, sys.executable, str(HERE / "quick_search.py"), *words], {**os.environ, **where}
         self._errors = home / f"errors{name}"
@@ -169,18 +182,20 @@ def quick_count(storage: str) -> int:
         return 0
 
 
-def study_outcomes(url: str) -> Counter[tuple[str, str]]:
-    """How often each candidate of each study was told."""
+def trials_of(url: str) -> list[tuple[str, FrozenTrial]]:
+    """Every trial with its study's name."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    told: Counter[tuple[str, str]] = Counter()
     # Without the comparison of versions, which every look would make anew.
     storage = optuna.storages.RDBStorage(url, skip_compatibility_check=True, skip_table_creation=True)
-    for study in storage.get_all_studies():
-        for trial in storage.get_all_trials(study._study_id, deepcopy=False):
-            if (outcome := trial.user_attrs.get("outcome")) is not None:
-                told[study.study_name, outcome["variant_id"]] += 1
+    studies = storage.get_all_studies()
+    found = [(study.study_name, trial) for study in studies for trial in storage.get_all_trials(study._study_id, deepcopy=False)]
     storage.engine.dispose()
-    return told
+    return found
+
+
+def study_outcomes(url: str) -> Counter[tuple[str, str]]:
+    """How often each candidate of each study was told."""
+    return Counter((name, trial.user_attrs["outcome"]["variant_id"]) for name, trial in trials_of(url) if "outcome" in trial.user_attrs)
 
 
 def hosts(server: PostgresServer, count: int, *, problems: int, trials: int, seconds: float, apart: bool = False) -> dict[str, Any]:
@@ -233,6 +248,27 @@ def hosts(server: PostgresServer, count: int, *, problems: int, trials: int, sec
         "trials_under_way_at_the_kill_made_again": sum(done.values()) - len(done),
         "runs": len(found),
     }
+
+
+def shares(server: PostgresServer, count: int, *, problems: int, trials: int) -> list[int]:
+    """Trials of each of several searches on one server that keep to each other's pace; none is done twice, and no claim withdrawn."""
+    storage, tuned = server.create("shared_studies"), server.create("shared_tuned")
+    names = [str(number) for number in range(count)]
+    with tempfile.TemporaryDirectory() as home:
+        how: dict[str, Any] = {"trials": trials, "seconds": 0.0, "problems": problems, "others": ",".join(names)}
+        searches = [Searching(Path(home), name=name, more=("--storage", storage, "--db", tuned), **how) for name in names]
+        for one in searches:
+            one.start()
+        for one in searches:
+            one.ended()
+        done = [one.timed() for one in searches]
+    made = Counter(line for lines in done for line in lines)
+    told = study_outcomes(storage)
+    assert len(told) == problems * trials and set(told.values()) == set(made.values()) == {1}
+    claims = [trial for name, trial in trials_of(storage) if name.startswith("search-") and "problem" in trial.user_attrs]
+    assert len(claims) == problems and {claim.state.name for claim in claims} == {"COMPLETE"}
+    assert [len(result.outcomes) for result in rows(tuned)] == [trials] * problems
+    return [len(lines) for lines in done]
 
 
 def until(storage: str, trials: int) -> int:

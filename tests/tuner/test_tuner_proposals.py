@@ -37,7 +37,7 @@ class Asked:
         self.claimed = 0
         self.sampler = SimpleNamespace(warm_up=lambda: None)
 
-    def ask(self, count: int, *, limit: int | None) -> list[Any]:
+    def ask(self, count: int, *, limit: int | None, known: int | None = None) -> list[Any]:
         found = list(range(self.claimed, self.claimed + max(0, count)))
         self.claimed += len(found)
         self.pending += found
@@ -131,6 +131,26 @@ def test_of_several_gpus_the_second_begins_with_what_has_the_fewest_features() -
         taken.append(turns.order(spec)[0])
         turns.begin(taken[-1])
     assert taken == [0, 4, 2, 1]
+
+
+def test_a_candidate_is_compiled_before_the_next_is_thought_of() -> None:
+    """The first ones, winners of near records, don't wait for the sampler's look at the whole space."""
+    compiled: list[Any] = []
+
+    class Thinking(Asked):
+        def ask(self, count: int, *, limit: int | None, known: int | None = None) -> list[Any]:
+            assert len(compiled) == self.claimed
+            return super().ask(count, limit=limit)
+
+    def compiling(candidate: Any) -> Failed:
+        compiled.append(candidate)
+        return Failed(fate=Fate.COMPILE, reason="it can't")
+
+    study: Any = Thinking()
+    proposals = Proposals(study, compiling, ahead=6, limit=None, beside=True)
+    assert proposals.next() is not None
+    proposals.close()
+    assert compiled == list(range(6))
 
 
 def test_what_would_be_proposed_next_is_compiled_and_given_up_with_the_rest() -> None:

@@ -202,13 +202,15 @@ def test_an_interrupted_study_asks_what_an_undisturbed_one_asks(
 
 
 def test_a_trial_is_one_transaction_of_few_queries(tmp_path: Path) -> None:
-    """However many trials there are, and whatever the sampler."""
+    """However many trials there are, and hosts that share the plan."""
     with study_storage(f"sqlite:///{tmp_path}/study.sqlite") as where:
         one, statements, commits = study(where), list[str](), list[int]()
         event.listen(where.engine, "before_cursor_execute", lambda *words: statements.append(words[2]))
         event.listen(where.engine, "commit", lambda *words: commits.append(1))
         counts = []
-        for candidate in one.ask(20):
+        for number, candidate in enumerate(one.ask(20)):
+            if number % 5 == 4:
+                assert Claims(where, ["plan"]).take(["another", *map(str, range(number))]) is not None
             statements.clear()
             commits.clear()
             one.begin(candidate)

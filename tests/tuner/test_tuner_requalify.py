@@ -15,8 +15,11 @@ from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, Conditions, Fate, Measurement, SearchResult
 from flashtune.core.target import find_target
+from flashtune.db import library
+from flashtune.db.library import Library
 from flashtune.db.store import Store
-from flashtune.templates import family
+from flashtune.dispatch.choose import choose
+from flashtune.templates import families, family
 from flashtune.tuner import machine
 from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.replies import Called, Failed, Raced, Standing, Timed
@@ -66,6 +69,14 @@ class Planted(Evaluation):
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
         return None
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has an H200, and a PyTorch of the records' release."""
+    monkeypatch.setattr(machine, "local_gpu", lambda: SimpleNamespace(name="NVIDIA H200", target=TARGET))
+    here = replace(samples.PROVENANCE, created_at="2026-11-27T10:00:00+00:00")
+    monkeypatch.setattr(machine, "provenance", lambda **_: here)
 
 
 @pytest.fixture
@@ -125,3 +136,34 @@ def test_without_a_gpu_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.Monk
     path = samples.write(tmp_path / "a.sqlite", (stored(512, 50.0, 60.0),))
     done = flashtune("verify", "--requalify", "--db", str(path))
     assert done.exit_code == 4 and "run it on the records' own GPU" in done.stderr
+
+
+def test_a_shipped_record_that_was_demoted_stays_so_until_a_newer_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_h200: None
+) -> None:
+    shipped = samples.write(tmp_path / "shipped.sqlite", (stored(640, 100.0, 110.0),))
+    own = tmp_path / "own.sqlite"
+    monkeypatch.setattr(library, "shipped_path", lambda: shipped)
+    monkeypatch.setenv("FLASHTUNE_OWN_DB", str(own))
+    times = {(640, FIRST): 150.0, (640, SECOND): 140.0}
+    monkeypatch.setattr(evaluation, "MeasuredEvaluation", lambda *, problem, **_: Planted(problem, times))
+    before = shipped.read_bytes()
+    done = CliRunner().invoke(main, ["verify", "--requalify", "--json"])
+    assert done.exit_code == 0, done.output
+    assert [row["verdict"] for row in json.loads(done.stdout)["rows"]] == ["demoted"]
+    assert shipped.read_bytes() == before
+    key = samples.problem(640).key("h200")
+
+    def serves() -> tuple[str, float | None]:
+        best = Library.default().best(key)
+        assert best is not None
+        return choose(samples.problem(640), TARGET, Library.default().records(), families()).kind, best.relative_time
+
+    assert serves() == ("framework", pytest.approx(140.0 / PYTORCH_US))
+    # An earlier one, merged in later, changes nothing; a newer measurement counts.
+    with Store.open(own, writable=True) as store:
+        store.save(replace(stored(640, 90.0, 95.0), provenance=replace(samples.PROVENANCE, created_at="2026-11-26T10:00:00+00:00")))
+    assert serves()[0] == "framework"
+    with Store.open(own, writable=True) as store:
+        store.save(replace(stored(640, 110.0, 115.0), provenance=replace(samples.PROVENANCE, created_at="2026-11-28T10:00:00+00:00")))
+    assert serves() == ("exact", pytest.approx(110.0 / PYTORCH_US))

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import optuna
 import pytest
 
 from flashtune.core.config import Config, KernelSpec
@@ -16,7 +17,7 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target, find_target
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
-from flashtune.tuner.propose.sampling import OWN, sampler_of
+from flashtune.tuner.propose.sampling import OWN, pruning, sampler_of
 from flashtune.tuner.propose.space import Candidate, Candidates, SearchSpace
 from flashtune.tuner.propose.surrogate import FAMILY_ERROR, LENGTHS, NOISE, OWN_ERROR, SCALE_ERROR, Covariances, Surrogate
 
@@ -71,12 +72,14 @@ def test_the_hopper_space_is_what_its_constraints_leave_of_drawn_combinations() 
     assert 900 < len(tried) < 1100 and tried == {config for config in found if config["packed_heads"] == 1}
 
 
-OPTUNAS = ["optuna.samplers:CmaEsSampler", "optuna.samplers:QMCSampler", "optuna.samplers:RandomSampler"]
+OPTUNAS = [f"optuna.samplers:{name}Sampler" for name in ("CmaEs", "GP", "QMC", "Random", "TPE")]
 
 
 @pytest.mark.parametrize("kind", [*OWN, *OPTUNAS])
 def test_a_sampler_proposes_each_valid_candidate_once_and_then_nothing(kind: str) -> None:
-    small = space(maxnreg=(0,), ORDER=("longest_first",))
+    # A process of Optuna's takes longer the more it has been told.
+    fewer = {"num_stages": (2, 3, 4)} if "GP" in kind or "Cma" in kind else {}
+    small = space(maxnreg=(0,), ORDER=("longest_first",), **fewer)
     if "Cma" in kind:
         pytest.importorskip("cmaes")
     sampler = sampler_of(kind, small, PROBLEM, seed=3)
@@ -213,6 +216,18 @@ def test_a_sampler_that_is_none_is_one_sentence(name: str) -> None:
     with pytest.raises(InputError) as caught:
         sampler_of(name, SPACE, PROBLEM, seed=0)
     assert "\n" not in str(caught.value)
+
+
+QUARTER = optuna.pruners.PercentilePruner(25.0, n_startup_trials=2)
+
+
+def test_a_pruner_of_optunas_is_named_by_its_class_or_an_object() -> None:
+    assert isinstance(pruning("optuna.pruners:MedianPruner").pruner, optuna.pruners.MedianPruner)
+    assert pruning(f"{__name__}:QUARTER").pruner is QUARTER
+    for name in ("optuna.pruners:PercentilePruner", "optuna.samplers:TPESampler", "no_such_module:Pruner", "median"):
+        with pytest.raises(InputError) as caught:
+            pruning(name)
+        assert "\n" not in str(caught.value) and name in str(caught.value)
 
 
 def test_a_large_space_is_drawn_from_evenly_and_its_starts_are_kept() -> None:

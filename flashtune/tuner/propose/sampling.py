@@ -1,4 +1,4 @@
-"""Samplers over the valid candidates of a space, which they enumerate: our own, and any of Optuna's."""
+"""Samplers over the valid candidates of a space, which they enumerate: our own, and any of Optuna's; and its pruners by name."""
 
 import hashlib
 import importlib
@@ -8,7 +8,7 @@ import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optuna
@@ -296,16 +296,34 @@ def require_sampler(name: str) -> None:
         _made(optuna_sampler(name), None)
 
 
-def optuna_sampler(name: str) -> type[optuna.samplers.BaseSampler]:
-    """Optuna sampler class of `module:Class`; raises InputError where it can't be imported, or is none."""
+def _imported(name: str, choice: str) -> Any:
+    """Attribute of `module:attribute`; raises InputError, which names the `choice`, where there is none."""
     module, _, attribute = name.partition(":")
     try:
-        kind = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"the sampler {name!r} can't be imported ({error}): write {', '.join(OWN)}, or module:Class") from error
+        raise InputError(f"{name!r} can't be imported ({error}): write {choice}") from error
+
+
+def optuna_sampler(name: str) -> type[optuna.samplers.BaseSampler]:
+    """Optuna sampler class of `module:Class`; raises InputError where it can't be imported, or is none."""
+    kind = _imported(name, f"{', '.join(OWN)}, or an Optuna sampler as module:Class")
     if not isinstance(kind, type) or not issubclass(kind, optuna.samplers.BaseSampler):
         raise InputError(f"{name!r} is no Optuna sampler: name a subclass of optuna.samplers.BaseSampler, such as GPSampler")
     return kind
+
+
+def pruning(name: str) -> optuna.Study:
+    """Study in memory with the Optuna pruner of `module:Class`, whose arguments have defaults, or of `module:object`; raises InputError
+    where there is none."""
+    found = _imported(name, "an Optuna pruner as module:Class")
+    try:
+        found = found() if isinstance(found, type) else found
+    except TypeError as error:
+        raise InputError(f"the pruner {name} can't be made ({error}): name an object, made in a module of your own") from error
+    if not isinstance(found, optuna.pruners.BasePruner):
+        raise InputError(f"{name!r} is no Optuna pruner: name a subclass of optuna.pruners.BasePruner, such as MedianPruner, or an object")
+    return optuna.create_study(pruner=found)
 
 
 def _made(kind: type[optuna.samplers.BaseSampler], seed: int | None) -> optuna.samplers.BaseSampler:

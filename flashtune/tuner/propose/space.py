@@ -125,6 +125,7 @@ def record_of(result: SearchResult) -> TuningRecord | None:
         baseline=result.baseline,
         ending=result.ending,
         fallback=result.fallback,
+        in_graphs=result.in_graphs,
     )
 
 

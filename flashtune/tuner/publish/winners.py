@@ -111,10 +111,10 @@ def keep(code: MachineCode) -> None:
 
 
 def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
-    """Compile orders for the kernels of these records, and their fallback kernels, where the cache lacks them, each once."""
+    """Compile orders for the kernels of these records, and those beside them, where the cache lacks them, each once."""
     orders: dict[str, Order] = {}
     records = list(records) if can_have_binaries(target) else []
-    for record in [*records, *(fallback for record in records if (fallback := record.as_fallback()) is not None)]:
+    for record in [*records, *(other for one in records for other in one.beside())]:
         if unservable(record) is not None:
             continue
         variant, source = variant_for(record), source_for(record)
@@ -143,9 +143,8 @@ class Winners:
                     self._codes[record.outcome.variant_id] = pending
 
     def won(self, record: TuningRecord, workers: Workers) -> None:
-        """Compile a winner, and its fallback kernel, and store them at the end."""
-        fallback = record.as_fallback()
-        records = [replace(record, fallback=None), *([] if fallback is None else [fallback])]
+        """Compile a winner, and the kernels beside it, and store them at the end."""
+        records = [replace(record, fallback=None, in_graphs=None), *record.beside()]
         self.compile_ahead(records, workers)
         with self._lock:
             self._won.update(one.outcome.variant_id for one in records)

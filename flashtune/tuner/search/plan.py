@@ -33,6 +33,8 @@ class SearchPlan:
     until: float | None = None
     sampler: str = "gp"
     """Short name, or module:Class of an Optuna sampler (see `sampler_of`)."""
+    pruner: str | None = None
+    """module:Class or module:object of an Optuna pruner (see `pruning`)."""
     seed: int | None = None
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)

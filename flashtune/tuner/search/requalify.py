@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.results import REQUALIFIED, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash
@@ -128,7 +128,12 @@ def _judged(record: TuningRecord, racing: Mapping[Candidate, Outcome], timing: E
     order = ranked(timed, behind=raced.standing.behind, known=next(iter(racing)))
     outcomes = tuple(replace(dict(timed)[candidate], rank=rank) for rank, candidate in enumerate(order, start=1))
     result = SearchResult(
-        gpu=record.key.gpu, problem=record.problem, outcomes=outcomes, provenance=replace(here, conditions=conditions), baseline=baseline
+        gpu=record.key.gpu,
+        problem=record.problem,
+        outcomes=outcomes,
+        provenance=replace(here, conditions=conditions),
+        baseline=baseline,
+        ending=Ending(reason=REQUALIFIED),
     )
     return _compared(record, result, order[0] == next(iter(racing)), first_reason)
 

@@ -7,7 +7,7 @@ thread, proposals depend on the seed and the outcomes alone, and an interrupted 
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Literal
@@ -165,14 +165,16 @@ class Proposals:
             return
         study = self._study
         due = self._ahead + self._stride * (len(study.outcomes) // self._stride) - study.claimed
-        batch = study.ask(due, limit=self._limit) if self._thread is not None else self._repeatable(due)
-        if not batch:
+        proposed = False
+        # One at a time, since the first ones, winners of near records, needn't wait until the sampler has seen the whole space.
+        for candidate in self._proposed(due):
+            proposed = True
+            self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate)))
+        if not proposed:
             if not study.pending:
                 self._more = False
                 self._out.put(None)
             return
-        for candidate in batch:
-            self._out.put(Proposal(candidate=candidate, compiling=self._compile(candidate)))
         # The compilers work meanwhile, so the estimate costs no waiting.
         if self._thread is not None:
             regrets = study.regrets()
@@ -182,13 +184,13 @@ class Proposals:
         if self._compile_ahead:
             self._compile_predicted()
 
-    def _repeatable(self, count: int) -> list[Candidate]:
-        """Candidates as an uninterrupted search proposes them, each from as many outcomes as it has by then."""
-        found: list[Candidate] = []
+    def _proposed(self, count: int) -> Iterator[Candidate]:
+        """Up to so many candidates; without a thread as an uninterrupted search proposes them, each from as many outcomes as it has by
+        then."""
         for _ in range(count):
             strides = (self._study.claimed - self._ahead) // self._stride + 1
-            found += self._study.ask(1, limit=self._limit, known=max(0, self._stride * strides))
-        return found
+            known = max(0, self._stride * strides) if self._thread is None else None
+            yield from self._study.ask(1, limit=self._limit, known=known)
 
     def _compile_predicted(self) -> None:
         """Compile predicted next candidates, a few at a time, so that they may be ready once they are proposed."""
