@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Outcome, SearchResult, TuningRecord
+from flashtune.core.results import PROVIDERS, Outcome, SearchResult, TuningRecord
 from flashtune.db import rows
 from flashtune.db.inspection import row_named
 from flashtune.db.values import LARGEST, Row
@@ -39,13 +39,18 @@ _WINNERS = f"""
     WHERE ranked.place = 1 ORDER BY run.id DESC
 """
 _FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE ranked.place = 1"
+_NAMES = ", ".join(f"'{name}'" for name in PROVIDERS)
+_PROVIDERS = (
+    f"SELECT {', '.join(_TRIAL)} FROM {_TRIALS} WHERE candidate.template IN ({_NAMES}) AND trial.call_us IS NOT NULL AND {_OF_RUNS}"
+)
 
 
 class Found(NamedTuple):
-    """Values of the winners of runs, newest run first, and of the best trials of RUNNING_PATTERN."""
+    """Values of the winners of runs, newest run first, of the best trials of RUNNING_PATTERN, and of the trials of PROVIDERS."""
 
     winners: Sequence[Values]
     fallbacks: Sequence[Values]
+    providers: Sequence[Values]
 
 
 def winners(execute: Execute, where: str = "TRUE", parameters: Mapping[str, object] | None = None, most: int | None = None) -> Found:
@@ -57,7 +62,8 @@ def winners(execute: Execute, where: str = "TRUE", parameters: Mapping[str, obje
     given = {**(parameters or {}), "running": rows.RUNNING_PATTERN}
     found = execute(first, given)
     settled = any(rows.SETTLED in str(values[-1]) for values in found)
-    return Found(found, execute(running, given) if settled else ())
+    others = execute(_PROVIDERS.format(where=where), parameters or {})
+    return Found(found, execute(running, given) if settled else (), others)
 
 
 @functools.cache
@@ -74,10 +80,13 @@ def _winning(where: str, most: int | None) -> tuple[str, str]:
 def records(found: Found, name: str) -> list[TuningRecord]:
     """Records of winners; raises DatabaseError, which names the database, for a value that flashtune would not write."""
     fallbacks = {fallback.values["run_id"]: fallback for fallback in (_row(_TRIAL, values) for values in found.fallbacks)}
-    return [_record(values, fallbacks, name) for values in found.winners]
+    providers: dict[object, list[Row]] = {}
+    for one in (_row(_TRIAL, values) for values in found.providers):
+        providers.setdefault(one.values["run_id"], []).append(one)
+    return [_record(values, fallbacks, providers, name) for values in found.winners]
 
 
-def _record(values: Values, fallbacks: Mapping[object, Row], name: str) -> TuningRecord:
+def _record(values: Values, fallbacks: Mapping[object, Row], providers: Mapping[object, Sequence[Row]], name: str) -> TuningRecord:
     key, run, rest = _read_run(values, name)
     trial = _row(_TRIAL, rest)
     with row_named(name, "trial", trial.values["id"]):
@@ -86,7 +95,12 @@ def _record(values: Values, fallbacks: Mapping[object, Row], name: str) -> Tunin
     fallback = fallbacks.get(trial.values["run_id"])
     with row_named(name, "trial", "" if fallback is None else fallback.values["id"]):
         running = rows.fallback_of(outcome, fallback)
-    return TuningRecord(key=key, outcome=outcome, fallback=running, origin=name, **run)
+    others = []
+    for row in providers.get(trial.values["run_id"], ()):
+        with row_named(name, "trial", row.values["id"]):
+            others.append(rows.read_outcome(row))
+            rows.refuse_impossible(key.gpu, run["problem"], others[-1], None)
+    return TuningRecord(key=key, outcome=outcome, fallback=running, providers=tuple(others), origin=name, **run)
 
 
 class FoundRuns(NamedTuple):
