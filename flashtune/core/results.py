@@ -121,6 +121,12 @@ class Outcome:
     rank: int | None = None
     """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
 
+    @classmethod
+    def of_provider(cls, name: str, variant_id: str, time_us: Measurement) -> "Outcome":
+        """Outcome of another provider's whole calls."""
+        words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id, "config": Config.of()}
+        return cls(**words, fate=Fate.CORRECT, source="measured", measurement=time_us, call_us=time_us.median_us, finalist=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:

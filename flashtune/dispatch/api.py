@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from torch.jit._builtins import _register_builtin
 from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
-from flashtune.core import devices
 from flashtune.core.band import Window
 from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
@@ -27,8 +26,9 @@ from flashtune.dispatch.offers import measured_record, offers
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.parse import Arguments, Options, parse, unwrapped
 from flashtune.dispatch.plan import Plan, Plans, capturing, restorer
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors
+from flashtune.dispatch.providers import PROVIDERS, ProviderPlan
 from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch.records import Pool
 from flashtune.dispatch.resolve import Candidate, Explanation
 
 _P = ParamSpec("_P")
@@ -246,17 +246,16 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
         # A kernel that can't be built here serves no call, so that the next candidate is explained.
         chosen = next(filter(builds, _candidates(memo, call, Arguments(query, key, value, mask, seed, per_head), shown, why_torch)))
         plan, record, problem = chosen.plan, None, call.problem
-        if problem is not None and call.device.type == "cuda" and (why_torch is None or why_torch in inspection.GRADIENTS):
+        if problem is not None and (why_torch is None or why_torch in inspection.GRADIENTS):
             problem = problem if why_torch is None else trained_as(problem, inspection.GRADIENTS[why_torch])
-            target = devices.target_of(call.device)
-            record = measured_record(memo.pool(problem.key(target.slug), target), problem, target)
-        refusal = partial(_refusal_of, call, (query, key, value, mask), per_head)
+            target, _, pool = memo.surroundings(call.device, problem)
+            record = measured_record(pool, problem, target) if isinstance(pool, Pool) else None
+
+        def refusal(name: str) -> str | None:
+            return why_torch if why_torch in inspection.SEEN_THROUGH else PROVIDERS[name].refusal(call, (query, key, value, mask), per_head)
+
         said = replace(chosen.explanation, providers=offers(record, refusal))
         return said.remembering(plan.misprediction) if isinstance(plan, KernelPlan) else said
-
-
-def _refusal_of(call: Call, tensors: Tensors, per_head: PerHead | None, name: str) -> str | None:
-    return PROVIDERS[name].refusal(call, tensors, per_head)
 
 
 def _candidates(memo: Memo, call: Call, arguments: Arguments, options: Options, why_torch: str | None, **words: Any) -> Iterator[Candidate]:
@@ -264,7 +263,7 @@ def _candidates(memo: Memo, call: Call, arguments: Arguments, options: Options, 
     tensors, per_head = arguments[:4], arguments.per_head
     if options.implementation is not None:
         return resolve.forced(memo, call, tensors, per_head, why_torch, options.implementation)
-    return resolve.candidates(memo, call, *tensors, why_torch, per_head=per_head, **words)
+    return resolve.candidates(memo, call, *tensors, why_torch, per_head, **words)
 
 
 def _plan_of(memo: Memo, call: Call, candidate: Candidate) -> Plan:
@@ -304,6 +303,13 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
             return decided.run(*arguments)
         why_torch = why_torch_now(*arguments[:4], arguments.per_head)
         calls.meet(memo, call, arguments, why_torch)
+        if memo.settings.confirm and why_torch is None and options.implementation is None:
+            from flashtune.dispatch import confirming
+
+            if (best := confirming.confirmed(memo, call, arguments)) is not None:
+                if signature is not None:
+                    memo.keep(signature, best)
+                return best.run(*arguments)
         for candidate in _candidates(memo, call, arguments, options, why_torch, by_bucket=True):
             if candidate.kind == "framework":
                 break

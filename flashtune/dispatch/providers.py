@@ -99,8 +99,8 @@ _OURS: set[tuple[int, ...]] = set()
 class TorchBackend(Provider):
     """One of PyTorch's backends, put first in the order in which PyTorch looks for one that takes the call.
 
-    The order is the process's, as PyTorch's switches are. Another thread that reads it meanwhile may be served by another backend, but never
-    by none, as with switches.
+    The order is the process's, as PyTorch's switches are. Another thread may be served by another backend meanwhile, but never by none,
+    as with switches.
     """
 
     takes = frozenset({"masks", "dropout", AT_THE_START, "float32 or float64", "a scale of 0 or below"})
@@ -155,6 +155,12 @@ class TorchBackend(Provider):
         """On the CPU PyTorch's order is fixed, and math comes last."""
         with only([self.backend, SDPBackend.MATH]):
             return function(*given)
+
+
+def torchs_choice(call: Call, tensors: Tensors) -> str:
+    """Name of the backend that PyTorch itself chooses for a call."""
+    chosen = _choice(call, tensors) if call.fused_by_torch else None
+    return next((one.name for one in PROVIDERS.values() if isinstance(one, TorchBackend) and one.backend == chosen), "math")
 
 
 def _choice(call: Call, tensors: Tensors) -> SDPBackend:

@@ -22,7 +22,7 @@ from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refu
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
-from flashtune.dispatch.offers import OURS, TORCHS, Offer, provider_choice
+from flashtune.dispatch.offers import TORCHS, Offer, provider_choice
 from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors, plan_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.templates import families
@@ -152,8 +152,8 @@ def candidates(
     v: Tensor,
     mask: Tensor | None,
     torch_only: str | None,
-    *,
     per_head: PerHead | None = None,
+    *,
     by_bucket: bool = False,
     ours: bool = False,
 ) -> Iterator[Candidate]:
@@ -219,7 +219,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
         yield Candidate(TorchPlan.of(call, *tensors), "framework", functools.partial(said, kind="framework"))
         return
     if name in PROVIDERS:
-        plan, variant = plan_of(name, call, tensors, per_head), _variant_of(name, call)
+        plan, variant = plan_of(name, call, tensors, per_head), variant_of(name, call)
         yield Candidate(plan, "provider", functools.partial(said, kind="provider", provider=name), variant)
         why = None if variant is None else memo.kernels.failure(variant, call.device)
     else:
@@ -231,23 +231,22 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
     raise InputError(f"implementation={name!r} can't serve this call, since {why}: leave implementation out, or name another")
 
 
-def _variant_of(name: str, call: Call) -> Variant | None:
+def variant_of(name: str, call: Call) -> Variant | None:
     """Name under which failures of a provider are kept; None for calls that are no problem, whose failures are raised."""
     return None if call.problem is None else Variant(template=name, spec=call.problem.spec(), config=Config.of())
 
 
 def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:
     """Plan of the provider that was the fastest for a problem of a call, where one was."""
-    if memo.pinned or call.dropout_p or call.device.type != "cuda":
+    target, _, pool = memo.surroundings(call.device, problem)
+    if memo.pinned or call.dropout_p or not isinstance(pool, Pool):
         return
-    target = devices.target_of(call.device)
 
     def provided(name: str) -> bool:
-        variant = _variant_of(name, call)
+        variant = variant_of(name, call)
         failed = variant is None or memo.kernels.failure(variant, call.device) is not None
         return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
 
-    pool = memo.pool(problem.key(target.slug), target)
     found = provider_choice(problem, target, pool, provided, framework_serves=call.fused_by_torch)
     if found is None:
         return
@@ -255,7 +254,7 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
     if found.provider is None:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
     else:
-        yield Candidate(plan_of(found.provider, call, tensors, per_head), "provider", said, _variant_of(found.provider, call))
+        yield Candidate(plan_of(found.provider, call, tensors, per_head), "provider", said, variant_of(found.provider, call))
 
 
 def _trained(
@@ -325,8 +324,10 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
             fallback = _fallback(memo, call, choice, target, q.stride())
             plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
-            # The caller resumes the generator only after this candidate failed.
-            why = memo.kernels.failure(variant, call.device) or "it failed"
+            why = memo.kernels.failure(variant, call.device)
+            if why is None:
+                # The caller wants more than one.
+                continue
         refused.append(f"{variant.template} {variant.id}: {why}")
         failed.add(family.name)
 
