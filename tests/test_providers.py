@@ -177,15 +177,28 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]
     def fa4(
         q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None),
         learnable_sink: Any = None, softcap: float = 0.0,
+        deterministic: bool = False,
     ) -> Any:  # fmt: skip
-        words = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+        words = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "deterministic": deterministic,
+        }
         return computed(q, k, v, None, learnable_sink, **words), None
 
     def fa2(
         q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
-        softcap: float = 0.0,
+        softcap: float = 0.0, deterministic: bool = False,
     ) -> Any:  # fmt: skip
-        words = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+        words = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "deterministic": deterministic,
+        }
         return computed(q, k, v, -1, None, **words)
 
     package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
@@ -221,8 +234,13 @@ def test_a_librarys_arguments_mean_what_the_callers_do(name: str, words: dict[st
     found = dispatch.attention(*leaves, enable_gqa=True, scale=0.3, implementation=name, **words)
     close(found, dispatch.attention(*(x.detach().double() for x in leaves), enable_gqa=True, scale=0.3, **words))
     assert all(x is not None for x in torch.autograd.grad(found.sum(), leaves))
-    again = dispatch.attention(*leaves, enable_gqa=True, scale=0.3, implementation=name, **words)
-    assert torch.equal(again, found) and libraries
+    assert not libraries[-1]["deterministic"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = dispatch.attention(*leaves, enable_gqa=True, scale=0.3, implementation=name, **words)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(again, found) and libraries[-1]["deterministic"]
 
 
 def test_sinks_are_handed_to_the_library_that_has_them(libraries: list[dict[str, Any]]) -> None:
@@ -251,9 +269,9 @@ def test_a_library_gets_no_call_that_it_would_mean_otherwise(libraries: list[dic
 
 
 def test_a_version_that_lacks_an_argument_does_not_fit(libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", lambda q, k, v, softmax_scale, causal, window_size, softcap: q)
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", lambda q, k, v, softmax_scale, causal, window_size: q)
     q = drawn(1, 2, 9, 16)
-    with pytest.raises(InputError, match=r"its version 9\.9 has no learnable_sink: pip install -U flash-attn-4"):
+    with pytest.raises(InputError, match=r"its version 9\.9 has no softcap: pip install -U flash-attn-4"):
         dispatch.attention(q, q, q, implementation="fa4")
 
 
@@ -498,6 +516,27 @@ def test_lazy_measuring_leaves_other_calls_as_they_are(
         monkeypatch.setattr(confirming, "capturing", lambda device: False)
         dispatch.attention(Q[:1], Q[:1], Q[:1])
         assert timed["races"] == 1
+
+
+def test_a_growing_sequence_is_measured_once_an_octave(machine: Machine, own_database: Path, timed: dict[str, float]) -> None:
+    timed["math"] = 20.0
+    with dispatch.use(confirm=True):
+        for n in (100, 101, 130, 200, 201, 400):
+            q, k = drawn(2, 4, 1, 16), drawn(2, 4, n, 16)
+            close(dispatch.attention(q, k, k), expected(*(x.double() for x in (q, k, k))))
+            assert dispatch.explain(q, k, k).provider == "math"
+    assert timed["races"] == 2, "of 100, and of 201"
+
+
+def test_memory_that_measuring_lacks_costs_a_warning(
+    machine: Machine, own_database: Path, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(confirming, "race", full)
+    with dispatch.use(confirm=True), pytest.warns(RuntimeWarning, match="too small to measure"):
+        assert_right(attend())
 
 
 def test_a_database_that_cannot_be_written_costs_a_warning(

@@ -1,8 +1,10 @@
 """Lazy measuring: at the first call of a key without a measured record the likely implementations race, and the outcome is stored."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
@@ -12,7 +14,8 @@ import flashtune
 from flashtune.core import devices
 from flashtune.core.config import Variant
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Problem
+from flashtune.core.nearness import octaves
+from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult
 from flashtune.core.target import Target
 from flashtune.core.tolerances import tolerance
@@ -20,7 +23,6 @@ from flashtune.dispatch import resolve
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import KernelPlan
-from flashtune.dispatch.offers import measured_record
 from flashtune.dispatch.parse import Arguments
 from flashtune.dispatch.plan import Plan, capturing
 from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, plan_of, torchs_choice
@@ -51,13 +53,17 @@ def confirmed(memo: Memo, call: Call, given: Arguments) -> Plan | None:
         return None
     target, _, pool = memo.surroundings(call.device, problem)
     key = problem.key(target.slug)
-    if not isinstance(pool, Pool) or key in memo.confirmed or measured_record(pool, problem, target) is not None:
+    if not isinstance(pool, Pool) or _known(memo, pool, key):
         return None
     memo.confirmed.add(key)
-    plans = _plans(memo, call, given)
-    if len(plans) == 1:
+    try:
+        plans = _plans(memo, call, given)
+        if len(plans) == 1:
+            return None
+        times = race([functools.partial(plan.run, *given) for plan in plans.values()], call.device)
+    except torch.OutOfMemoryError:
+        memo.warn_once("flashtune: the GPU's memory is too small to measure a call: it is served unmeasured")
         return None
-    times = race([lambda plan=plan: plan.run(*given) for plan in plans.values()], call.device)  # type: ignore[misc]
     found = dict(zip(plans, map(Measurement.of, times), strict=True))
     try:
         _save(_result(problem, target, found, torchs_choice(call, given[:4]), call.device))
@@ -65,6 +71,18 @@ def confirmed(memo: Memo, call: Call, given: Arguments) -> Plan | None:
     except (FlashtuneError, OSError) as error:
         memo.warn_once(f"flashtune: what was measured of a call isn't kept ({error}): it is measured again by the next process")
     return plans[min(found, key=lambda one: found[one].median_us)]
+
+
+def _known(memo: Memo, pool: Pool, key: ProblemKey) -> bool:
+    """True where a key was measured; for a decode step, whose keys grow with each token, also where one within an octave was."""
+    near = 1.0 if key.n_q <= DECODE_ROWS else 0.0
+
+    def covers(other: ProblemKey) -> bool:
+        same = other.n_q == key.n_q and other.bh_bucket == key.bh_bucket and octaves(other.n, key.n) <= near
+        return same and replace(other, n=key.n) == key
+
+    measured = (one.outcome.source == "measured" for other in pool.keys if covers(other) for one in pool.exact(other, frozenset()))
+    return any(measured) or any(map(covers, memo.confirmed))
 
 
 def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Plan]:

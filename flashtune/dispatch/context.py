@@ -70,6 +70,7 @@ class Memo:
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
         self.buckets: dict[Hashable, Choice | None] = {}
+        self.deciding: dict[Hashable, TuningRecord | None] = {}
         self.packed: dict[Hashable, Any] = {}
         self.confirmed: set[ProblemKey] = set()
         self.kernels = Kernels(self.warn_once, self.forget)
@@ -95,6 +96,7 @@ class Memo:
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
             self.buckets.clear()
+            self.deciding.clear()
         self.plans[signature] = plan
 
     def forget(self) -> None:
@@ -102,6 +104,7 @@ class Memo:
         with self.lock:
             self.plans.clear()
             self.buckets.clear()
+            self.deciding.clear()
             self.backwards.clear()
             self.packed.clear()
 
@@ -118,6 +121,7 @@ class Memo:
         """Read the library anew at the next choice; plans stay."""
         self._library = None
         self._pools.clear()
+        self.deciding.clear()
 
     def warn_of_missing(self) -> None:
         """Warn where `FLASHTUNE_DB` names no file, for calls that need no records; for others `read` raises."""

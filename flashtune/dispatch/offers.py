@@ -41,26 +41,33 @@ def measured_record(pool: Pool, problem: Problem, target: Target) -> TuningRecor
     return next((one for one in pool.exact(problem.key(target.slug), frozenset()) if one.outcome.source == "measured"), None)
 
 
-def provider_choice(
-    problem: Problem, target: Target, pool: Pool, provided: Callable[[str], bool], *, framework_serves: bool
-) -> Choice | None:
-    """Provider that was the fastest in the run of the record that decides: the key's own, or else the nearest of equal features.
+def deciding_record(pool: Pool, problem: Problem, target: Target) -> TuningRecord | None:
+    """The measured record whose run says which provider is the fastest: the key's own, or else the nearest of equal features."""
+    own = measured_record(pool, problem, target)
+    if own is not None:
+        return own
+    key = problem.key(target.slug)
+    nearest = next((one for one in pool.near(key, frozenset()) if one.outcome.source == "measured"), None)
+    return nearest if nearest is not None and same_features(nearest.key, key) else None
 
-    PyTorch where it was, and that run had no kernel; None where kernels are to be compared.
+
+def provider_choice(
+    record: TuningRecord | None, problem: Problem, target: Target, provided: Callable[[str], bool], *, framework_serves: bool
+) -> Choice | None:
+    """Provider that was the fastest in the run of the record that decides; PyTorch where it was, and the key's own run had no kernel; None
+    where kernels are to be compared.
 
     `provided` is True where the provider of a name is installed and takes the call, `framework_serves` where PyTorch has the features.
     """
-    key = problem.key(target.slug)
-    own = measured_record(pool, problem, target)
-    record = own or next((one for one in pool.near(key, frozenset()) if one.outcome.source == "measured"), None)
-    if record is None or not same_features(record.key, key):
+    if record is None or not record.providers:
         return None
-    name, unlike = record.fastest(provided), () if own is not None else differences(record, key)
-    place = f"on {record.key.gpu}" + (f", for another problem ({', '.join(unlike) or 'the same sizes'})" if own is None else "")
-    if name is not None:
+    key = problem.key(target.slug)
+    own, unlike = record.key == key, () if record.key == key else differences(record, key)
+    place = f"on {record.key.gpu}" + ("" if own else f", for another problem ({', '.join(unlike) or 'the same sizes'})")
+    if (name := record.fastest(provided)) is not None:
         us = next(one.call_us for one in record.providers if one.template == name)
         note = f"its whole calls took the least time {place}: {us:.1f} us"
         return Choice(kind="provider", spec=problem.spec(), note=note, record=record, differences=unlike, provider=name)
-    if own is None or record.outcome.template not in PROVIDERS or not framework_serves:
+    if not own or record.outcome.template not in PROVIDERS or not framework_serves:
         return None
     return Choice(kind="framework", spec=problem.spec(), note=f"PyTorch's own choice took the least time {place}", record=record)

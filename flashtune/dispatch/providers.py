@@ -92,6 +92,8 @@ def features_of(call: Call, per_head: PerHead | None) -> list[str]:
     return [feature for feature, there in found.items() if there]
 
 
+_fused_choice: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
+
 _OURS: set[tuple[int, ...]] = set()
 """Orders of backends that plans put into force for the time of a call."""
 
@@ -169,14 +171,14 @@ def _choice(call: Call, tensors: Tensors) -> SDPBackend:
     q, k, v, small = readable_inputs(*call.views(*inputs), as_bias(call.small_mask(mask), call.dtype))
     words: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.shared}
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, small):
-        return SDPBackend(torch._fused_sdp_choice(q, k, v, small, call.dropout_p, call.torch_causal, **words))
+        return SDPBackend(_fused_choice(q, k, v, small, call.dropout_p, call.torch_causal, **words))
 
 
 class FlashAttn(Provider):
     """flash-attn-4 or flash-attn, in (B, N, H, D): a diagonal ends at the last key, and rows have windows to both sides."""
 
     takes = frozenset({OTHER_BANDS, "a soft cap"})
-    wanted: tuple[str, ...] = ("softmax_scale", "causal", "window_size", "softcap")
+    wanted: tuple[str, ...] = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
     """Parameters of its function that are passed: a version without them doesn't fit."""
 
     def __init__(self, name: str, title: str, package: str, module: str, unbounded: int | None, sinks: str = "") -> None:
@@ -190,8 +192,9 @@ class FlashAttn(Provider):
     def _found(self) -> tuple[Callable[..., Any] | None, str | None]:
         """Its function, or None and the reason."""
         try:
-            function = importlib.import_module(self._module).flash_attn_func
+            # First, since both packages share a namespace.
             version = importlib.metadata.version(self.package)
+            function = importlib.import_module(self._module).flash_attn_func
         except Exception as error:
             # Its import compiles and loads libraries, which fail variously.
             absent = isinstance(error, ModuleNotFoundError)
@@ -226,7 +229,9 @@ class FlashAttn(Provider):
             if index is not None and torch._C._cuda_getDevice() != index:
                 with torch.cuda.device(index):
                     return run(query, key, value, sinks)
-            more = {} if sinks is None else {named: sinks}
+            more: dict[str, Any] = {} if sinks is None else {named: sinks}
+            if torch.are_deterministic_algorithms_enabled():
+                more["deterministic"] = True
             found = compute(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **words, **more)
             out: Tensor = found[0] if isinstance(found, tuple) else found
             return out.transpose(1, 2)

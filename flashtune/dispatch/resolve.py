@@ -22,7 +22,7 @@ from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refu
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
-from flashtune.dispatch.offers import TORCHS, Offer, provider_choice
+from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
 from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors, plan_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.templates import families
@@ -218,6 +218,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
     if name == TORCHS or torch_only in SEEN_THROUGH:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", functools.partial(said, kind="framework"))
         return
+    why: str | None = None
     if name in PROVIDERS:
         plan, variant = plan_of(name, call, tensors, per_head), variant_of(name, call)
         yield Candidate(plan, "provider", functools.partial(said, kind="provider", provider=name), variant)
@@ -247,7 +248,14 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
         failed = variant is None or memo.kernels.failure(variant, call.device) is not None
         return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
 
-    found = provider_choice(problem, target, pool, provided, framework_serves=call.fused_by_torch)
+    record = measured_record(pool, problem, target)
+    if record is None:
+        # Growing sequences share the look-up of their length bucket.
+        alike = replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET)
+        if (alike, target.slug) not in memo.deciding:
+            memo.deciding[alike, target.slug] = deciding_record(pool, alike, target)
+        record = memo.deciding[alike, target.slug]
+    found = provider_choice(record, problem, target, provided, framework_serves=call.fused_by_torch)
     if found is None:
         return
     said = functools.partial(explained, found, problem, target, ())
@@ -356,7 +364,8 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
-    other = provider_choice(problem, target, pool, lambda name: PROVIDERS[name].missing() is None, framework_serves=torch_has(problem))
+    deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
+    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
     if other is not None:
         return explained(other, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}

@@ -118,7 +118,7 @@ class Times:
     @property
     def against_best(self) -> float:
         """The least time with a single backend over ours."""
-        return min(self.torch_ms, *self.backends_ms.values()) / self.tuned_ms
+        return min((self.torch_ms, *self.backends_ms.values())) / self.tuned_ms
 
 
 def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Times:
