@@ -91,13 +91,13 @@ def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Pla
     expected, _ = torchs.run(*given)
     found: dict[Variant | None, Plan] = {None: torchs}
     for candidate in resolve.candidates(memo, call, *given[:4], None, ours=True):
-        if candidate.variant is not None and candidate.variant not in found:
-            found |= _tried(memo, call, given, candidate.variant, candidate.plan, expected)
         if len(found) > KERNELS:
             break
-    left_out = {"flex", torchs_choice(call, given[:4]), *(["math"] if call.device.type == "cuda" else [])}
+        if candidate.variant is not None and candidate.variant not in found:
+            found |= _tried(memo, call, given, candidate.variant, candidate.plan, expected)
+    # PyTorch's own choice runs anyway, its math is a last resort, and FlexAttention compiles for tens of seconds.
+    left_out = {torchs_choice(call, given[:4]), *(["math"] * (call.device.type == "cuda")), *(["flex"] * call.fused_by_torch)}
     for name in PROVIDERS:
-        # FlexAttention compiles for tens of seconds, and PyTorch's own choice runs anyway; math is the last resort.
         if name not in left_out and PROVIDERS[name].refusal(call, given[:4], given.per_head) is None:
             variant = resolve.variant_of(name, call)
             found |= _tried(memo, call, given, variant, plan_of(name, call, given[:4], given.per_head), expected)
