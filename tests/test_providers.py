@@ -1,6 +1,7 @@
 """Attention that others provide: named by callers, by records, and by what the first call of a key measures."""
 
 import inspect
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import by_the_book
+from click.testing import CliRunner
 from test_dispatch_memo import PROBLEM, Machine, Q, assert_right, attend, machine, save
 
 from flashtune import dispatch
+from flashtune.cli.main import main
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.config import Variant
@@ -332,6 +335,13 @@ def test_the_provider_that_won_a_records_run_serves_and_explain_says_so(machine:
     assert machine.launched == []
     by_sizes = dispatch.explain_problem(PROBLEM, "h200")
     assert (by_sizes.kind, by_sizes.provider) == ("provider", "math") and len(by_sizes.providers) == len(explained.providers)
+    shown = CliRunner().invoke(main, ["show", "--gpu-name", "h200", "--db", str(own_database)], env={"COLUMNS": "200"})
+    assert "2.00x cudnn < math" in shown.stdout and "< NAME: that provider's whole calls were faster" in shown.stdout
+    [row] = json.loads(CliRunner().invoke(main, ["show", "--db", str(own_database), "--json"]).stdout)["rows"]
+    assert row["provider"] == "math" and row["providers_call_us"] == {"math": 50.0, "flash": 80.0}
+    words = ["explain", "--gpu-name", "h200", "--n", "40", "--d", "16", "--dtype", "fp32", "--causal", "--db", str(own_database)]
+    said = CliRunner().invoke(main, [*words, "--batch", "2", "--heads", "4"], env={"COLUMNS": "200"}).stdout
+    assert ": provider" in said and "whole calls, us: math 50.0, flash 80.0, flashtune 100.0, torch 200.0, cudnn 200.0" in said
 
 
 def test_the_second_call_of_a_provider_is_one_look_up(machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,17 +357,17 @@ def _fallback(memo: Memo, call: Call, choice: Choice, target: Target, q_strides:
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
+    pool = memo.pool(problem.key(target.slug), target)
+    deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
+    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
+    if other is not None:
+        return explained(other, problem, target, refused)
     if problem.direction == "bwd":
         chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
             reason = f"{why}, so PyTorch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
-    pool = memo.pool(problem.key(target.slug), target)
-    deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
-    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
-    if other is not None:
-        return explained(other, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
     for choice in rank(problem, target, pool, families(), **words, compiled=compiled_on(target)):
         if isinstance(choice, Choice):
