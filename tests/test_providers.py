@@ -337,7 +337,7 @@ def test_the_provider_that_won_a_records_run_serves_and_explain_says_so(machine:
     assert (by_sizes.kind, by_sizes.provider) == ("provider", "math") and len(by_sizes.providers) == len(explained.providers)
     shown = CliRunner().invoke(main, ["show", "--gpu-name", "h200", "--db", str(own_database)], env={"COLUMNS": "200"})
     assert "2.00x cudnn < math" in shown.stdout and "< NAME: that provider's whole calls were faster" in shown.stdout
-    [row] = json.loads(CliRunner().invoke(main, ["show", "--db", str(own_database), "--json"]).stdout)["rows"]
+    [row] = json.loads(CliRunner().invoke(main, ["show", "--db", str(own_database), "--json"]).stdout)
     assert row["provider"] == "math" and row["providers_call_us"] == {"math": 50.0, "flash": 80.0}
     words = ["explain", "--gpu-name", "h200", "--n", "40", "--d", "16", "--dtype", "fp32", "--causal", "--db", str(own_database)]
     said = CliRunner().invoke(main, [*words, "--batch", "2", "--heads", "4"], env={"COLUMNS": "200"}).stdout
