@@ -386,6 +386,24 @@ def test_a_call_that_the_provider_lacks_is_the_kernels(machine: Machine, own_dat
     assert machine.launched == [variant, variant]
 
 
+def test_a_provider_that_fails_gives_way_to_the_kernel_and_is_not_tried_again(
+    machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = with_providers(own_database, {"math": 50.0})
+    failed: list[int] = []
+
+    def build(plan: providers.ProviderPlan, *given: Any) -> None:
+        failed.append(1)
+        raise AssertionError("Unsupported head size")
+
+    monkeypatch.setattr(providers.ProviderPlan, "build", build)
+    with pytest.warns(RuntimeWarning, match="math with .* failed on cpu and is skipped from now on: AssertionError: Unsupported head size"):
+        assert_right(attend())
+    assert_right(attend(scale=0.25))
+    assert failed == [1] and machine.launched == [variant, variant]
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "exact"
+
+
 def test_a_near_call_is_served_by_whom_the_nearest_record_names(machine: Machine, own_database: Path) -> None:
     with_providers(own_database, {"math": 50.0}, problem=replace(PROBLEM, n_q=64, n_kv=64))
     explained = dispatch.explain(Q, Q, Q, is_causal=True)

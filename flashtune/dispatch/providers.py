@@ -160,9 +160,9 @@ class TorchBackend(Provider):
 
 
 def torchs_choice(call: Call, tensors: Tensors) -> str:
-    """Name of the backend that PyTorch itself chooses for a call."""
+    """Name of the backend that PyTorch itself chooses for a call; `default` where it needs a mask made for it."""
     chosen = _choice(call, tensors) if call.fused_by_torch else None
-    return next((one.name for one in PROVIDERS.values() if isinstance(one, TorchBackend) and one.backend == chosen), "math")
+    return next((one.name for one in PROVIDERS.values() if isinstance(one, TorchBackend) and one.backend == chosen), "default")
 
 
 def _choice(call: Call, tensors: Tensors) -> SDPBackend:

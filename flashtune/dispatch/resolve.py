@@ -220,7 +220,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
         return
     why: str | None = None
     if name in PROVIDERS:
-        plan, variant = plan_of(name, call, tensors, per_head), variant_of(name, call)
+        plan, variant = plan_of(name, call, tensors, per_head), variant_of(name, call.problem)
         yield Candidate(plan, "provider", functools.partial(said, kind="provider", provider=name), variant)
         why = None if variant is None else memo.kernels.failure(variant, call.device)
     else:
@@ -232,9 +232,9 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
     raise InputError(f"implementation={name!r} can't serve this call, since {why}: leave implementation out, or name another")
 
 
-def variant_of(name: str, call: Call) -> Variant | None:
+def variant_of(name: str, problem: Problem | None) -> Variant | None:
     """Name under which failures of a provider are kept; None for calls that are no problem, whose failures are raised."""
-    return None if call.problem is None else Variant(template=name, spec=call.problem.spec(), config=Config.of())
+    return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 
 def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:
@@ -244,8 +244,8 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
         return
 
     def provided(name: str) -> bool:
-        variant = variant_of(name, call)
-        failed = variant is None or memo.kernels.failure(variant, call.device) is not None
+        variant = variant_of(name, problem)
+        failed = variant is not None and memo.kernels.failure(variant, call.device) is not None
         return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
 
     record = measured_record(pool, problem, target)
@@ -262,7 +262,7 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
     if found.provider is None:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
     else:
-        yield Candidate(plan_of(found.provider, call, tensors, per_head), "provider", said, variant_of(found.provider, call))
+        yield Candidate(plan_of(found.provider, call, tensors, per_head), "provider", said, variant_of(found.provider, problem))
 
 
 def _trained(
