@@ -25,7 +25,7 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import KernelPlan
 from flashtune.dispatch.parse import Arguments
 from flashtune.dispatch.plan import Plan, capturing
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, plan_of, torchs_choice
+from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, plan_of, torchs_choice, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.dispatch.records import Pool
 from flashtune.templates import families
@@ -99,7 +99,7 @@ def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Pla
     left_out = {torchs_choice(call, given[:4]), *(["math"] * (call.device.type == "cuda")), *(["flex"] * call.fused_by_torch)}
     for name in PROVIDERS:
         if name not in left_out and PROVIDERS[name].refusal(call, given[:4], given.per_head) is None:
-            variant = resolve.variant_of(name, call.problem)
+            variant = variant_of(name, call.problem)
             found |= _tried(memo, call, given, variant, plan_of(name, call, given[:4], given.per_head), expected)
     return found
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashtune.core.config import Config, Variant
 from flashtune.core.errors import InputError
+from flashtune.core.problem import Problem
 from flashtune.core.torch_attention import readable
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.plan import capturing
@@ -330,6 +332,11 @@ class ProviderPlan:
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
         """Output; no provider returns an LSE here."""
         return self._served(query, key, value, mask, seed, per_head)
+
+
+def variant_of(name: str, problem: Problem | None) -> Variant | None:
+    """Name under which failures of a provider are kept; None for calls that are no problem, whose failures are raised."""
+    return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 
 def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None) -> ProviderPlan:

@@ -23,7 +23,7 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors, plan_of
+from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors, plan_of, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -230,11 +230,6 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
                 break
             yield one
     raise InputError(f"implementation={name!r} can't serve this call, since {why}: leave implementation out, or name another")
-
-
-def variant_of(name: str, problem: Problem | None) -> Variant | None:
-    """Name under which failures of a provider are kept; None for calls that are no problem, whose failures are raised."""
-    return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 
 def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:
