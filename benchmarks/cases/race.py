@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import re
+import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -140,7 +141,8 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     ended = time.time()
     marks.append(time.perf_counter())
     # Three rounds at least: of whole training steps, that is what there is time for.
-    calls = call_times(modules, inputs, budget_s=0.0 if problem.direction == "bwd" else seconds / 9 * max(3, len(modules)))
+    called = call_times(modules, inputs, budget_s=0.0 if problem.direction == "bwd" else seconds / 9 * max(3, len(modules)))
+    calls = [statistics.median(one) for one in called]
     marks.append(time.perf_counter())
     spent = "inputs {:.1f} s, until the race {:.1f}, race {:.1f}, calls {:.1f}".format(*(b - a for a, b in pairwise(marks)))
     print(f"{problem.label()}: {spent}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from flashtune.core.errors import FlashtuneError
-from flashtune.core.results import Fate
+from flashtune.core.results import Fate, Measurement
 
 if TYPE_CHECKING:
     from flashtune.core.problem import Problem
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Called | Failed":
-    """Task that times whole calls of some kernels and of PyTorch, in the process with the problem's inputs on its GPU."""
+    """Task that times whole calls of some kernels, other providers and PyTorch, in the process with the problem's inputs on its GPU."""
     # Imported here: a search hands this task to others without torch in its own process.
-    from flashtune.bench.whole_calls import call_times
+    from flashtune.bench.whole_calls import call_times, providers_calls
     from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children import tasks
     from flashtune.tuner.replies import Called, Failed
@@ -23,7 +23,14 @@ def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", se
     try:
         inputs = tasks.inputs_on_device(problem, target, seed)
         modules = [load_kernel(source.text, source.stem) for source in sources]
-        times = call_times(modules, inputs, budget_s=budget_s)
+        others = providers_calls(inputs)
+        found = call_times(modules, inputs, budget_s=budget_s, beside=list(others.values()))
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
         return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
-    return Called(times=tuple(times[: len(sources)]), pytorch=times[-1] if len(times) > len(sources) else None)
+    times = [Measurement.of(one) for one in found]
+    medians, beside = [one.median_us for one in times], len(sources) + len(others)
+    return Called(
+        times=tuple(medians[: len(sources)]),
+        pytorch=medians[-1] if len(times) > beside else None,
+        providers=dict(zip(others, times[len(sources) : beside], strict=True)),
+    )

@@ -3,19 +3,20 @@
 A training step is the forward and its gradients, since kernels serve both or neither.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
+from flashtune.core.errors import FlashtuneError
 from flashtune.core.launching import LoadedKernel
+from flashtune.core.results import PROVIDERS
 from flashtune.dispatch import api, context, varlen
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.parse import Options
-from flashtune.tuner.timing.baseline import pytorch_call
+from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
 Call = Callable[[], object]
@@ -60,15 +61,15 @@ def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
     return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *longest, **kwargs)
 
 
-def attention_call(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Function that calls `dispatch.attention`, or `attention_varlen`, on these inputs."""
-    call, kwargs, (q, k, v) = attention_of(inputs), call_kwargs(inputs), operands(inputs)
+def attention_call(inputs: Inputs, **words: Any) -> Callable[[], torch.Tensor]:
+    """Function that calls `dispatch.attention`, or `attention_varlen`, on these inputs, with further keyword arguments."""
+    call, kwargs, (q, k, v) = attention_of(inputs), call_kwargs(inputs) | words, operands(inputs)
     return lambda: call(q, k, v, **kwargs)
 
 
-def training_step(inputs: Inputs) -> Call:
+def training_step(inputs: Inputs, **words: Any) -> Call:
     """Function that calls `dispatch.attention` on the inputs of a backward, and computes its gradients."""
-    features, call, kwargs = inputs.problem.features, attention_of(inputs), call_kwargs(inputs)
+    features, call, kwargs = inputs.problem.features, attention_of(inputs), call_kwargs(inputs) | words
     q, k, v = leaves = [x.detach().requires_grad_() for x in operands(inputs)]
     dout = inputs.operands["dout"]
     dout = dout[0].transpose(0, 1) if inputs.sequences else dout
@@ -84,15 +85,39 @@ def training_step(inputs: Inputs) -> Call:
     return step
 
 
-def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float) -> list[float]:
-    """Median microseconds of back-to-back calls with each rendered module, and last with PyTorch's function where it supports the problem.
+def providers_calls(inputs: Inputs) -> dict[str, Call]:
+    """Calls, or training steps, of each provider that serves these inputs, by its name, after a first run of each.
+
+    Left out is PyTorch's own choice, which races anyway, its math backend where another takes the call, and FlexAttention, which compiles
+    for longer than a candidate may.
+    """
+    if inputs.problem.features.dropout:
+        return {}
+    framework = pytorch_call(inputs, step=True)
+    made = attention_call if inputs.problem.direction == "fwd" else training_step
+    left_out = {"flex", "" if framework is None else backend_name(framework)}
+    found: dict[str, Call] = {}
+    for name in PROVIDERS:
+        if name in left_out or (name == "math" and (found or framework is not None)):
+            continue
+        call = made(inputs, implementation=name)
+        # Libraries fail variously where a GPU or a head size isn't theirs; a broken GPU shows at the next call.
+        with suppress(FlashtuneError, RuntimeError, AssertionError, NotImplementedError):
+            call()
+            found[name] = call
+    return found
+
+
+def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float, beside: Sequence[Call] = ()) -> list[list[float]]:
+    """Microseconds of back-to-back calls with each rendered module, then of the calls `beside`, and last with PyTorch's function where it
+    supports the problem.
 
     The times are those of the slower of host and GPU: only the end of each group of calls waits for the GPU.
     """
     direction, framework = inputs.problem.direction, pytorch_call(inputs, step=True)
     ours = attention_call(inputs) if direction == "fwd" else training_step(inputs)
     runs: list[tuple[Any, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
-    runs += [] if framework is None else [(None, framework)]
+    runs += [(None, call) for call in (*beside, *([] if framework is None else [framework]))]
     found: list[list[float]] = [[] for _ in runs]
     repeats, rounds = 1, 0
     started = time.perf_counter()
@@ -115,4 +140,4 @@ def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: flo
                     repeats = max(repeats, min(200, int(3e3 / spent)))
                     started = time.perf_counter()
             rounds += 1
-    return [statistics.median(times) for times in found]
+    return found

@@ -14,7 +14,8 @@ from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_o
 @db_option
 @json_option
 def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | None, as_json: bool) -> None:
-    """Show the record that would serve a call, and why: exact, near in N, near in GPU, predicted, default or framework.
+    """Show the record that would serve a call, and why: exact, near in N, near in GPU, predicted, default, framework
+    (PyTorch) or provider (another library's attention).
 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
@@ -39,5 +40,8 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     if found.template is not None:
         config = "" if found.config is None else found.config.label()
         console().print(f"{found.template} {found.variant_id or ''}\n  {config}")
+    timed = [one for one in found.providers if one.us is not None]
+    if timed:
+        console().print("whole calls, us: " + ", ".join(f"{one.name} {one.us:.1f}" for one in sorted(timed, key=lambda one: one.us or 0.0)))
     if found.twin is not None:
         console().print(f"fallback after softmax mispredictions:\n  {found.twin.label()}")

@@ -60,7 +60,7 @@ def model(
 
     The model is built (with random weights where the folder has none), its attention calls are recorded for each workload, those without
     a record are searched, and the winners are written to one file beside the weights, with a card. On the GPU the whole model is then
-    checked against eager attention in float32, and timed with PyTorch's attention and with ours.
+    checked against eager attention in float32, and timed with PyTorch's attention, with each of its backends, and with ours.
 
     On a machine without a GPU the records are predicted, and nothing is checked or timed.
 
@@ -151,8 +151,9 @@ def _print(report: "ModelReport", *, predicted: bool) -> None:
     for row in report.calls():
         us, gain = row["median_us"], row["speedup"]
         us_shown = "" if us is None else f"{us:.1f}" + ("*" if row["source"] == "predicted" else "")
+        server = f"PyTorch {row['provider'] or ''}".strip() if row["served"] == "PyTorch" else row["served"]
         gained = "" if gain is None else f"{gain:.2f}x"
-        lines.append((row["problem"], row["workload"], str(row["calls"]), f"{row['share']:.0%}", row["served"], us_shown, gained))
+        lines.append((row["problem"], row["workload"], str(row["calls"]), f"{row['share']:.0%}", server, us_shown, gained))
     columns = ("call", "workload", "calls", "share", "served by", "us", "vs PyTorch")
     title = f"Attention of {report.model} on {report.target.name}"
     out.print(fitted(title, columns, lines, width=out.width, words=("workload", "served by")))
@@ -167,8 +168,11 @@ def _whole_models(report: "ModelReport", width: int) -> Table:
     lines = []
     for one in report.workloads:
         times, found = one.times, one.check
-        ms = ("", "", "") if times is None else (f"{times.torch_ms:.3f}", f"{times.tuned_ms:.3f}", f"{times.speedup:.3f}x")
+        ms = ("",) * 4
+        if times is not None:
+            best = f"{times.against_best:.3f}x {times.best_backend}"
+            ms = (f"{times.torch_ms:.3f}", f"{times.tuned_ms:.3f}", f"{times.speedup:.3f}x", best)
         errors = ("", "") if found is None else (f"{found.tuned:.1e}", f"{found.allowed:.1e}")
         lines.append((str(one.workload), *ms, *errors, one.why))
-    columns = ("workload", "PyTorch ms", "tuned ms", "speed-up", "error", "allowed", "")
+    columns = ("workload", "PyTorch ms", "tuned ms", "speed-up", "vs best backend", "error", "allowed", "")
     return fitted("Whole model", columns, lines, width=width, words=("",))

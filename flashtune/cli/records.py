@@ -76,6 +76,8 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "provenance": record.provenance.as_json(),
         "ended_by": record.ending.reason if record.ending else None,
         "expected_regret": record.ending.regret if record.ending else None,
+        "provider": record.fastest(lambda name: True),
+        "providers_call_us": {one.template: _rounded(one.call_us) for one in record.providers},
     }
 
 
@@ -138,6 +140,7 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         # Predicted records always show their source; measured ones only their weightiest doubt, which a power limit is none of.
         weighty = tuple(word for word in said if word != POWER_LIMITED)
         said = weighty[:2][-1:] if measured else weighty[:2]
+    faster = f" < {provider}" if (provider := r.fastest(lambda name: True)) else ""
     return {
         "problem": r.problem.label(),
         "B x H": f"{r.problem.batch}x{r.problem.heads}",
@@ -145,7 +148,9 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         "us": f"{r.median_us:.1f}" if measured else f"~{r.median_us:.0f}",
         "call us": "" if r.outcome.call_us is None else f"{r.outcome.call_us:.{1 if r.outcome.call_us < 100 else 0}f}",
         "TFLOP/s": f"{r.tflops:.0f}",
-        "vs framework": "" if r.baseline is None else f"{_times(r.baseline.measurement.median_us / r.median_us)} {r.baseline.backend}",
+        "vs framework": ""
+        if r.baseline is None
+        else f"{_times(r.baseline.measurement.median_us / r.median_us)} {r.baseline.backend}{faster}",
         "as calls": _times(r.framework_call_us / r.outcome.call_us) if r.framework_call_us and r.outcome.call_us else "",
         "source": ", ".join(said),
         "config": short_config(r.outcome.config.as_dict()),
@@ -160,6 +165,7 @@ def _notes(rows: Sequence[tuple[TuningRecord, str | None]]) -> str:
     """A line for each term of the table that needs an explanation, and for unservable records."""
     doubts = {doubt for record, why in rows for doubt in doubts_of(record, why)}
     lines = [PREDICTED_NOTE] if any(record.outcome.source == "predicted" for record, _ in rows) else []
+    lines += ["< NAME: that provider's whole calls were faster"] if any(record.fastest(lambda name: True) for record, _ in rows) else []
     lines += [f"{doubt}: {note}" for doubt, note in DOUBTS.items() if doubt in doubts]
     refused = [f"  {record.key.gpu} {record.problem.label()}: {why}" for record, why in rows if why]
     more = [f"  and {len(refused) - NAMED} more (--json names all)"] if len(refused) > NAMED else []

@@ -1,5 +1,6 @@
 """Results of trials (`Outcome`), their times (`Measurement`), and the records of winners (`TuningRecord`)."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -11,6 +12,15 @@ from flashtune.core.secrets import mask_command_line
 
 Source = Literal["measured", "predicted"]
 SOURCES: tuple[Source, ...] = get_args(Source)
+
+PROVIDERS = ("flash", "cudnn", "efficient", "math", "flex", "fa4", "fa2")
+"""Names of attention that others provide (flashtune.dispatch.providers), as outcomes hold them in `template`."""
+
+IMPLEMENTATIONS = ("flashtune", "torch", *PROVIDERS)
+"""Names by which a caller may choose who serves: kernels of ours, PyTorch's own choice of a backend, or a provider."""
+
+PROVIDER_GAIN = 0.01
+"""Share by which a provider's calls have to be faster than the kernel's and PyTorch's to serve: the host's noise is as large."""
 
 
 class Fate(StrEnum):
@@ -110,6 +120,12 @@ class Outcome:
     """Median time of a whole call in an eager back-to-back loop, host included, in microseconds; None where it wasn't measured."""
     rank: int | None = None
     """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
+
+    @classmethod
+    def of_provider(cls, name: str, variant_id: str, time_us: Measurement) -> "Outcome":
+        """Outcome of another provider's whole calls."""
+        words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id, "config": Config.of()}
+        return cls(**words, fate=Fate.CORRECT, source="measured", measurement=time_us, call_us=time_us.median_us, finalist=True)
 
 
 GRAPH_GAIN = 0.02
@@ -228,6 +244,8 @@ class TuningRecord:
     softmax."""
     in_graphs: Outcome | None = None
     """The kernel of the same run that CUDA graphs run in place of the outcome's (`fastest_in_graphs`)."""
+    providers: tuple[Outcome, ...] = ()
+    """Times of whole calls of other providers in the same run; `template` is the provider's name."""
     origin: str = ""
     """The database it was read from: `shipped`, `overlay` or a path."""
     precedence: int = 0
@@ -243,11 +261,12 @@ class TuningRecord:
         return tuple(replace(self, outcome=one, fallback=None, in_graphs=None) for one in others)
 
     def as_result(self) -> "SearchResult":
-        """The result of a search that found only the record, its fallback kernel and that of graphs."""
+        """The result of a search that found only the record, the kernels beside it and the providers' times."""
+        others = (one for one in (self.outcome, self.fallback, self.in_graphs, *self.providers) if one is not None)
         return SearchResult(
             gpu=self.key.gpu,
             problem=self.problem,
-            outcomes=tuple(dict.fromkeys(one for one in (self.outcome, self.fallback, self.in_graphs) if one is not None)),
+            outcomes=tuple(dict.fromkeys(others)),
             provenance=self.provenance,
             baseline=self.baseline,
             ending=self.ending,
@@ -277,6 +296,17 @@ class TuningRecord:
         if ours is not None and theirs is not None:
             return ours / theirs
         return None if self.framework_us is None else self.median_us / self.framework_us
+
+    def fastest(self, provided: Callable[[str], bool]) -> str | None:
+        """Name of the fastest of those providers for which `provided` is True, where its calls take less time than the kernel's and
+        PyTorch's own choice by more than `PROVIDER_GAIN`; None otherwise."""
+        served = [one for one in self.providers if one.call_us is not None and provided(one.template)]
+        best = min(served, key=lambda one: (one.call_us or 0.0, one.template), default=None)
+        own = () if self.outcome.template in PROVIDERS else (self.outcome.call_us or self.median_us,)
+        others = [*own, *([self.framework_call_us or self.framework_us or math.inf] if self.baseline else [])]
+        if best is None or best.call_us is None or any((1 + PROVIDER_GAIN) * best.call_us >= us for us in others):
+            return None
+        return best.template
 
     @property
     def tflops(self) -> float:

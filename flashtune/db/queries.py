@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Outcome, SearchResult, TuningRecord
+from flashtune.core.results import PROVIDERS, Outcome, SearchResult, TuningRecord
 from flashtune.db import rows
 from flashtune.db.inspection import row_named
 from flashtune.db.values import LARGEST, Row
@@ -91,11 +91,19 @@ def _record(values: Values, fallbacks: Mapping[object, Row], called: Mapping[obj
     fallback = fallbacks.get(trial.values["run_id"])
     with row_named(name, "trial", "" if fallback is None else fallback.values["id"]):
         running = rows.fallback_of(outcome, fallback)
+    mine = called.get(trial.values["run_id"], ())
     with row_named(name, "trial", f"of run {trial.values['run_id']}"):
-        in_graphs = rows.in_graphs_of(outcome, called.get(trial.values["run_id"], ()))
+        in_graphs = rows.in_graphs_of(outcome, [row for row in mine if row.values["template"] not in PROVIDERS])
         if in_graphs is not None:
             rows.refuse_impossible(key.gpu, run["problem"], in_graphs, None)
-    return TuningRecord(key=key, outcome=outcome, fallback=running, in_graphs=in_graphs, origin=name, **run)
+    others = []
+    for row in mine:
+        if row.values["template"] in PROVIDERS:
+            with row_named(name, "trial", row.values["id"]):
+                others.append(rows.read_outcome(row))
+                rows.refuse_impossible(key.gpu, run["problem"], others[-1], None)
+    words = {"fallback": running, "in_graphs": in_graphs, "providers": tuple(others)}
+    return TuningRecord(key=key, outcome=outcome, origin=name, **words, **run)
 
 
 class FoundRuns(NamedTuple):

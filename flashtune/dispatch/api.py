@@ -1,7 +1,8 @@
 """`attention`: PyTorch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,15 +18,18 @@ from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import calls, inspection, operators, resolve, training
-from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.call import Call, Outputs, PerHead, trained_as
 from flashtune.dispatch.context import STACK, Memo, current
 from flashtune.dispatch.forward import KernelPlan
 from flashtune.dispatch.inspection import GRADIENT, ON_THE_CPU, PERHAPS_FAKE, flash_attention_on, places_in_memory, prepared, why_torch_now
+from flashtune.dispatch.offers import measured_record, offers
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.parse import Arguments, Options, parse, unwrapped
 from flashtune.dispatch.plan import Plan, Plans, capturing, restorer
+from flashtune.dispatch.providers import PROVIDERS, ProviderPlan
 from flashtune.dispatch.pytorch import TorchPlan
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.records import Pool
+from flashtune.dispatch.resolve import Candidate, Explanation
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -55,6 +59,7 @@ def attention(
     deterministic: bool = False,
     score_mod: Callable[..., torch.Tensor] | None = None,
     block_mask: Any = None,
+    implementation: str | None = None,
 ) -> Any:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
@@ -88,6 +93,9 @@ def attention(
             accumulate in no fixed order don't serve them then; where PyTorch does, it uses its math backend, with memory for all scores.
         score_mod: scores as a function, (score, b, h, q_idx, kv_idx) to a score, as in `flashtune.dispatch.flex.flex_attention`.
         block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa and return_lse are taken.
+        implementation: who serves, whatever the records say: "flashtune" (kernels of ours), "torch" (PyTorch's own choice), its backends
+            "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4) or "fa2" (flash-attn). Under
+            torch.compile PyTorch's are traced as its own operation, and so are calls that name "flex", "fa4" or "fa2".
 
     flashtune.dispatch.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and gradients,
     on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes flash
@@ -99,7 +107,8 @@ def attention(
     PyTorch lacks (softcap, return_lse, seed) take memory for all scores in its operations; ALiBi and sinks have paths of their own
     (flashtune.dispatch.pytorch).
 
-    Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense.
+    Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense,
+    and for an implementation that can't serve the call.
     """
     if score_mod is not None or block_mask is not None:
         return _functions().of_attention(dict(locals()))
@@ -119,7 +128,10 @@ def attention(
     if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
     # A plain tuple: a named one takes several times as long to make.
+    options: tuple[Any, ...]
     options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment, return_lse, allow_tf32, deterministic)
+    if implementation is not None:
+        options = (*options, implementation)
     if torch.compiler.is_compiling():
         return operators.traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
     signature: tuple[Any, ...] | None = None
@@ -227,19 +239,37 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
 
-        def builds(one: resolve.Candidate) -> bool:
+        def builds(one: Candidate) -> bool:
             build = partial(_plan_of(memo, call, one).build, query, key, value, mask, per_head)
             return bool(memo.kernels.tried(one.variant, call.device, build, lambda: True))
 
         # A kernel that can't be built here serves no call, so that the next candidate is explained.
-        chosen = next(filter(builds, resolve.candidates(memo, call, query, key, value, mask, why_torch)))
-        plan = chosen.plan
-        return chosen.explanation.remembering(plan.misprediction) if isinstance(plan, KernelPlan) else chosen.explanation
+        chosen = next(filter(builds, _candidates(memo, call, Arguments(query, key, value, mask, seed, per_head), shown, why_torch)))
+        plan, record, problem = chosen.plan, None, call.problem
+        if problem is not None and (why_torch is None or why_torch in inspection.GRADIENTS):
+            problem = problem if why_torch is None else trained_as(problem, inspection.GRADIENTS[why_torch])
+            target, _, pool = memo.surroundings(call.device, problem)
+            record = measured_record(pool, problem, target) if isinstance(pool, Pool) else None
+
+        def refusal(name: str) -> str | None:
+            return why_torch if why_torch in inspection.SEEN_THROUGH else PROVIDERS[name].refusal(call, (query, key, value, mask), per_head)
+
+        said = replace(chosen.explanation, providers=offers(record, refusal))
+        return said.remembering(plan.misprediction) if isinstance(plan, KernelPlan) else said
 
 
-def _plan_of(memo: Memo, call: Call, candidate: resolve.Candidate) -> Plan:
+def _candidates(memo: Memo, call: Call, arguments: Arguments, options: Options, why_torch: str | None, **words: Any) -> Iterator[Candidate]:
+    """Plans for a call, best first: by the records, or the one of the implementation that the caller names."""
+    tensors, per_head = arguments[:4], arguments.per_head
+    if options.implementation is not None:
+        return resolve.forced(memo, call, tensors, per_head, why_torch, options.implementation)
+    return resolve.candidates(memo, call, *tensors, why_torch, per_head, **words)
+
+
+def _plan_of(memo: Memo, call: Call, candidate: Candidate) -> Plan:
     """Plan of a candidate, with its gradients where kernels compute them."""
-    return training.TrainingPlan(memo, call, candidate.plan) if candidate.trains else candidate.plan
+    plan = candidate.plan
+    return training.TrainingPlan(memo, call, plan) if candidate.trains and not isinstance(plan, ProviderPlan) else plan
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
@@ -257,7 +287,8 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
             from flashtune.dispatch import packed_configs
 
             return packed_configs.explain_problem(memo, problem, target)
-        return resolve.explain_problem(memo, problem, target)
+        record = measured_record(memo.pool(problem.key(target.slug), target), problem, target)
+        return replace(resolve.explain_problem(memo, problem, target), providers=offers(record, lambda name: PROVIDERS[name].missing()))
 
 
 def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options: Options) -> Outputs:
@@ -277,7 +308,14 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
             return decided.run(*arguments)
         why_torch = why_torch_now(*arguments[:4], arguments.per_head)
         calls.meet(memo, call, arguments, why_torch)
-        for candidate in resolve.candidates(memo, call, *arguments[:4], why_torch, by_bucket=True):
+        if memo.settings.confirm and why_torch is None and options.implementation is None:
+            from flashtune.dispatch import confirming
+
+            if (best := confirming.confirmed(memo, call, arguments)) is not None:
+                if signature is not None:
+                    memo.keep(signature, best)
+                return best.run(*arguments)
+        for candidate in _candidates(memo, call, arguments, options, why_torch, by_bucket=True):
             if candidate.kind == "framework":
                 break
             chosen = _plan_of(memo, call, candidate)

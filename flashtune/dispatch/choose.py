@@ -17,7 +17,7 @@ from flashtune.templates.family import Family
 
 __all__ = ["Choice", "Kind", "Pool", "Refusal", "choose", "group_of", "rank", "torch_has"]
 
-Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework"]
+Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework", "provider"]
 
 COMPARED = 24
 """Configs of the nearest records whose times are predicted."""
@@ -36,7 +36,7 @@ Compiled = Callable[[Family, KernelSpec, Config], bool]
 
 
 class Choice(NamedTuple):
-    """One way to serve a problem: a family with a config, or PyTorch (no family). `note` is the reason in a sentence.
+    """One way to serve a problem: a family with a config, another `provider`, or PyTorch (neither). `note` is the reason in a sentence.
 
     Where the record is of another key, `differences` lists the differences. `fallback` is the config of the kernel that serves where the
     softmax is mispredicted, if `config` has a frozen row max and the record's search measured such a kernel; `in_graphs` is that of the
@@ -52,10 +52,11 @@ class Choice(NamedTuple):
     differences: tuple[str, ...] = ()
     fallback: Config | None = None
     in_graphs: Config | None = None
+    provider: str | None = None
 
     @property
     def variant(self) -> Variant | None:
-        """Variant of the kernel that serves; None for PyTorch."""
+        """Variant of the kernel that serves; None for PyTorch and other providers."""
         if self.family is None or self.config is None:
             return None
         return Variant(template=self.family.name, spec=self.spec, config=self.config)

@@ -48,12 +48,14 @@ class Settings:
     """Settings of a stack of layers: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
     `alone`.
 
-    `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides).
+    `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides). `confirm` measures
+    keys that have no measured record at their first call (flashtune.dispatch.confirming).
     """
 
     databases: tuple[str, ...] = ()
     alone: bool = False
     unmeasured: bool | None = None
+    confirm: bool = False
 
 
 class Memo:
@@ -68,7 +70,9 @@ class Memo:
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
         self.buckets: dict[Hashable, Choice | None] = {}
+        self.deciding: dict[Hashable, TuningRecord | None] = {}
         self.packed: dict[Hashable, Any] = {}
+        self.confirmed: set[ProblemKey] = set()
         self.kernels = Kernels(self.warn_once, self.forget)
         self.settings = settings
         self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
@@ -92,6 +96,7 @@ class Memo:
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
             self.buckets.clear()
+            self.deciding.clear()
         self.plans[signature] = plan
 
     def forget(self) -> None:
@@ -99,6 +104,7 @@ class Memo:
         with self.lock:
             self.plans.clear()
             self.buckets.clear()
+            self.deciding.clear()
             self.backwards.clear()
             self.packed.clear()
 
@@ -110,6 +116,12 @@ class Memo:
                 from flashtune.db.library import Library
 
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
+
+    def renew(self) -> None:
+        """Read the library anew at the next choice; plans stay."""
+        self._library = None
+        self._pools.clear()
+        self.deciding.clear()
 
     def warn_of_missing(self) -> None:
         """Warn where `FLASHTUNE_DB` names no file, for calls that need no records; for others `read` raises."""
@@ -164,9 +176,10 @@ MOST_MEMOS = 32
 class Use:
     """Database, or an option, in force from the call of `use` until `remove`, or until the end of its `with` block."""
 
-    __slots__ = ("alone", "database", "everywhere", "removed", "unmeasured")
+    __slots__ = ("alone", "confirm", "database", "everywhere", "removed", "unmeasured")
 
-    def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None) -> None:
+    def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None, confirm: bool = False) -> None:
+        self.confirm = confirm
         self.database, self.alone, self.everywhere, self.unmeasured = database, alone, everywhere, unmeasured
         self.removed = False
 
@@ -239,7 +252,14 @@ def _lay(uses: tuple[Use, ...]) -> None:
     current()
 
 
-def use(database: str | Path | None = None, *, alone: bool = False, everywhere: bool = False, unmeasured: bool | None = None) -> Use:
+def use(
+    database: str | Path | None = None,
+    *,
+    alone: bool = False,
+    everywhere: bool = False,
+    unmeasured: bool | None = None,
+    confirm: bool = False,
+) -> Use:
     """Serve the calls of this thread, or task of asyncio, from `database` (a path or URL) first: a model's own file, say.
 
         with dispatch.use("model/tuned.sqlite"):
@@ -253,12 +273,17 @@ def use(database: str | Path | None = None, *, alone: bool = False, everywhere: 
     which are recomputed in PyTorch's own threads on a GPU, need `everywhere`. `unmeasured` allows kernels without any measurement on
     the GPU's architecture, or forbids them; by default the environment decides (FLASHTUNE_UNMEASURED=1).
 
+    `confirm` measures lazily: the first call of a key that has no measured record, as with records that a cost model predicted, runs the
+    two kernels that are likely the fastest, PyTorch and other providers for 50 ms in all, beside compiling them, and serves by the fastest.
+    The outcome is kept in the user's own database, so that a machine does so once. Not for gradients, dropout, features of which PyTorch
+    would need all scores (soft caps, LSEs), under CUDA graph capture, or while something traces.
+
     Raises DatabaseError where there is no such database or it is damaged, InputError without a database and `unmeasured`.
     """
     global _everywhere
-    if database is None and unmeasured is None:
+    if database is None and unmeasured is None and not confirm:
         raise InputError("nothing to use: give the path or URL of a database")
-    added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured)
+    added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured, confirm=confirm)
     own = () if everywhere else STACK.get().uses
     with _lock:
         memo = _memo_of((added, *own, *_everywhere))
@@ -325,7 +350,7 @@ def _memo_of(uses: tuple[Use, ...]) -> Memo:
             databases.append(one.database)
         alone = alone or one.alone
     said = next((one.unmeasured for one in uses if one.unmeasured is not None), None)
-    settings = Settings(databases=tuple(dict.fromkeys(databases)), alone=alone, unmeasured=said)
+    settings = Settings(databases=tuple(dict.fromkeys(databases)), alone=alone, unmeasured=said, confirm=any(one.confirm for one in uses))
     # The dict is ordered by last use.
     memo = _memos.pop(settings, None) or Memo(settings)
     while len(_memos) >= MOST_MEMOS:

@@ -23,8 +23,10 @@ from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.gradients import BackwardInputs
 from flashtune.dispatch.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
+from flashtune.dispatch.offers import OURS
 from flashtune.dispatch.parse import Arguments, Options, parse, seed_bits, signed
 from flashtune.dispatch.plan import capturing, random_bits
+from flashtune.dispatch.providers import traced_backend
 
 
 def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:
@@ -100,7 +102,10 @@ def traced(arguments: Arguments, options: Options) -> Any:
         return inspection.torchs(*arguments[:4], options)
     arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
     call = parse(arguments, options)
+    named = options.implementation
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
+    if named not in (None, OURS):
+        why_torch = "another implementation is named"
     # A forward without gradients may be recomputed with them, and has to drop the same pairs.
     draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
     trains = (draws or why_torch in GRADIENTS) and _trains(call, () if why_torch is None else GRADIENTS[why_torch])
@@ -114,7 +119,8 @@ def traced(arguments: Arguments, options: Options) -> Any:
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
                 keep = torch.ops.flashtune.dropout_keep(arguments.query, signed(seed_bits(arguments.seed)), *sizes, call.dropout_p)
-        out, lse = pytorch.attention(call, *arguments[:4], keep, arguments.per_head)
+        with traced_backend(named):
+            out, lse = pytorch.attention(call, *arguments[:4], keep, arguments.per_head)
     return (out, lse) if call.return_lse else out
 
 

@@ -15,6 +15,7 @@ from flashtune.core.band import ALIGNMENTS, Sides, Window
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
+from flashtune.core.results import IMPLEMENTATIONS
 from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.dispatch.call import Call, PerHead, surely
 
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     allow_tf32: bool = False
     deterministic: bool = False
+    implementation: str | None = None
 
     def sides(self) -> Sides:
         """Band that the options describe, whatever the sizes."""
@@ -69,6 +71,8 @@ def parse(given: Arguments, options: Options) -> Call:
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
+    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
+        raise InputError(f"unknown implementation {options.implementation!r}: use one of {', '.join(IMPLEMENTATIONS)}")
     # A side that hides no pair at these sizes would only select a slower kernel: decoding one token isn't causal.
     band = options.sides().band(n_q, n_kv, surely)
     dropout_p, softcap, scale = scalars(options, wide=query.dtype == torch.float64)

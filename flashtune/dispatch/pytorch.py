@@ -92,10 +92,10 @@ def takes_as_it_is(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
     alone = mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v))
     if alone or not call.d or max(call.batch, call.heads) > MOST_HEADS or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         return False
-    return all(made is x for made, x in zip(_readable(q, k, v, mask), (q, k, v, mask), strict=True))
+    return all(made is x for made, x in zip(readable_inputs(q, k, v, mask), (q, k, v, mask), strict=True))
 
 
-def _readable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def readable_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The inputs in memory layouts that PyTorch's CUDA backends read correctly; copies where they have to be."""
     if mask is not None and mask.device.type == "cuda":
         # PyTorch pads a mask's rows, of one column, too, before it expands them.
@@ -189,7 +189,7 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **wo
     if not call.d:
         # PyTorch's kernels write no output where the head size is 0.
         q, k = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k))
-    q, k, v, mask = _readable(q, k, v, as_bias(mask, q.dtype))
+    q, k, v, mask = readable_inputs(q, k, v, as_bias(mask, q.dtype))
     if torch.compiler.is_compiling() or max(q.shape[:2]) <= MOST_HEADS:
         return differentiable_sdpa(q, k, v, mask, **words)
     dim = 0 if q.shape[0] > MOST_HEADS else 1
@@ -279,11 +279,11 @@ def sound_backends_of(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
     if torch.compiler.is_compiling():
         return sdpa_kernel(backends)
     left = [backend for backend in backends if _ON[backend]()]
-    return _only(left) if left else contextlib.nullcontext()
+    return only(left) if left else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _only(backends: list[SDPBackend]) -> Iterator[None]:
+def only(backends: list[SDPBackend]) -> Iterator[None]:
     """sdpa_kernel under a lock: its flags are global, and overlapping contexts of two threads would leave the first one's set."""
     with _FLAGS, sdpa_kernel(backends):
         yield

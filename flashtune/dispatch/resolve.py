@@ -10,18 +10,20 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.config import Config, Variant
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import backwards, kernels
-from flashtune.dispatch.call import Call, trained_as
+from flashtune.dispatch.call import Call, PerHead, trained_as
 from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
-from flashtune.dispatch.inspection import GRADIENTS
+from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
+from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
+from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors, plan_of, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -43,6 +45,9 @@ class Explanation:
     `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
     like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
     the fallback kernel serves until the process ends.
+
+    `provider` names another library's attention where that serves (`kind` is "provider"); `providers` are all implementations that a caller
+    may name.
     """
 
     kind: Kind
@@ -65,6 +70,8 @@ class Explanation:
     misled_programs: int = 0
     went_over: int = 0
     twin_serves: bool = False
+    provider: str | None = None
+    providers: tuple[Offer, ...] = ()
 
     def remembering(self, state: Misprediction | None) -> "Explanation":
         """Copy with the counts of such calls and their latch."""
@@ -78,6 +85,8 @@ class Explanation:
 def explained(choice: Choice, problem: Problem, target: Target, refused: Sequence[str], *, interpreted: bool = False) -> Explanation:
     """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
     record, variant, reason = choice.record, choice.variant, choice.note
+    if choice.provider is not None:
+        reason = f"{PROVIDERS[choice.provider].title} serves: {reason}"
     if variant is not None and not interpreted and target.arch.isdigit() and (why := _uncompiled(variant, target)) is not None:
         reason += f"; {why}, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
@@ -100,6 +109,7 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: Sequenc
         refused=tuple(refused),
         differences=choice.differences,
         twin=choice.fallback,
+        provider=choice.provider,
     )
 
 
@@ -115,17 +125,14 @@ def _uncompiled(variant: Variant, target: Target) -> str | None:
     return "there is no machine code of it"
 
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Query, key, value and mask of the caller."""
-
-
 class Candidate(NamedTuple):
-    """Plan that may serve, the step of the policy that chose it, and a factory of its explanation; `variant` is None for PyTorch.
+    """Plan that may serve, the step of the policy that chose it, and a factory of its explanation; `variant` is None for PyTorch,
+    and for another provider a name under which its failures are kept.
 
     Where `trains` is True, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
     """
 
-    plan: TorchPlan | KernelPlan
+    plan: TorchPlan | KernelPlan | ProviderPlan
     kind: Kind
     said: Callable[[], Explanation]
     variant: Variant | None = None
@@ -138,33 +145,47 @@ class Candidate(NamedTuple):
 
 
 def candidates(
-    memo: Memo, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, torch_only: str | None, *, by_bucket: bool = False
+    memo: Memo,
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    torch_only: str | None,
+    per_head: PerHead | None = None,
+    *,
+    by_bucket: bool = False,
+    ours: bool = False,
 ) -> Iterator[Candidate]:
     """Plans for a call, best first; the last is always PyTorch's.
 
     `torch_only` is the reason why only PyTorch can serve, if there is one. A kernel that refuses these strides or pointers, or that failed
     before, excludes the other tuned ones of its family; the family's default is still tried, since it may accept them. With `by_bucket` a
-    decode step begins with the choice for its length bucket.
+    decode step begins with the choice for its length bucket. With `ours` kernels serve wherever they can, measured or not.
     """
     problem = call.problem
     if torch_only is None:
         torch_only = _out_of_reach(call)
     if torch_only in GRADIENTS and problem is not None:
-        why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only])
+        if not (ours or GRADIENTS[torch_only]):
+            yield from _by_provider(memo, call, trained_as(problem), (q, k, v, mask), per_head)
+        why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only], ours=ours)
         torch_only = f"{torch_only}, and {why}"
         if call.mask_kind != "none" and call.device.type == "cuda":
             torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
-    fused = call.fused_by_torch
+    fused = call.fused_by_torch and not ours
     if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
         # A forward without gradients may be recomputed with them, and has to drop the same pairs.
         target = devices.target_of(call.device)
-        chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic)
+        chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic, composite=ours)
         fused = fused and chosen is None
         if chosen is None:
             torch_only = f"unseeded dropout is served as in training, and there {why}"
     if torch_only is None and problem is not None:
         if devices.INTERPRETING:
             memo.warn_of_missing()
+        if not ours:
+            yield from _by_provider(memo, call, problem, (q, k, v, mask), per_head)
         yield from _by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
         return
     memo.warn_of_missing()
@@ -188,10 +209,63 @@ def _out_of_reach(call: Call) -> str | None:
     return None
 
 
-def _trained(memo: Memo, call: Call, problem: Problem, tensors: Tensors, requested: Sequence[str]) -> Generator[Candidate, None, str]:
+def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
+    """Plan of the implementation that the caller names; raises InputError, with the cause and the remedy, where it can't serve.
+
+    Where others see through PyTorch's operations alone (transforms, modes, tracers, subclasses), these serve.
+    """
+    said = functools.partial(Explanation, reason=f"the caller named {name}", gpu=_slug(call.device))
+    if name == TORCHS or torch_only in SEEN_THROUGH:
+        yield Candidate(TorchPlan.of(call, *tensors), "framework", functools.partial(said, kind="framework"))
+        return
+    why: str | None = None
+    if name in PROVIDERS:
+        plan, variant = plan_of(name, call, tensors, per_head), variant_of(name, call.problem)
+        yield Candidate(plan, "provider", functools.partial(said, kind="provider", provider=name), variant)
+        why = None if variant is None else memo.kernels.failure(variant, call.device)
+    else:
+        for one in candidates(memo, call, *tensors, torch_only, ours=True):
+            if one.kind == "framework":
+                why = one.explanation.reason.removesuffix(", so PyTorch's own attention serves it")
+                break
+            yield one
+    raise InputError(f"implementation={name!r} can't serve this call, since {why}: leave implementation out, or name another")
+
+
+def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:
+    """Plan of the provider that was the fastest for a problem of a call, where one was."""
+    target, _, pool = memo.surroundings(call.device, problem)
+    if memo.pinned or call.dropout_p or not isinstance(pool, Pool):
+        return
+
+    def provided(name: str) -> bool:
+        variant = variant_of(name, problem)
+        failed = variant is not None and memo.kernels.failure(variant, call.device) is not None
+        return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
+
+    record = measured_record(pool, problem, target)
+    if record is None:
+        # Growing sequences share the look-up of their length bucket.
+        alike = replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET)
+        if (alike, target.slug) not in memo.deciding:
+            memo.deciding[alike, target.slug] = deciding_record(pool, alike, target)
+        record = memo.deciding[alike, target.slug]
+    found = provider_choice(record, problem, target, provided, framework_serves=call.fused_by_torch)
+    if found is None:
+        return
+    said = functools.partial(explained, found, problem, target, ())
+    if found.provider is None:
+        yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
+    else:
+        yield Candidate(plan_of(found.provider, call, tensors, per_head), "provider", said, variant_of(found.provider, problem))
+
+
+def _trained(
+    memo: Memo, call: Call, problem: Problem, tensors: Tensors, requested: Sequence[str], *, ours: bool
+) -> Generator[Candidate, None, str]:
     """Plans of kernels for a call that needs gradients, `requested` beside dQ, dK and dV; returns the reason why there are no more."""
     target, trained = devices.target_of(call.device), trained_as(problem, requested)
-    words = {"deterministic": call.deterministic, "composite": backwards.composite(call)}
+    words = {"deterministic": call.deterministic, "composite": ours or backwards.composite(call)}
     chosen, why = backwards.gradient_choice(memo, trained, target, **words)
     if chosen is not None:
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
@@ -255,8 +329,10 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
             )
             plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, in_graphs=in_graphs, warn=memo.warn_once)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
-            # The caller resumes the generator only after this candidate failed.
-            why = memo.kernels.failure(variant, call.device) or "it failed"
+            why = memo.kernels.failure(variant, call.device)
+            if why is None:
+                # The caller wants more than one.
+                continue
         refused.append(f"{variant.template} {variant.id}: {why}")
         failed.add(family.name)
 
@@ -278,13 +354,17 @@ def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, targe
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
+    pool = memo.pool(problem.key(target.slug), target)
+    deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
+    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
+    if other is not None:
+        return explained(other, problem, target, refused)
     if problem.direction == "bwd":
         chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
             reason = f"{why}, so PyTorch's own attention serves the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
-    pool = memo.pool(problem.key(target.slug), target)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
     for choice in rank(problem, target, pool, families(), **words, compiled=compiled_on(target)):
         if isinstance(choice, Choice):

@@ -4,10 +4,12 @@ import copy
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.model.sources import Subject
 from flashtune.model.workloads import Run, Workload, runner
@@ -24,6 +26,13 @@ LEAST_S = 0.02
 """Least time of one timing, in seconds: shorter runs are repeated within it."""
 
 MOST_REPEATS = 20
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""PyTorch's fused backends, with each of which the whole model is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +98,55 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median times of one run of a workload, in milliseconds."""
+    """Median times of one run of a workload, in milliseconds: with our attention, with PyTorch's, and with each of its backends first."""
 
     tuned_ms: float
     torch_ms: float
+    backends_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
         """PyTorch's time over ours."""
         return self.torch_ms / self.tuned_ms
 
+    @property
+    def best_backend(self) -> str:
+        """The single backend with which the whole model takes the least time; `torch` is PyTorch's own choice at each call."""
+        times = {"torch": self.torch_ms, **self.backends_ms}
+        return min(times, key=lambda name: times[name])
+
+    @property
+    def against_best(self) -> float:
+        """The least time with a single backend over ours."""
+        return min((self.torch_ms, *self.backends_ms.values())) / self.tuned_ms
+
 
 def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Times:
-    """Times of a workload on a device, host included: runs with PyTorch's attention and with ours take turns."""
+    """Times of a workload on a device, host included: runs with PyTorch's attention, each of its backends first, and ours take turns.
+
+    Calls that a backend doesn't take go to the next in PyTorch's order; a backend with which the model fails is left out.
+    """
     inputs = subject.inputs(workload, device=device, dtype=dtype)
-    times: dict[str, list[float]] = {"sdpa": [], "tuned": []}
+    times: dict[str, list[float]] = {"sdpa": [], "tuned": [], **{name: [] for name in BACKENDS}}
     run = runner(model, inputs, workload)
     repeats = 1
     for turn in range(ROUNDS + 1):
-        for implementation, found in times.items():
-            subject.attend(model, implementation)
-            if turn == 0:
-                run()
-                repeats = max(repeats, min(MOST_REPEATS, int(LEAST_S / max(_timed(run, 1), 1e-6)) + 1))
-            else:
-                found.append(_timed(run, repeats))
-    return Times(*(1e3 * statistics.median(times[name]) for name in ("tuned", "sdpa")))
+        for implementation, found in list(times.items()):
+            first = BACKENDS.get(implementation)
+            subject.attend(model, "sdpa" if first is not None else implementation)
+            with nullcontext() if first is None else sdpa_kernel([first, *BACKENDS.values(), SDPBackend.MATH], set_priority=True):
+                if turn:
+                    found.append(_timed(run, repeats))
+                    continue
+                try:
+                    run()
+                    repeats = max(repeats, min(MOST_REPEATS, int(LEAST_S / max(_timed(run, 1), 1e-6)) + 1))
+                except RuntimeError:
+                    if first is None:
+                        raise
+                    del times[implementation]
+    ms = {name: 1e3 * statistics.median(found) for name, found in times.items()}
+    return Times(ms.pop("tuned"), ms.pop("sdpa"), ms)
 
 
 def _timed(run: Run, repeats: int) -> float:

@@ -66,12 +66,20 @@ class ModelReport:
         record = self.records.get(problem)
         ratio = None if record is None else record.relative_time
         served = "PyTorch" if record is None or (ratio is not None and ratio > 1) else record.outcome.template
+        provider = None if record is None else record.fastest(lambda name: True)
+        if record is not None and provider is not None:
+            served = provider
+            us = next(one.call_us for one in record.providers if one.template == provider)
+            ratio = us / theirs if us and (theirs := record.framework_call_us) else None
+        elif served == "PyTorch" and record is not None and record.baseline is not None:
+            provider = record.baseline.backend
         return {
             "workload": str(judged.workload),
             "problem": problem.label(),
             "calls": judged.counts[problem],
             "share": round(share, 4),
             "served": served,
+            "provider": provider,
             "source": None if record is None else record.outcome.source,
             "median_us": None if record is None else round(record.median_us, 3),
             "framework_us": None if record is None or record.framework_us is None else round(record.framework_us, 3),
@@ -101,6 +109,9 @@ def _judgement(one: Judged) -> dict[str, Any]:
         "tuned_ms": None if one.times is None else round(one.times.tuned_ms, 4),
         "torch_ms": None if one.times is None else round(one.times.torch_ms, 4),
         "speedup": None if one.times is None else round(one.times.speedup, 4),
+        "backends_ms": {} if one.times is None else {name: round(ms, 4) for name, ms in one.times.backends_ms.items()},
+        "best_backend": None if one.times is None else one.times.best_backend,
+        "against_best": None if one.times is None else round(one.times.against_best, 4),
         "left_out": one.why or None,
     }
 

@@ -3,7 +3,7 @@
 import functools
 
 from flashtune.core.errors import InputError
-from flashtune.core.results import Bits, TuningRecord
+from flashtune.core.results import PROVIDERS, Bits, TuningRecord
 from flashtune.core.target import targets
 from flashtune.templates.family import Family
 
@@ -60,6 +60,8 @@ def unservable(record: TuningRecord) -> str | None:
     """The reason why this version's templates can't serve a record, perhaps of an earlier version, on its own GPU; None where they can.
     Of an unknown GPU only the config is checked."""
     target = targets().get(record.key.gpu)
+    if record.outcome.template in PROVIDERS:
+        return f"its run had no kernel, and {record.outcome.template} serves it"
     try:
         chosen = family(record.outcome.template)
         config = chosen.completed(record.outcome.config)

@@ -110,10 +110,14 @@ class Raced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """Median microseconds of a whole call, host included: of each requested candidate, and of PyTorch where it has the problem."""
+    """Median microseconds of a whole call, host included: of each requested candidate, and of PyTorch where it has the problem.
+
+    `providers` are times of others by name.
+    """
 
     times: tuple[float, ...]
     pytorch: float | None
+    providers: Mapping[str, Measurement] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

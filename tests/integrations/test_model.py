@@ -2,21 +2,26 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
 from flashtune.cli.main import main
+from flashtune.core.config import Config
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import find_target
 from flashtune.model import measuring, recording, shares
 from flashtune.model.sources import find_subject
-from flashtune.model.workloads import DECODED, Workload, lengths, padding_mask, parse, runner
+from flashtune.model.tuning import Judged, ModelReport
+from flashtune.model.workloads import DECODED, Run, Workload, lengths, padding_mask, parse, runner
 
 LLAMA = {
     "model_type": "llama",
@@ -140,11 +145,63 @@ def test_decoding_runs_begin_from_the_same_cache(tmp_path: Path) -> None:
     assert torch.equal(run(), run())
 
 
-def test_times_are_of_both_implementations(tmp_path: Path) -> None:
+def test_times_are_of_both_implementations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "MOST_REPEATS", 1)
     subject = find_subject(saved(tmp_path, LLAMA), layers=1)
     model = subject.build(device="cpu", dtype=torch.float32)
     found = measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
     assert found.tuned_ms > 0 and found.speedup == found.torch_ms / found.tuned_ms
+    assert set(found.backends_ms) == set(measuring.BACKENDS) and all(ms > 0 for ms in found.backends_ms.values())
+    best = measuring.Times(tuned_ms=10.0, torch_ms=9.0, backends_ms={"flash": 8.0, "cudnn": 11.0})
+    assert (best.best_backend, best.against_best) == ("flash", 0.8)
+    assert (replace(best, torch_ms=5.0).best_backend, replace(best, backends_ms={}).against_best) == ("torch", 0.9)
+
+
+def test_a_backend_with_which_a_model_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=1)
+    model = subject.build(device="cpu", dtype=torch.float32)
+    monkeypatch.setattr(measuring, "MOST_REPEATS", 1)
+    usual = torch._C._get_sdp_priority_order()
+    made, orders = measuring.runner, []
+
+    def runs(*given: Any) -> Run:
+        run = made(*given)
+
+        def step(prepared: Any) -> torch.Tensor:
+            orders.append(torch._C._get_sdp_priority_order())
+            if orders[-1][0] == SDPBackend.CUDNN_ATTENTION.value:
+                raise RuntimeError("cuDNN Frontend error")
+            return run.step(prepared)
+
+        return Run(step, run.prepare)
+
+    monkeypatch.setattr(measuring, "runner", runs)
+    found = measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
+    assert set(found.backends_ms) == {"flash", "efficient"}
+    assert {order[0] for order in orders} == {one.value for one in measuring.BACKENDS.values()}
+    assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_the_table_names_who_won_each_call() -> None:
+    problem = Problem(batch=1, heads=4, kv_heads=4, n_q=64, n_kv=64, d=64, d_v=64, dtype="bf16")
+    judged = Judged(parse("forward:1x64"), Counter({problem: 1}))
+    report = ModelReport("model", find_target("h200"), "bf16", [judged])
+    kernel = Outcome(
+        template="flash_fwd", template_hash="0" * 16, variant_id="0" * 16, config=Config.of(), fate=Fate.CORRECT, source="measured",
+        measurement=Measurement.of([20.0]), call_us=20.0,
+    )  # fmt: skip
+    record = TuningRecord(
+        key=problem.key("h200"), problem=problem, outcome=kernel, provenance=Provenance(flashtune="0", torch="2", triton="3"),
+        baseline=Baseline(backend="cudnn", measurement=Measurement.of([30.0]), call_us=30.0),
+    )  # fmt: skip
+    fa4 = Outcome.of_provider("fa4", "0" * 16, Measurement.of([15.0]))
+    slow = replace(record, outcome=replace(kernel, call_us=40.0))
+    for one, served, provider, speedup in [
+        (record, "flash_fwd", None, 1.5), (slow, "PyTorch", "cudnn", 1.0), (replace(record, providers=(fa4,)), "fa4", "fa4", 2.0),
+    ]:  # fmt: skip
+        report.records = {problem: one}
+        (row,) = report.calls()
+        assert (row["served"], row["provider"], row["speedup"]) == (served, provider, speedup)
 
 
 def test_weights_of_a_folder_are_used(tmp_path: Path) -> None:

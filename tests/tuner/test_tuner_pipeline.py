@@ -18,12 +18,12 @@ from staged_searches import PROVENANCE, Staged, plan, problems, run, staged
 
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Outcome, TuningRecord
+from flashtune.core.results import PROVIDERS, Fate, Outcome, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending
-from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish import winners
 from flashtune.tuner.publish.winners import Winners
@@ -139,7 +139,8 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
         return replace(rounds, times=(*rounds.times, (300.0,) * 9), backend="cudnn")
 
     def calls(sources: list[Any], problem: Problem, target: Any, seed: int, budget_s: float) -> Called | Failed:
-        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), pytorch=310.0)
+        providers = {"flash": Measurement.of([250.0] * 5)}
+        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), pytorch=310.0, providers=providers)
 
     def none(*_: Any) -> Called | Failed:
         return Failed(fate=Fate.RUNTIME, reason="no memory")
@@ -147,10 +148,13 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
     with_pytorch.__name__ = "raced"
     monkeypatch.setattr(tasks, "race_finalists", with_pytorch)
     [result] = run(plan(1, calls=calls))
-    called = {outcome.rank: outcome for outcome in result.outcomes if outcome.call_us is not None}
+    called = {outcome.rank: outcome for outcome in result.outcomes if outcome.call_us is not None and outcome.rank is not None}
     assert sorted(called) == [1, 2, 3][: len(called)] and result.baseline is not None and result.baseline.call_us == 310.0
     for outcome in called.values():
         assert outcome.measurement is not None and outcome.call_us == pytest.approx(outcome.measurement.median_us + 7)
+    assert {outcome.template: outcome.call_us for outcome in result.outcomes if outcome.template in PROVIDERS} == {"flash": 250.0}
+    record = record_of(result)
+    assert record is not None and record.fastest(lambda name: True) is None and record.providers[0].rank is None
     slowest = max(called.values(), key=lambda outcome: outcome.call_us or 0.0).variant_id
     [by_calls] = run(
         plan(1, calls=lambda sources, *rest: Called(times=tuple(9.0 if slowest in s.stem else 99.0 for s in sources), pytorch=1.0))

@@ -14,7 +14,7 @@ from flashtune.core.config import Config, KernelSpec, Value, Variant
 from flashtune.core.errors import InputError
 from flashtune.core.nearness import nearest
 from flashtune.core.problem import Problem
-from flashtune.core.results import SearchResult, Source, TuningRecord
+from flashtune.core.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates.expected import logs_us
 from flashtune.templates.family import Family
@@ -126,6 +126,7 @@ def record_of(result: SearchResult) -> TuningRecord | None:
         ending=result.ending,
         fallback=result.fallback,
         in_graphs=result.in_graphs,
+        providers=tuple(one for one in result.outcomes if one.template in PROVIDERS),
     )
 
 

@@ -12,7 +12,18 @@ from optuna.trial import TrialState, create_trial
 
 from flashtune.core.config import Config
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import (
+    PROVIDERS,
+    Baseline,
+    CompileFacts,
+    Conditions,
+    Ending,
+    Fate,
+    Measurement,
+    Outcome,
+    Provenance,
+    SearchResult,
+)
 from flashtune.templates.rendering import sources_hash
 from flashtune.tuner.propose.sampling import CandidateSampler, sampler_of
 from flashtune.tuner.propose.space import Array, Candidate, SearchSpace
@@ -158,7 +169,10 @@ class Study:
         return SearchResult(
             gpu=self._space.target.slug,
             problem=problem,
-            outcomes=tuple(raced.get(outcome.variant_id, outcome) for outcome in self.outcomes.values()),
+            outcomes=(
+                *(raced.get(outcome.variant_id, outcome) for outcome in self.outcomes.values()),
+                *(outcome for outcome in raced.values() if outcome.template in PROVIDERS),
+            ),
             provenance=Provenance(**{**provenance, "conditions": conditions}),
             baseline=Baseline(**{**baseline, "measurement": Measurement(**baseline["measurement"])}) if baseline else None,
             ending=Ending(**kept["ending"]) if kept.get("ending") else None,

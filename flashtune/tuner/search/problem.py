@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import optuna
 
-from flashtune.core.config import KernelSpec, settles
+from flashtune.core.config import Config, KernelSpec, Variant, settles
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, Conditions, Ending, Measurement, Outcome, Provenance, SearchResult
@@ -300,7 +300,7 @@ class ProblemSearch:
         final_candidates = to_race(correct, [_time(outcomes[c]).median_us for c in correct], wide)
         with self.spent.on("race"):
             raced, conditions = self.evaluation.race(final_candidates) if final_candidates else (None, None)
-        baseline, behind = None, None
+        baseline, behind, others = None, None, tuple[Outcome, ...]()
         if isinstance(raced, Raced):
             baseline, behind = raced.baseline, raced.standing.behind
             for candidate, measurement in zip(final_candidates, raced.times, strict=True):
@@ -314,11 +314,16 @@ class ProblemSearch:
             for candidate, call_us in zip(timed, called.times, strict=False):
                 outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
             baseline = replace(baseline, call_us=called.pytorch)
+            others = tuple(Outcome.of_provider(name, self._named(name), time_us) for name, time_us in called.providers.items())
             ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
             ranks = fallback_ahead(ranks, medians, wide)
         for rank, candidate in enumerate(ranks, start=1):
             outcomes[candidate] = replace(outcomes[candidate], rank=rank)
-        return self._result(tuple(outcomes.values()), baseline, conditions)
+        return self._result((*outcomes.values(), *others), baseline, conditions)
+
+    def _named(self, provider: str) -> str:
+        """Variant id of a provider for this problem."""
+        return Variant(template=provider, spec=self.problem.spec(), config=Config.of()).id
 
     def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None, conditions: Conditions | None = None) -> SearchResult:
         return SearchResult(

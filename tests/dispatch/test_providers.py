@@ -1,0 +1,443 @@
+"""Attention that others provide: named by callers, by records, and by what the first call of a key measures."""
+
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from test_dispatch_memo import PROBLEM, Machine, Q, assert_right, attend, machine, save
+
+from flashtune import dispatch
+from flashtune.cli.main import main
+from flashtune.core import reference
+from flashtune.core.band import Band
+from flashtune.core.config import Variant
+from flashtune.core.errors import InputError
+from flashtune.core.problem import Problem
+from flashtune.core.results import PROVIDERS as NAMES
+from flashtune.core.results import Baseline, Measurement, Outcome, Provenance, SearchResult
+from flashtune.db.library import Library
+from flashtune.db.store import Store
+from flashtune.dispatch import api, providers, resolve
+from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.providers import PROVIDERS, Provider
+
+__all__ = ["machine"]
+
+ORDER = torch._C._get_sdp_priority_order
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **words: Any) -> torch.Tensor:
+    return reference.attention(q, k, v, scale=q.shape[-1] ** -0.5, **words)[0]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_the_allow_list_has_the_names_that_records_may_hold() -> None:
+    assert tuple(PROVIDERS) == NAMES
+
+
+@pytest.mark.parametrize("name", ["torch", "flash", "math"])
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"attn_mask": drawn(1, 1, 33, 33) > 0}, {"attn_mask": drawn(4, 33, 33)}])
+def test_a_named_backend_serves_as_the_book_says_with_gradients(name: str, words: dict[str, Any]) -> None:
+    leaves = [drawn(2, heads, 33, 16, seed=heads + place).requires_grad_() for place, heads in enumerate((4, 2, 2))]
+    found = dispatch.attention(*leaves, enable_gqa=True, implementation=name, **words)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = expected(*wide, band=Band(right=0) if words.get("is_causal") else Band(), mask=words.get("attn_mask"))
+    close(found, wanted)
+    for one, other in zip(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(wanted.sum(), wide), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_named_backend_serves_other_ranks_and_broadcast_heads() -> None:
+    for shapes in [((33, 16), (20, 16)), ((3, 33, 16), (1, 20, 16)), ((2, 1, 4, 9, 8), (1, 3, 4, 20, 8))]:
+        q, k = (drawn(*shape, seed=len(shape)) for shape in shapes)
+        wanted = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, k)))
+        for name in ("flash", "math"):
+            close(dispatch.attention(q, k, k, implementation=name), wanted)
+
+
+def test_the_backend_is_the_one_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    real = torch.backends.cuda.flash_sdp_enabled
+    choose = providers.TorchPlan.run
+    monkeypatch.setattr(providers.TorchPlan, "run", lambda plan, *given: (seen.append(real()), choose(plan, *given))[1])
+    q = drawn(1, 2, 9, 8)
+    # With a mask the plan itself runs, and not its short way.
+    for name in ("flash", "math", "math"):
+        dispatch.attention(q, q, q, torch.ones(9, 9, dtype=torch.bool), implementation=name)
+    assert seen == [True, False, False] and real()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("none", {}, "unknown implementation 'none': use one of flashtune, torch, flash, cudnn"),
+        ("flash", {"window": 4}, "bands other than PyTorch's causal one: leave implementation out, or name another"),
+        ("math", {"softcap": 3.0}, "it doesn't take a soft cap"),
+        ("flash", {"return_lse": True}, "it doesn't take an LSE"),
+        ("flash", {"sinks": torch.zeros(2)}, "it doesn't take sinks"),
+        ("flash", {"dropout_p": 0.5, "seed": 1}, "it doesn't take a dropout seed"),
+        ("cudnn", {}, "PyTorch doesn't give it a call of these sizes"),
+        ("flex", {}, "it doesn't run on cpu tensors"),
+        ("fa4", {}, "it isn't installed: pip install flash-attn-4"),
+        ("fa2", {}, "it isn't installed: pip install flash-attn"),
+        ("flashtune", {}, "kernels run on GPUs .*: leave implementation out, or name another"),
+    ],
+)
+def test_what_cannot_serve_is_refused_in_one_sentence(name: str, words: dict[str, Any], said: str) -> None:
+    q = drawn(1, 2, 9, 8)
+    for call in (dispatch.attention, dispatch.explain):
+        with pytest.raises(InputError, match=said):
+            call(q, q, q, implementation=name, **words)
+
+
+def test_explain_lists_every_implementation_with_the_reason_against_it() -> None:
+    q = drawn(1, 2, 9, 8)
+    found = dispatch.explain(q, q, q, implementation="math")
+    assert (found.kind, found.provider) == ("provider", "math")
+    offered = {one.name: one.why for one in found.providers}
+    assert list(offered) == ["flashtune", "torch", *NAMES]
+    assert offered["flash"] is None and "pip install flash-attn-4" in str(offered["fa4"])
+
+
+def test_tracers_get_torchs_operation_and_transforms_torchs_own_choice() -> None:
+    q, k, v = (drawn(1, 2, 9, 8, seed=seed) for seed in range(3))
+    wanted = expected(*(x.double() for x in (q, k, v)))
+    for name in ("math", "flash", "fa4", "torch"):
+        named = partial(dispatch.attention, implementation=name)
+        close(torch.compile(named, backend="aot_eager", fullgraph=True)(q, k, v), wanted)
+        close(torch.func.vmap(named)(q, k, v), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dispatch.attention(q, k, v, implementation="math").dtype == torch.bfloat16
+
+
+def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    return parse(Arguments(q, k, v), Options(**options))
+
+
+def test_pytorchs_order_of_backends_is_changed_for_the_call_alone() -> None:
+    """On a GPU, where it can be chosen; the order is the process's."""
+    usual = ORDER()
+    q = drawn(1, 2, 9, 8)
+    call = replace(call_of(q, q, q), device=torch.device("cuda", 0))
+    backend = PROVIDERS["efficient"]
+    assert isinstance(backend, providers.TorchBackend)
+    seen: list[list[int]] = []
+    first = backend._first(call, lambda *given: seen.append(ORDER()))
+    first()
+    assert seen[0][0] == int(backend.backend.value) and sorted(seen[0]) == sorted(usual) and ORDER() == usual
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backend._first(call, fails)()
+    assert ORDER() == usual
+    # A caller's own order comes back; that of another plan, which may have ended meanwhile, doesn't.
+    own = usual[::-1]
+    try:
+        torch._C._set_sdp_priority_order(own)
+        first()
+        assert ORDER() == own
+        torch._C._set_sdp_priority_order(seen[0])
+        first()
+        assert ORDER() == usual
+    finally:
+        torch._C._set_sdp_priority_order(usual)
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """flash-attn-4 and flash-attn as they document their functions, on the CPU; the arguments that they get."""
+    given: list[dict[str, Any]] = []
+
+    def computed(q: Any, k: Any, v: Any, unbounded: int | None, sinks: torch.Tensor | None, **words: Any) -> torch.Tensor:
+        given.append(words)
+        left, right = (None if side == unbounded else side for side in words["window_size"])
+        band = Band(left=left, right=0 if words["causal"] else right, diagonal=k.shape[1] - q.shape[1])
+        more: dict[str, Any] = {} if sinks is None else {"sinks": sinks.expand(q.shape[0], -1)}
+        more |= {"scale": words["softmax_scale"], "softcap": words["softcap"], "dtype": torch.float32}
+        out, _ = reference.attention(*(x.transpose(1, 2) for x in (q, k, v)), band=band, **more)
+        return out.transpose(1, 2).contiguous()
+
+    def fa4(
+        q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None),
+        learnable_sink: Any = None, softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> Any:  # fmt: skip
+        words = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "deterministic": deterministic,
+        }
+        return computed(q, k, v, None, learnable_sink, **words), None
+
+    def fa2(
+        q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
+        softcap: float = 0.0, deterministic: bool = False,
+    ) -> Any:  # fmt: skip
+        words = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "deterministic": deterministic,
+        }
+        return computed(q, k, v, -1, None, **words)
+
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    package.flash_attn_func, cute.flash_attn_func = fa2, fa4  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr(providers.importlib.metadata, "version", lambda name: "9.9")
+    for name in ("fa4", "fa2"):
+        PROVIDERS[name].__dict__.pop("_found", None)
+        monkeypatch.setattr(PROVIDERS[name], "devices", ("cpu",))
+        monkeypatch.setitem(PROVIDERS[name].__dict__, "takes", PROVIDERS[name].takes | {"float32 or float64"})
+    dispatch.reload()
+    yield given
+    for name in ("fa4", "fa2"):
+        PROVIDERS[name].__dict__.pop("_found", None)
+    dispatch.reload()
+
+
+BANDS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "causal_alignment": "bottom_right"},
+    {"is_causal": True, "window": (5, 0), "causal_alignment": "bottom_right"},
+    {"window": (3, 4), "causal_alignment": "bottom_right"},
+    {"window": (None, 2), "causal_alignment": "bottom_right"},
+    {"softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+@pytest.mark.parametrize("words", BANDS)
+def test_a_librarys_arguments_mean_what_the_callers_do(name: str, words: dict[str, Any], libraries: list[dict[str, Any]]) -> None:
+    leaves = [drawn(2, heads, n, 16, seed=heads + n).requires_grad_() for heads, n in ((4, 9), (2, 20), (2, 20))]
+    found = dispatch.attention(*leaves, enable_gqa=True, scale=0.3, implementation=name, **words)
+    close(found, dispatch.attention(*(x.detach().double() for x in leaves), enable_gqa=True, scale=0.3, **words))
+    assert all(x is not None for x in torch.autograd.grad(found.sum(), leaves))
+    assert not libraries[-1]["deterministic"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = dispatch.attention(*leaves, enable_gqa=True, scale=0.3, implementation=name, **words)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(again, found) and libraries[-1]["deterministic"]
+
+
+def test_sinks_are_handed_to_the_library_that_has_them(libraries: list[dict[str, Any]]) -> None:
+    q, sinks = drawn(2, 4, 9, 16), drawn(4)
+    wanted = dispatch.attention(q.double(), q.double(), q.double(), sinks=sinks)
+    close(dispatch.attention(q, q, q, sinks=sinks, implementation="fa4"), wanted)
+    with pytest.raises(InputError, match="it doesn't take sinks"):
+        dispatch.attention(q, q, q, sinks=sinks, implementation="fa2")
+    with pytest.raises(InputError, match="sinks of each batch"):
+        dispatch.attention(q, q, q, sinks=drawn(2, 4), implementation="fa4")
+
+
+def test_a_library_gets_no_call_that_it_would_mean_otherwise(libraries: list[dict[str, Any]]) -> None:
+    q, k, odd = drawn(1, 2, 9, 16), drawn(1, 2, 20, 16), drawn(1, 2, 9, 12)
+    for tensors, words, said in [
+        ((q, k, k), {"is_causal": True}, "a diagonal that doesn't end at the last key"),
+        ((k, q, q), {"window": (2, 2), "causal_alignment": "bottom_right"}, "a diagonal that doesn't end at the last key"),
+        ((q, q, q), {"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, "masks"),
+        ((q, q, q), {"scale": -1.0}, "a scale of 0 or below"),
+        ((q, q, q), {"deterministic": True}, "repeatable gradients"),
+        ((odd, odd, odd), {}, "multiples of 8, not 12"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            dispatch.attention(*tensors, implementation="fa4", **words)
+    assert not libraries
+
+
+def test_a_version_that_lacks_an_argument_does_not_fit(libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", lambda q, k, v, softmax_scale, causal, window_size: q)
+    q = drawn(1, 2, 9, 16)
+    with pytest.raises(InputError, match=r"its version 9\.9 has no softcap: pip install -U flash-attn-4"):
+        dispatch.attention(q, q, q, implementation="fa4")
+
+
+def test_a_named_library_that_fails_is_one_sentence_and_is_tried_once(
+    libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    real = inspect.signature(sys.modules["flash_attn.cute"].flash_attn_func)
+
+    def fails(*given: Any, **words: Any) -> Any:
+        tried.append(1)
+        raise AssertionError("Unsupported compute capability")
+
+    fails.__signature__ = real  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_func", fails)
+    q = drawn(1, 2, 9, 16)
+    with pytest.warns(RuntimeWarning, match="fa4 with .* failed on cpu"), pytest.raises(InputError, match="Unsupported compute capability"):
+        dispatch.attention(q, q, q, implementation="fa4")
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("words", [*BANDS, {"is_causal": True}, {"window": (3, 4)}])
+def test_flexattention_sees_the_band_and_the_soft_cap(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(PROVIDERS["flex"], "devices", ("cpu",))
+    # Compiled in place of run as it is, it takes a C++ compiler.
+    monkeypatch.setattr(providers, "_compiled_flex", lambda: flex_attention)
+    q, k = drawn(2, 4, 9, 16), drawn(2, 2, 20, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = dispatch.attention(q, k, k, enable_gqa=True, implementation="flex", **words)
+    close(found, dispatch.attention(*(x.double() for x in (q, k, k)), enable_gqa=True, **words))
+
+
+def with_providers(path: Path, times: dict[str, float], *, problem: Problem = PROBLEM) -> Variant:
+    """A search's result with whole calls of a kernel, of PyTorch and of other providers, as a search would write it."""
+    variant = save(path, problem)
+    with Store.open(path, writable=True) as store:
+        result = [one for one in store.results() if one.problem == problem][-1]
+        outcome = result.outcomes[0]
+        others = [Outcome.of_provider(name, "0" * 16, Measurement.of([us] * 12)) for name, us in times.items()]
+        outcomes = (replace(outcome, call_us=100.0), *others)
+        baseline = Baseline(backend="cudnn", measurement=Measurement.of([200.0]), call_us=200.0)
+        store.save(replace(result, outcomes=outcomes, baseline=baseline), replacing=True)
+    return variant
+
+
+def test_the_provider_that_won_a_records_run_serves_and_explain_says_so(machine: Machine, own_database: Path) -> None:
+    with_providers(own_database, {"math": 50.0, "flash": 80.0})
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert (explained.kind, explained.provider, explained.template) == ("provider", "math", None)
+    assert "PyTorch's math attention serves: its whole calls took the least time on h200: 50.0 us" in explained.reason
+    times = {one.name: one.us for one in explained.providers if one.us is not None}
+    assert times == {"flashtune": 100.0, "torch": 200.0, "cudnn": 200.0, "math": 50.0, "flash": 80.0}
+    assert_right(attend())
+    assert_right(attend())
+    assert machine.launched == []
+    by_sizes = dispatch.explain_problem(PROBLEM, "h200")
+    assert (by_sizes.kind, by_sizes.provider) == ("provider", "math") and len(by_sizes.providers) == len(explained.providers)
+    shown = CliRunner().invoke(main, ["show", "--gpu-name", "h200", "--db", str(own_database)], env={"COLUMNS": "200"})
+    assert "2.00x cudnn < math" in shown.stdout and "< NAME: that provider's whole calls were faster" in shown.stdout
+    [row] = json.loads(CliRunner().invoke(main, ["show", "--db", str(own_database), "--json"]).stdout)
+    assert row["provider"] == "math" and row["providers_call_us"] == {"math": 50.0, "flash": 80.0}
+    words = ["explain", "--gpu-name", "h200", "--n", "40", "--d", "16", "--dtype", "fp32", "--causal", "--db", str(own_database)]
+    said = CliRunner().invoke(main, [*words, "--batch", "2", "--heads", "4"], env={"COLUMNS": "200"}).stdout
+    assert ": provider" in said and "whole calls, us: math 50.0, flash 80.0, flashtune 100.0, torch 200.0, cudnn 200.0" in said
+
+
+def test_the_second_call_of_a_provider_is_one_look_up(machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_providers(own_database, {"math": 50.0})
+    attend()
+
+    def forbidden(*_: object, **__: object) -> Any:
+        raise AssertionError("decided anew")
+
+    for place, name in [(api, "parse"), (resolve, "candidates"), (resolve, "provider_choice"), (Provider, "refusal"), (Store, "open")]:
+        monkeypatch.setattr(place, name, forbidden)
+    assert_right(attend())
+    assert_right(attend())
+
+
+@pytest.mark.parametrize(
+    ("times", "why"),
+    [
+        ({"math": 120.0}, "the kernel is faster"),
+        ({"math": 99.5}, "it gains no more than noise"),
+        ({"cudnn": 10.0}, "it doesn't take the call here"),
+        ({"fa4": 10.0}, "it isn't installed"),
+    ],
+)
+def test_otherwise_the_kernel_serves(machine: Machine, own_database: Path, times: dict[str, float], why: str) -> None:
+    variant = with_providers(own_database, times)
+    assert_right(attend())
+    assert machine.launched == [variant], why
+
+
+def test_the_next_best_provider_serves_where_the_best_is_missing(machine: Machine, own_database: Path) -> None:
+    with_providers(own_database, {"fa4": 10.0, "math": 50.0})
+    assert dispatch.explain(Q, Q, Q, is_causal=True).provider == "math"
+
+
+def test_a_call_that_the_provider_lacks_is_the_kernels(machine: Machine, own_database: Path) -> None:
+    variant = with_providers(own_database, {"math": 50.0})
+    out, _ = dispatch.attention(Q, Q, Q, is_causal=True, return_lse=True)
+    assert_right(out)
+    assert machine.launched == [variant]
+    assert_right(attend(implementation="flashtune"))
+    assert machine.launched == [variant, variant]
+
+
+def test_a_provider_that_fails_gives_way_to_the_kernel_and_is_not_tried_again(
+    machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = with_providers(own_database, {"math": 50.0})
+    failed: list[int] = []
+
+    def build(plan: providers.ProviderPlan, *given: Any) -> None:
+        failed.append(1)
+        raise AssertionError("Unsupported head size")
+
+    monkeypatch.setattr(providers.ProviderPlan, "build", build)
+    with pytest.warns(RuntimeWarning, match="math with .* failed on cpu and is skipped from now on: AssertionError: Unsupported head size"):
+        assert_right(attend())
+    assert_right(attend(scale=0.25))
+    assert failed == [1] and machine.launched == [variant, variant]
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "exact"
+
+
+def test_a_near_call_is_served_by_whom_the_nearest_record_names(machine: Machine, own_database: Path) -> None:
+    with_providers(own_database, {"math": 50.0}, problem=replace(PROBLEM, n_q=64, n_kv=64))
+    explained = dispatch.explain(Q, Q, Q, is_causal=True)
+    assert (explained.kind, explained.provider) == ("provider", "math") and "for another problem (n=64 for 40" in explained.reason
+    assert_right(attend())
+
+
+def test_gradients_go_where_the_backwards_record_says(machine: Machine, own_database: Path) -> None:
+    with_providers(own_database, {"math": 50.0}, problem=PROBLEM)
+    trained = replace(PROBLEM, direction="bwd")
+    result = SearchResult(
+        gpu="h200",
+        problem=trained,
+        outcomes=(Outcome.of_provider("math", "0" * 16, Measurement.of([150.0] * 12)),),
+        provenance=Provenance(flashtune="0", torch="2", triton="3"),
+        baseline=Baseline(backend="flash", measurement=Measurement.of([200.0] * 12), call_us=200.0),
+    )
+    with Store.open(own_database, writable=True) as store:
+        store.save(result)
+    leaves = [Q.clone().requires_grad_() for _ in range(3)]
+    explained = dispatch.explain(*leaves, is_causal=True)
+    assert (explained.kind, explained.provider) == ("provider", "math")
+    out = dispatch.attention(*leaves, is_causal=True)
+    assert_right(out.detach())
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves)) and machine.launched == []
+
+
+def test_times_come_back_from_a_database_and_names_that_are_not_listed_never_do(machine: Machine, own_database: Path) -> None:
+    with_providers(own_database, {"math": 50.0, "flash": 80.0})
+    [record] = Library.of(own_database).records()
+    assert {one.template: one.call_us for one in record.providers} == {"math": 50.0, "flash": 80.0}
+    with Store.open(own_database, writable=True) as store:
+        store.save(record.as_result(), replacing=True)
+        [again] = store.records()
+    assert again.providers == record.providers and again.outcome == record.outcome
+    with_providers(own_database, {"os": 1.0})
+    [record] = Library.of(own_database).records()
+    assert record.providers == ()

@@ -1,0 +1,134 @@
+"""Attention that others provide, on a GPU: every one that is installed, named by a caller, and what a first call measures and keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_torch_serves import exact, inputs, normal
+from torch import Tensor
+
+from flashtune import dispatch
+from flashtune.core.errors import InputError
+from flashtune.core.results import IMPLEMENTATIONS, PROVIDERS
+from flashtune.core.tolerances import TOLERANCES
+from flashtune.db.library import Library
+from flashtune.dispatch import confirming
+
+SHAPE = (2, 4, 384, 64)
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (100, 0), "causal_alignment": "bottom_right"},
+    "both sides": {"window": (31, 64), "causal_alignment": "bottom_right"},
+    "chunk": {"is_causal": True, "causal_alignment": "bottom_right"},
+}
+
+ALWAYS = ("torch", "flash", "efficient", "math", "flashtune", "flex")
+"""Implementations that serve plain and causal calls on every GPU since Ampere."""
+
+
+def answered(name: str, *tensors: Tensor, **words: Any) -> Tensor | None:
+    """Output by an implementation; None where it refuses the call, in a sentence that names it."""
+    said = ""
+    try:
+        found: Tensor = dispatch.attention(*tensors, **words, implementation=name)
+        return found
+    except InputError as error:
+        said = str(error)
+    assert said.startswith(f"implementation={name!r}"), said
+    return None
+
+
+def bound(found: Tensor, wanted: Tensor, most: float) -> None:
+    """Raise where the relative norm of the error is above a bound."""
+    assert found.isfinite().all()
+    gap = (found.double() - wanted).norm() / wanted.norm()
+    assert gap <= most, f"relative error {gap:.3g}, allowed {most:.3g}"
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_named_implementation_is_right_with_gradients_or_says_why_not(name: str, case: str, dtype: torch.dtype) -> None:
+    words, n_q = CASES[case], 256 if case == "chunk" else SHAPE[2]
+    q, k, v = inputs(*SHAPE[:2], n_q, SHAPE[3], n_kv=SHAPE[2], dtype=dtype)
+    refused = {one.name: one.why for one in dispatch.explain(q, k, v, **words).providers}
+    order = torch._C._get_sdp_priority_order()
+    found = answered(name, q, k, v, **words)
+    if found is None:
+        assert name not in ALWAYS or case not in ("plain", "causal")
+        return
+    assert refused[name] is None and torch._C._get_sdp_priority_order() == order
+    dout = normal(*found.shape, dtype=dtype, seed=9)
+    wanted, gradients = exact({"q": q, "k": k, "v": v}, dout, words)
+    allowed = TOLERANCES["bf16" if dtype == torch.bfloat16 else "fp16"]
+    bound(found.detach(), wanted, allowed.relative_norm)
+    for one, other in zip(torch.autograd.grad(found, [q, k, v], dout), gradients.values(), strict=True):
+        bound(one, other, allowed.gradient_norm)
+    with torch.no_grad():
+        bound(dispatch.attention(q, k, v, implementation=name, **words), wanted, allowed.relative_norm)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_shared_heads_masks_and_sinks(name: str) -> None:
+    q, k, v = (normal(2, heads, 384, 64, seed=heads + place) for place, heads in enumerate((8, 2, 2)))
+    wide = [q.double(), *(x.double().repeat_interleave(4, 1) for x in (k, v))]
+    mask, sinks = torch.rand(2, 1, 1, 384, device="cuda") > 0.3, normal(8, dtype=torch.float32)
+    for words in ({}, {"attn_mask": mask}, {"sinks": sinks}):
+        found = answered(name, q, k, v, enable_gqa=True, **words)
+        if found is not None:
+            bound(found, dispatch.attention(*wide, **words), TOLERANCES["bf16"].relative_norm)
+
+
+def test_a_named_backend_is_the_one_that_runs() -> None:
+    q, k, v = inputs(*SHAPE)
+    for name in ("flash", "efficient", "cudnn", "math"):
+        if answered(name, q, k, v) is None:
+            continue
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as ran:
+            dispatch.attention(q, k, v, implementation=name)
+        names = {one.key for one in ran.key_averages()}
+        wanted = "aten::_scaled_dot_product_attention_math" if name == "math" else f"aten::_scaled_dot_product_{name}_attention"
+        assert wanted in names, (name, sorted(one for one in names if "scaled_dot" in one))
+
+
+def test_named_implementations_under_graphs_and_compilers() -> None:
+    q, k, v = (x.detach() for x in inputs(*SHAPE))
+    wanted = dispatch.attention(*(x.double() for x in (q, k, v)))
+    for name in ("flash", "efficient", "cudnn", "fa4", "fa2"):
+        if answered(name, q, k, v) is None:
+            continue
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = dispatch.attention(q, k, v, implementation=name)
+        graph.replay()
+        compiled = torch.compile(lambda q, k, v, name=name: dispatch.attention(q, k, v, implementation=name), fullgraph=True)
+        for found in (captured, compiled(q, k, v)):
+            bound(found, wanted, TOLERANCES["bf16"].relative_norm)
+
+
+@pytest.mark.parametrize("kernels", [0, 2])
+@pytest.mark.parametrize("words", [{"is_causal": True}, {"window": (127, 0), "causal_alignment": "bottom_right"}])
+def test_a_first_call_is_measured_and_kept(
+    kernels: int, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch, own_database: Path
+) -> None:
+    """Of sizes without a record; with our kernels hidden, too."""
+    monkeypatch.setattr(confirming, "KERNELS", kernels)
+    q, k, v = (x.detach() for x in inputs(3, 5, 700, 64))
+    wanted, _ = exact({"q": q.requires_grad_(), "k": k, "v": v}, normal(*q.shape), words)
+    q = q.detach()
+    dispatch.reload()
+    with dispatch.use(confirm=True):
+        bound(dispatch.attention(q, k, v, **words), wanted, TOLERANCES["bf16"].relative_norm)
+        explained = dispatch.explain(q, k, v, **words)
+        times = {one.name: one.us for one in explained.providers if one.us is not None}
+        assert explained.source == "measured" and explained.origin == "overlay" and "torch" in times, explained
+        assert ("flashtune" in times) is (kernels > 0)
+        fastest = min(times, key=lambda name: times[name] or 0.0)
+        chosen = explained.provider or ("torch" if explained.kind == "framework" else "flashtune")
+        assert (times[chosen] or 0.0) <= 1.02 * (times[fastest] or 0.0), times
+        bound(dispatch.attention(q, k, v, **words), wanted, TOLERANCES["bf16"].relative_norm)
+    assert len(Library.of(own_database).records()) == 1
+    dispatch.reload()
