@@ -2,7 +2,6 @@
 
 import functools
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,20 +272,6 @@ def test_masks_joined_by_torch_are_traced() -> None:
     assert len(captured) == 1 and captured[0] is limit
 
 
-@pytest.mark.parametrize(("device", "allowed", "band", "serves"), [
-    ("cpu", False, None, True), ("cuda", True, None, True), ("cuda", False, None, False), ("cuda", False, (3, 0), False),
-])  # fmt: skip
-def test_on_a_gpu_unmeasured_kernels_have_to_be_allowed(
-    device: str, allowed: bool, band: Any, serves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flex, "_built_in", lambda *given: None)
-    query: Any = SimpleNamespace(device=SimpleNamespace(type=device))
-    with dispatch.use(unmeasured=allowed):
-        why = flex._unmeasured(SimpleNamespace(band=band), query, query, query, False)  # type: ignore[arg-type]
-    assert (why is None) == serves
-    assert why is None or "FLASHTUNE_UNMEASURED=1" in why
-
-
 def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(*_: Any) -> Any:
         raise AssertionError("a kernel is made")
@@ -297,4 +282,4 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
     for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):
-        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None) == flex.UNMEASURED
+        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None, False) == flex.UNMEASURED

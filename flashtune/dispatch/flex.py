@@ -15,13 +15,14 @@ from torch import Tensor
 from flashtune.core.errors import InputError
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, blocks, sizes_of
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
 from flashtune.dispatch.flex_kernels import kernel_of, launch, served_here
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds, structure
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.emit import Captured, emitted
 from flashtune.templates.mods.graph import INDICES, Node
+from flashtune.templates.mods.scores import Score, known_score, slopes_of
 from flashtune.templates.mods.trace import Unsupported, recaptured, traced
 
 Mod = Callable[..., Tensor]
@@ -62,14 +63,14 @@ def flex_attention(
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
-    call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    if isinstance(call, str) or _unmeasured(call, query, key, value, wants_lse) is not None:
+    call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
+    if isinstance(call, str):
         return _torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    if call.band is not None and (built_in := _built_in(call, query, key, value, wants_lse)) is not None:
-        found = api.attention(query, key, value, return_lse=wants_lse, **built_in)
+    if isinstance(call, dict):
+        found = api.attention(query, key, value, return_lse=wants_lse, **call)
         out, lse = found if wants_lse else (found, None)
     else:
         out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
@@ -85,24 +86,30 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     bound = _SIGNATURE.bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
         return f"PyTorch's flex_attention: {call}"
-    query, key, value = (given[name] for name in names[:3])
-    if (why := _unmeasured(call, query, key, value, bool(given["return_lse"]))) is not None:
-        return f"PyTorch's flex_attention: {why}"
-    if call.band is not None and (built_in := _built_in(call, query, key, value, bool(given["return_lse"]))) is not None:
-        served = api.explain(query, key, value, return_lse=bool(given["return_lse"]), **built_in)
-        return f"attention with window={built_in['window']}: {served.template or 'PyTorch'}, {served.reason}"
+    if isinstance(call, dict):
+        served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
+        more = [name for name in ("softcap", "alibi_slopes") if name in call]
+        return f"attention with window={call['window']}{''.join(f', {name}' for name in more)}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
     return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, not measured)"
 
 
 def _call_of(
-    query: Any, key: Any, value: Any, score_mod: Mod | None, block_mask: Any, scale: float | None, enable_gqa: bool, return_aux: Any
-) -> "FlexCall | str":
-    """The call for kernels, or the reason why PyTorch serves."""
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Mod | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_aux: Any,
+    wants_lse: bool,
+) -> "FlexCall | dict[str, Any] | str":
+    """The call for kernels with its functions, arguments for `attention` where its kernels serve it, or the reason why PyTorch serves."""
     if (why := _why_torch(query, key, value, block_mask, scale, return_aux)) is not None:
         return why
     _check(query, key, value, block_mask, enable_gqa)
@@ -117,10 +124,24 @@ def _call_of(
     for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
         if output is not None:
             bounds.check(name, output, captured, sizes)
-    band = structure.band(functions.mask) if functions.score is None and functions.mask is not None else None
-    # Only a kernel could tell if a BlockMask's blocks are those of its function.
-    if not _allowed(query) and (band is None or not callable(block_mask)):
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    given = None if block_mask is None or callable(block_mask) else block_mask
+    if functions.known is not None:
+        if given is not None and not agrees_with_band(given, functions.known[0], query, key):
+            return FOREIGN
+        if (words := _built_in(functions, captured, query, key, value, scale, wants_lse)) is not None:
+            return words
+    if not _allowed(query):
         return UNMEASURED
+    call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
+    if isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key):
+        return FOREIGN
+    return call
+
+
+def _with_kernel(
+    functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, block_mask: Any
+) -> "FlexCall | str":
     try:
         mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
@@ -134,11 +155,7 @@ def _call_of(
         return kernel
     if not kernel.loaded.accepts(query, key, value, None):
         return "the kernel can't read tensors of these strides"
-    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    call = FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, band=band, mask_of=block_mask)
-    if block_mask is not None and not callable(block_mask) and not agrees(call, query, key):
-        return "the BlockMask's blocks aren't those of its mask_mod"
-    return call
+    return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
 
 
 _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
@@ -164,17 +181,33 @@ def explained(given: dict[str, Any]) -> Explanation:
 _BUILT_IN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, bool]]" = weakref.WeakKeyDictionary()
 
 
-def _built_in(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> dict[str, Any] | None:
-    """The arguments of `attention` for a mask that is a window, where its kernels serve that: they are tuned for the GPU."""
-    words = {"window": call.band, "scale": call.scale, "enable_gqa": True}
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    place = (flex_kernels.layout((query, key, value)), query.device, call.band, call.scale, wants_lse, trained)
+def _built_in(
+    functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, wants_lse: bool
+) -> dict[str, Any] | None:
+    """The arguments of `attention` for functions that it has built in, where its kernels serve the call: they are tuned for the GPU."""
+    assert functions.known is not None, "the caller looked"
+    window, score = functions.known
+    words: dict[str, Any] = {"window": None if window == (None, None) else window, "scale": scale * score.factor, "enable_gqa": True}
+    if score.softcap:
+        words["softcap"] = score.softcap
+    slopes = slopes_of(score, captured, query.shape[0], query.shape[1], query.device)
+    if slopes is not None:
+        words["alibi_slopes"] = slopes
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(() if slopes is None else (slopes,))))
+    numbers = tuple(x for x in words.values() if not isinstance(x, Tensor))
+    place = (flex_kernels.layout((query, key, value, slopes)), query.device, numbers, wants_lse, trained)
+    place = (*place, trained and tuple(x is not None and x.requires_grad for x in (query, key, value, slopes)))
     known = _BUILT_IN.setdefault(current(), {})
     if place not in known:
-        served = api.explain(query, key, value, return_lse=wants_lse, **words)  # type: ignore[arg-type]
+        if key.shape[0] != query.shape[0]:
+            key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+        served = api.explain(query, key, value, return_lse=wants_lse, **words)
         known[place] = served.kind != "framework" and (not trained or served.backward is not None)
     return words if known[place] else None
 
+
+FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
+"""The reason why PyTorch serves a BlockMask that was made by hand."""
 
 UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
 """The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
@@ -183,12 +216,6 @@ UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTU
 def _allowed(query: Tensor) -> bool:
     """True where kernels with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
     return query.device.type != "cuda" or current().unmeasured
-
-
-def _unmeasured(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> str | None:
-    """The reason why PyTorch serves, or None where kernels with functions are allowed, or those of `attention` serve."""
-    served = _allowed(query) or (call.band is not None and _built_in(call, query, key, value, wants_lse) is not None)
-    return None if served else UNMEASURED
 
 
 def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, return_aux: Any) -> str | None:
@@ -270,7 +297,14 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
     fresh = tuple(captured) if -1 in among else ()
-    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh)  # type: ignore[arg-type]
+    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh, known=_known(*outputs))  # type: ignore[arg-type]
+
+
+def _known(score: Node | None, mask: Node | None) -> tuple[tuple[int | None, int | None], Score] | None:
+    """The band that a mask is, and the structure of the score in it; None where either isn't known."""
+    band = (None, None) if mask is None else structure.band(mask)
+    known = Score() if score is None else None if band is None else known_score(score, band)
+    return None if band is None or known is None else (band, known)
 
 
 def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
