@@ -277,7 +277,7 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
         raise AssertionError("a kernel is made")
 
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_allowed", lambda query: False)
+    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex, "kernel_of", made)
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")

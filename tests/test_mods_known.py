@@ -161,7 +161,7 @@ def test_slopes_in_float32_are_handed_on_and_get_gradients() -> None:
 @pytest.mark.parametrize("served", [True, False])
 def test_built_in_features_serve_where_attention_has_kernels(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_allowed", lambda *given: False)
+    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex, "_BUILT_IN", weakref.WeakKeyDictionary())
     answer = SimpleNamespace(kind="exact" if served else "framework", backward=None, template="t", reason="r")
     monkeypatch.setattr(flex.api, "explain", lambda *given, **words: answer)

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune.core import devices
 from flashtune.core.errors import InputError
+from flashtune.core.launches import copyable
+from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
-from flashtune.dispatch.flex_kernels import kernel_of, launch, served_here
+from flashtune.dispatch.flex_kernels import ModKernel, kernel_of, launch, served_here
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds, structure
 from flashtune.templates.mods.capture import Dependencies
@@ -131,7 +134,7 @@ def _call_of(
             return FOREIGN
         if (words := _built_in(functions, captured, query, key, value, scale, wants_lse)) is not None:
             return words
-    if not _allowed(query):
+    if not (_unmeasured_too(query) or devices.target_of(query.device).is_hopper):
         return UNMEASURED
     call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
     if isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key):
@@ -146,15 +149,18 @@ def _with_kernel(
         mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
             trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
-            if isinstance(backward := kernel_of("bwd", query, value, trained), str):
-                return backward
+            backward = kernel_of("bwd", query, key, value, trained)
+        else:
+            backward = None
     except Unsupported as unsupported:
         return str(unsupported)
-    kernel = kernel_of("fwd", query, value, mods)
-    if isinstance(kernel, str):
-        return kernel
-    if not kernel.loaded.accepts(query, key, value, None):
-        return "the kernel can't read tensors of these strides"
+    kernel = kernel_of("fwd", query, key, value, mods)
+    for one in (kernel, backward):
+        if isinstance(one, str):
+            return one
+        if one is not None and one.variant.template not in MEASURED and not _unmeasured_too(query):
+            return UNMEASURED
+    assert isinstance(kernel, ModKernel), "reasons were returned"
     return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
 
 
@@ -212,9 +218,12 @@ FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
 UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
 """The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
 
+MEASURED = ("flash_fwd_hopper", "flash_bwd_hopper")
+"""Families whose kernels with functions were measured beside PyTorch's on their architecture."""
 
-def _allowed(query: Tensor) -> bool:
-    """True where kernels with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
+
+def _unmeasured_too(query: Tensor) -> bool:
+    """True where any kernel with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
     return query.device.type != "cuda" or current().unmeasured
 
 
@@ -340,9 +349,11 @@ class _Flex(torch.autograd.Function):
             return (None,) * (4 + len(captured))
         call = ctx.call
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+        if not copyable(operand(0, dout)):
+            dout = dout.contiguous()
         types = _types(captured, ctx.needs_input_grad[4:])
         mods = emitted(call.functions.score, call.functions.mask, types, backward=True)
-        kernel = kernel_of("bwd", query, value, mods)
+        kernel = kernel_of("bwd", query, key, value, mods)
         if isinstance(kernel, str):
             raise InputError(f"no kernel computes these gradients ({kernel}): use torch.nn.attention.flex_attention for training")
         call = replace(call, mods=mods, captured=tuple(captured))
@@ -350,7 +361,9 @@ class _Flex(torch.autograd.Function):
         more = list(captured)
         if mods.mask:
             of_keys = blocks(call, kernel, query, key, (number("BLOCK_M"), number("BLOCK_N")), of_keys=True)
-            more += [of_keys, blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N")))]
+            more.append(of_keys)
+            if "DQ_BLOCK_M" in kernel.config.as_dict():
+                more.append(blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N"))))
         # Sums of atomic additions start from 0, and are rounded once.
         sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]

@@ -28,7 +28,8 @@ from flashtune.templates.launches.mods import kinds_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
 
-_FAMILIES: dict[Direction, str] = {"fwd": "flash_fwd", "bwd": "flash_bwd"}
+_FAMILIES: dict[Direction, tuple[str, ...]] = {"fwd": ("flash_fwd_hopper", "flash_fwd"), "bwd": ("flash_bwd_hopper", "flash_bwd")}
+"""Families with places for functions, the fastest first."""
 
 TYPICAL = 4096
 """Queries and keys of the problem whose record gives the config."""
@@ -124,24 +125,33 @@ def kept(text: str, manifest: Manifest, codes: dict[str, bytes]) -> Manifest:
     return replace(written, folder=folder)
 
 
-_KERNELS: dict[tuple[KernelSpec, torch.device], ModKernel | str] = {}
+_KERNELS: dict[tuple[str, KernelSpec, torch.device], ModKernel | str] = {}
 
 
-def kernel_of(direction: Direction, query: Tensor, value: Tensor, functions: Mods) -> ModKernel | str:
-    """The kernel for tensors like these, or the reason why there is none."""
+def kernel_of(direction: Direction, query: Tensor, key: Tensor, value: Tensor, functions: Mods) -> ModKernel | str:
+    """The kernel of the first family that takes tensors like these, or the reason why there is none."""
     tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
     spec = KernelSpec(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
         mods=known.keep(functions),
     )  # fmt: skip
-    place = spec, query.device
-    if place not in _KERNELS:
-        _KERNELS[place] = _made(spec, query.device)
-    return _KERNELS[place]
+    why = ""
+    for name in _FAMILIES[direction]:
+        place = name, spec, query.device
+        if place not in _KERNELS:
+            _KERNELS[place] = _made(family(name), spec, query.device)
+        found = _KERNELS[place]
+        if isinstance(found, str):
+            why = found
+        elif found.loaded.accepts(query, key, value, None):
+            return found
+        else:
+            why = "the kernel can't read tensors of these strides"
+    return why
 
 
-def _made(spec: KernelSpec, device: torch.device) -> ModKernel | str:
-    kind, target = family(_FAMILIES[spec.direction]), devices.target_of(device)
+def _made(kind: Family, spec: KernelSpec, device: torch.device) -> ModKernel | str:
+    target = devices.target_of(device)
     if (why := kind.supports(spec, target)) is not None:
         return why
     if not kind.starts(spec, target):
@@ -152,8 +162,11 @@ def _made(spec: KernelSpec, device: torch.device) -> ModKernel | str:
 def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:
     """The config of the nearest record of this family with a bias or a mask at TYPICAL queries and keys, or the family's default; and why.
 
-    The sizes of the call don't count, so that one kernel serves every length.
+    The sizes of the call don't count, so that one kernel serves every length. Hopper's kernels have no registers to spare: of their configs
+    the default is known to leave enough for functions.
     """
+    if not kind.interpretable:
+        return kind.default(spec, target), "the family's default"
     functions = known.functions_of(spec.mods)
     features = Features(mask="bias" if functions is not None and functions.score else "bool", tf32=spec.tf32)
     problem = Problem(
@@ -205,14 +218,14 @@ def layout(tensors: Tensors) -> Hashable:
 def launch(kernel: ModKernel, operands: Tensors, more: Sequence[Tensor], scale: float) -> None:
     """Launch a pass: its operands in the order of flashtune.core.passes, then the tensors of functions (LaunchInputs.mods)."""
     spec = kernel.variant.spec
+    query, key, *_ = operands
+    assert query is not None and key is not None, "a pass has queries and keys"
+    words = {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
 
     def plan() -> Plan:
-        query, key, *_ = operands
-        assert query is not None and key is not None, "a pass has queries and keys"
-        words = {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
         assert kernel.loaded.host is not None, "families of the package have a host side"
         return launching.plan(kernel.loaded.host, spec, operands, words)
 
     # Between both are the tensors of other features.
-    everything = [*operands, *[None] * len(launching._MORE), *more]
+    everything = [*operands, words["counts"], *[None] * (len(launching._MORE) - 1), *more]
     kernel.run((scale, layout(operands), layout(more)), everything, plan)

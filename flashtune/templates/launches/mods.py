@@ -18,15 +18,22 @@ def captured_arguments(tensors: tuple[Operand, ...]) -> list[Any]:
 
 def mod_arguments(spec: KernelSpec, inputs: LaunchInputs, which: int) -> list[Any]:
     """Kernel arguments for captured tensors, and for the list of blocks at this place; empty for specs without functions."""
+    return captured_of(spec, inputs) + list_arguments(spec, inputs, which)
+
+
+def captured_of(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
+    """Kernel arguments for captured tensors."""
     mods = functions_of(spec.mods)
-    if mods is None:
+    return [] if mods is None else captured_arguments(inputs.mods[: len(mods.captured)])
+
+
+def list_arguments(spec: KernelSpec, inputs: LaunchInputs, which: int) -> list[Any]:
+    """Kernel arguments for the list of blocks at this place; empty for specs without a mask as code."""
+    mods = functions_of(spec.mods)
+    if mods is None or not mods.mask:
         return []
-    count = len(mods.captured)
-    found = captured_arguments(inputs.mods[:count])
-    if mods.mask:
-        blocks = inputs.mods[count + which]
-        found += [blocks, *blocks.strides[:3]]
-    return found
+    blocks = inputs.mods[len(mods.captured) + which]
+    return [blocks, *blocks.strides[:3]]
 
 
 def gradient_arguments(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
