@@ -10,7 +10,6 @@ from hopper_machine import Number, quotient, remainder
 from mod_cases import Functions
 from torch import Tensor
 
-from flashtune.dispatch.flex_kernels import blocks_of
 
 
 class Coded(Machine):
@@ -85,7 +84,9 @@ def lists_of(seen: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> T
             part = seen[:, :, i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]].flatten(2)
             whole = part.all(-1) & ((j + 1) * tile[1] <= n_kv)
             kinds[:, :, i, j] = torch.where(part.any(-1), whole.to(torch.int8), 2)
-    return blocks_of(kinds.transpose(2, 3).contiguous() if of_keys else kinds)
+    kinds = kinds.transpose(2, 3) if of_keys else kinds
+    numbers = [(kinds <= kind).sum(-1, keepdim=True, dtype=torch.int32) for kind in (0, 1)]
+    return torch.cat((*numbers, torch.argsort(kinds, dim=-1, stable=True).to(torch.int32)), -1)
 
 
 DOCUMENT = torch.tensor([0] * 70 + [1] * 130 + [2] * 3 + [3] * 97)

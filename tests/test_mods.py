@@ -56,6 +56,10 @@ def test_a_mask_that_changed_in_place_is_computed_anew() -> None:
     assert reports()["changed"] <= BOUND
 
 
+def test_lists_of_blocks_are_those_of_the_mask() -> None:
+    assert reports()["lists"] == []
+
+
 def test_layouts_head_sizes_autocast_and_inference_mode() -> None:
     assert reports()["layouts"] <= 4e-3
 

@@ -116,6 +116,7 @@ def _call_of(
     if (why := _why_torch(query, key, value, block_mask, scale, return_aux)) is not None:
         return why
     _check(query, key, value, block_mask, enable_gqa)
+    key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
     mask_mod = getattr(block_mask, "mask_mod", block_mask)
     try:
         functions, captured = _traced(score_mod, mask_mod, query.device)
@@ -134,6 +135,8 @@ def _call_of(
             return FOREIGN
         if (words := _built_in(functions, captured, query, key, value, scale, wants_lse)) is not None:
             return words
+    if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
+        return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
     if not (_unmeasured_too(query) or devices.target_of(query.device).is_hopper):
         return UNMEASURED
     call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
@@ -205,8 +208,6 @@ def _built_in(
     place = (*place, trained and tuple(x is not None and x.requires_grad for x in (query, key, value, slopes)))
     known = _BUILT_IN.setdefault(current(), {})
     if place not in known:
-        if key.shape[0] != query.shape[0]:
-            key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
         served = api.explain(query, key, value, return_lse=wants_lse, **words)
         known[place] = served.kind != "framework" and (not trained or served.backward is not None)
     return words if known[place] else None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.flex_kernels import ModKernel, blocks_of, tile_kinds
+from flashtune.dispatch.flex_kernels import ModKernel, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.emit import Mods
 from flashtune.templates.mods.graph import Node
 from flashtune.templates.mods.scores import Score
@@ -87,11 +88,25 @@ def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: 
     sizes = sizes_of(query, key)
 
     def make() -> Tensor:
-        kinds = tile_kinds(kernel, call.mods, call.captured, sizes, tile)
-        return blocks_of(kinds.transpose(2, 3).contiguous() if of_keys else kinds)
+        turn = -1 if of_keys else 1
+        rows, columns = (cdiv(n, step) for n, step in list(zip(sizes[2:], tile, strict=True))[::turn])
+        mask = _lists_in(call.mask_of, tile, of_keys=of_keys)
+        if mask is not None:
+            first, second = (size // step for size, step in list(zip(call.mask_of.BLOCK_SIZE, tile, strict=True))[::turn])
+            return lists_of_mask(kernel, mask, (first, second), rows, columns)
+        return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
     found: Tensor = _kept(call.mask_of, call.captured, (call.mods.hash, sizes, tile, of_keys, query.device), make)
     return found.expand(*sizes[:2], -1, -1)
+
+
+def _lists_in(mask: Any, tile: tuple[int, int], *, of_keys: bool) -> list[Tensor] | None:
+    """A BlockMask's own numbers and places of blocks, where its blocks are made of whole tiles."""
+    if any(size % step for size, step in zip(getattr(mask, "BLOCK_SIZE", (1, 1)), tile, strict=True)):
+        return None
+    of = "q" if of_keys else "kv"
+    found = [getattr(mask, f"{full}{of}_{name}", None) for full in ("", "full_") for name in ("num_blocks", "indices")]
+    return None if found[0] is None else [x for x in found if x is not None]
 
 
 def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:

@@ -24,7 +24,7 @@ from flashtune.dispatch.launch import Program
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
-from flashtune.templates.launches.mods import kinds_launch
+from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
 
@@ -184,15 +184,6 @@ def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target
     return choice.config, f"of the record {choice.record.problem.label()}"
 
 
-def blocks_of(kinds: Tensor) -> Tensor:
-    """Lists of blocks from kinds of tiles (batches, heads, rows, columns): int32 (batches, heads, rows, 2 + columns), of each row the
-    number of blocks that need the mask, that of all visible ones, and their places, in this order."""
-    masked = (kinds == 0).sum(-1, keepdim=True, dtype=torch.int32)
-    visible = (kinds < 2).sum(-1, keepdim=True, dtype=torch.int32)
-    places = torch.argsort(kinds, dim=-1, stable=True).to(torch.int32)
-    return torch.cat((masked, visible, places), -1)
-
-
 def tile_kinds(
     kernel: ModKernel, functions: Mods, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tile: tuple[int, int]
 ) -> Tensor:
@@ -208,6 +199,35 @@ def tile_kinds(
 
     kernel.run(("kinds", sizes, tile, layout(captured)), [kinds, *captured], plan)
     return kinds
+
+
+def lists_of_kinds(kernel: ModKernel, kinds: Tensor, *, of_keys: bool) -> Tensor:
+    """Lists of blocks from kinds of tiles (batches, heads, tiles of queries, tiles of keys): int32 (batches, heads, rows, 2 + columns), of
+    each tile of queries or (`of_keys`) of keys the number of blocks that need the mask, that of all visible ones, and their places."""
+    rows, columns = kinds.shape[:1:-1] if of_keys else kinds.shape[2:]
+    lists = torch.empty((*kinds.shape[:2], rows, columns + 2), dtype=torch.int32, device=kernel.device)
+    flat = lists.flatten(0, 1)
+
+    def plan() -> Plan:
+        return Plan([sorting_launch(operand(0, kinds), operand(1, flat), of_keys=of_keys)], [kinds, flat], [])
+
+    kernel.run(("sort", of_keys, kinds.shape), [kinds, flat], plan)
+    return lists
+
+
+def lists_of_mask(kernel: ModKernel, mask: Sequence[Tensor], blocks: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """The same from a BlockMask's numbers and places of blocks, then those of full blocks; `blocks` are tiles of a block in each direction."""
+    held = [x.contiguous() for x in mask]
+    lists = torch.empty((*mask[0].shape[:2], rows, columns + 2), dtype=torch.int32, device=kernel.device)
+    flat = lists.flatten(0, 1)
+
+    def plan() -> Plan:
+        return Plan(
+            [mask_launch(tuple(operand(i, x) for i, x in enumerate(held)), operand(len(held), flat), blocks)], [*held, flat], []
+        )
+
+    kernel.run(("mask", blocks, layout(held), flat.shape), [*held, flat], plan)
+    return lists
 
 
 def layout(tensors: Tensors) -> Hashable:
