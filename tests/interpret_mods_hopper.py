@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from mod_cases import CASES, Functions, oracle
-from mods_machine import SHAPES, Coded, lists_of, seen_by
+from mods_machine import Coded, lists_of, seen_by, shapes
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from flashtune.core.config import KernelSpec
@@ -72,7 +72,7 @@ def report(functions: Functions, *others: Any) -> list[float] | str:
 
 if __name__ == "__main__":
     found: dict[str, Any] = {}
-    for place, (name, functions) in enumerate(SHAPES.items()):
+    for place, (name, functions) in enumerate(shapes().items()):
         config = list(CONFIGS)[place % len(CONFIGS)]
         found[name] = report(functions, (2, 4, 2, 290, 300), CONFIGS[config], place, 128 if config == "plain" else 64)
     for name, case in CASES.items():

@@ -1,4 +1,4 @@
-"""Masks and scores as code in Hopper's kernels without a GPU: a stand-in that has the operations of functions, and their lists of blocks."""
+"""Masks and scores as code in Hopper's kernels without a GPU: a stand-in with the operations of functions, and their lists of blocks."""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ from hopper_emulator import Machine, Pointer, array
 from hopper_machine import Number, quotient, remainder
 from mod_cases import Functions
 from torch import Tensor
-
 
 
 class Coded(Machine):
@@ -32,7 +31,9 @@ class Coded(Machine):
 
         def both(name: str) -> Any:
             plain = getattr(gl, name)
-            return lambda a, b, propagate_nan=None: plain(*(x.float() if isinstance(x, Tensor) and x.dtype is torch.bool else x for x in (a, b)))
+            return lambda a, b, propagate_nan=None: plain(
+                *(x.float() if isinstance(x, Tensor) and x.dtype is torch.bool else x for x in (a, b))
+            )
 
         def where(condition: Any, one: Any, other: Any) -> Any:
             if not any(isinstance(x, Tensor) for x in (condition, one, other)):
@@ -43,7 +44,9 @@ class Coded(Machine):
             return lambda x: array(getattr(torch, name)(torch.as_tensor(x)))
 
         def whole(operation: Any, plain: Any) -> Any:
-            return lambda a, b: operation(torch.as_tensor(a), torch.as_tensor(b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else plain(a, b)
+            return lambda a, b: (
+                operation(torch.as_tensor(a), torch.as_tensor(b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else plain(a, b)
+            )
 
         def write(place: Pointer, values: Any, mask: Any = None) -> None:
             if mask is None:
@@ -89,19 +92,19 @@ def lists_of(seen: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> T
     return torch.cat((*numbers, torch.argsort(kinds, dim=-1, stable=True).to(torch.int32)), -1)
 
 
-DOCUMENT = torch.tensor([0] * 70 + [1] * 130 + [2] * 3 + [3] * 97)
-TABLE = torch.randn(4, 65, generator=torch.Generator().manual_seed(3))
-
-SHAPES: dict[str, Functions] = {
-    "causal": (None, lambda b, h, q, k: q >= k),
-    "document": (None, lambda b, h, q, k: (DOCUMENT[q] == DOCUMENT[k]) & (q >= k)),
-    "global_window": (None, lambda b, h, q, k: (k < 4) | ((q - k).abs() <= 70)),
-    "heads": (None, lambda b, h, q, k: torch.where(h % 2 == 0, q >= k, (q // 64) == (k // 64))),
-    "unseen": (None, lambda b, h, q, k: (q >= 90) & (k < 200) & (b * 300 + h * 60 + q > k)),
-    "nothing": (None, lambda b, h, q, k: (q < 64) & (k < 10)),
-    "relative": (lambda s, b, h, q, k: s + TABLE[h, (q - k).clamp(-32, 32) + 32], None),
-    "both": (lambda s, b, h, q, k: torch.tanh(s) * 2 + TABLE[h, q % 65], lambda b, h, q, k: q + 130 >= k),
-    "hidden_by_score": (lambda s, b, h, q, k: torch.where((q + k) % 2 == 0, s, -math.inf), lambda b, h, q, k: q >= k),
-    "alibi": (lambda s, b, h, q, k: s + TABLE[h, 0] * (k - q), None),
-}
-"""Functions over 290 queries and 300 keys of two batches and four heads."""
+def shapes(device: str = "cpu") -> dict[str, Functions]:
+    """Functions over 290 queries and 300 keys of two batches and four heads."""
+    document = torch.tensor([0] * 70 + [1] * 130 + [2] * 3 + [3] * 97, device=device)
+    table = torch.randn(4, 65, generator=torch.Generator().manual_seed(3)).to(device)
+    return {
+        "causal": (None, lambda b, h, q, k: q >= k),
+        "document": (None, lambda b, h, q, k: (document[q] == document[k]) & (q >= k)),
+        "global_window": (None, lambda b, h, q, k: (k < 4) | ((q - k).abs() <= 70)),
+        "heads": (None, lambda b, h, q, k: torch.where(h % 2 == 0, q >= k, (q // 64) == (k // 64))),
+        "unseen": (None, lambda b, h, q, k: (q >= 90) & (k < 200) & (b * 300 + h * 60 + q > k)),
+        "nothing": (None, lambda b, h, q, k: (q < 64) & (k < 10)),
+        "relative": (lambda s, b, h, q, k: s + table[h, (q - k).clamp(-32, 32) + 32], None),
+        "both": (lambda s, b, h, q, k: torch.tanh(s) * 2 + table[h, q % 65], lambda b, h, q, k: q + 130 >= k),
+        "hidden_by_score": (lambda s, b, h, q, k: torch.where((q + k) % 2 == 0, s, -math.inf), lambda b, h, q, k: q >= k),
+        "alibi": (lambda s, b, h, q, k: s + table[h, 0] * (k - q), None),
+    }

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex
+from flashtune.dispatch import flex, flex_kernels
+from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
 from flashtune.templates.rendering import render
@@ -274,6 +276,33 @@ def test_masks_joined_by_torch_are_traced() -> None:
     functions, captured = flex._traced(None, joined, torch.device("cpu"))
     assert functions.mask is not None
     assert len(captured) == 1 and captured[0] is limit
+
+
+def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise NotBuilt("no compiler")
+
+    answers: Any = iter([SimpleNamespace(captured=()), "no kernel is left"])
+    monkeypatch.setattr(flex, "_call_of", lambda *given: next(answers))
+    monkeypatch.setattr(flex._Flex, "apply", fails)
+    given = tensors(dtype=torch.float64)
+    out = dispatch.flex_attention(*given, None, lambda b, h, q, k: q >= k)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True))
+
+
+def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = SimpleNamespace(accepts=lambda *given: True)
+    made = {name: SimpleNamespace(name=name, failed="", loaded=loaded) for name in ("flash_fwd_hopper", "flash_fwd")}
+    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device: made[kind.name])
+    functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
+    mods = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
+    q, k, v = tensors()
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd_hopper"]
+    made["flash_fwd_hopper"].failed = "no compiler"
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd"]
+    made["flash_fwd"].failed = "no driver"
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) == "no driver"
 
 
 def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ import torch
 from hopper_kernels import config
 from interpreting import interpreted
 from mod_cases import CASES, OPERATIONS, Functions, oracle
-from mods_machine import SHAPES, Coded, lists_of, seen_by
+from mods_machine import Coded, lists_of, seen_by, shapes
 from test_hopper_pieces import Masked
-from torch import Tensor
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.launching import provided
@@ -58,12 +57,12 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", shapes())
 def test_hoppers_forward_computes_the_function(name: str, changes: dict[str, Any]) -> None:
-    masked = SHAPES[name][1] is not None
+    masked = shapes()[name][1] is not None
     if masked and changes.get("tiles") == "chained":
         changes = changes | {"order": "drawn", "section": 8}
-    out, lse = forward(SHAPES[name], (2, 4, 2, 290, 300), changes, seed=len(name))
+    out, lse = forward(shapes()[name], (2, 4, 2, 290, 300), changes, seed=len(name))
     assert out < 3e-3 and lse < 3e-3
 
 
@@ -88,7 +87,7 @@ def gradients() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *(f"case {name}" for name in CASES)])
+@pytest.mark.parametrize("name", [*shapes(), *(f"case {name}" for name in CASES)])
 def test_hoppers_backward_computes_the_gradients(name: str) -> None:
     found = gradients()[name]
     assert not isinstance(found, str), found

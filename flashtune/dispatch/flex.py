@@ -1,6 +1,5 @@
 """`flex_attention`: PyTorch's torch.nn.attention.flex_attention, masks and scores as code, served by kernels where they can."""
 
-import functools
 import inspect
 import math
 import weakref
@@ -19,13 +18,14 @@ from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
-from flashtune.dispatch.flex_kernels import ModKernel, kernel_of, launch, served_here
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
+from flashtune.dispatch.flex_torch import torchs
 from flashtune.dispatch.resolve import Explanation
-from flashtune.templates.mods import bounds, structure
+from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.emit import Captured, emitted
 from flashtune.templates.mods.graph import INDICES, Node
-from flashtune.templates.mods.scores import Score, known_score, slopes_of
+from flashtune.templates.mods.scores import known_structure, slopes_of
 from flashtune.templates.mods.trace import Unsupported, recaptured, traced
 
 Mod = Callable[..., Tensor]
@@ -60,23 +60,28 @@ def flex_attention(
         return_aux: an AuxRequest, for (output, AuxOutput).
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
-    tiles without a visible pair are skipped. PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for
-    float64, in torch.compile, for operations that kernels lack; and on a GPU, where these kernels weren't measured, unless
-    FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
+    tiles without a visible pair are skipped; those that `attention` has built in take its kernels. PyTorch's flex_attention serves,
+    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; and where only
+    kernels with plain pointers could, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
+    given = dict(locals())
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
     if isinstance(call, str):
-        return _torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+        return torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     if isinstance(call, dict):
         found = api.attention(query, key, value, return_lse=wants_lse, **call)
         out, lse = found if wants_lse else (found, None)
     else:
-        out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+        try:
+            out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+        except NotBuilt:
+            # From now on another kernel serves such calls, or PyTorch.
+            return flex_attention(**given)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -95,8 +100,8 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         return f"PyTorch's flex_attention: {call}"
     if isinstance(call, dict):
         served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
-        more = [name for name in ("softcap", "alibi_slopes") if name in call]
-        return f"attention with window={call['window']}{''.join(f', {name}' for name in more)}: {served.template or 'PyTorch'}, {served.reason}"
+        more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
+        return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
     return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, not measured)"
 
@@ -124,10 +129,15 @@ def _call_of(
         return str(unsupported)
     if any(x.device != query.device for x in captured):
         return "a captured tensor is on another device"
-    sizes: dict[str, int] = dict(zip(INDICES, sizes_of(query, key), strict=True))
-    for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
-        if output is not None:
-            bounds.check(name, output, captured, sizes)
+    place = id(functions), sizes_of(query, key)
+    if functions.fresh or place not in _CHECKED:
+        for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
+            if output is not None:
+                bounds.check(name, output, captured, dict(zip(INDICES, sizes_of(query, key), strict=True)))
+        if not functions.fresh:
+            if len(_CHECKED) > _MOST_TRACES:
+                _CHECKED.clear()
+            _CHECKED[place] = functions
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     given = None if block_mask is None or callable(block_mask) else block_mask
     if functions.known is not None:
@@ -140,9 +150,11 @@ def _call_of(
     if not (_unmeasured_too(query) or devices.target_of(query.device).is_hopper):
         return UNMEASURED
     call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
-    if isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key):
-        return FOREIGN
-    return call
+    try:
+        foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
+    except NotBuilt as failed:
+        return str(failed)
+    return FOREIGN if foreign else call
 
 
 def _with_kernel(
@@ -161,7 +173,7 @@ def _with_kernel(
     for one in (kernel, backward):
         if isinstance(one, str):
             return one
-        if one is not None and one.variant.template not in MEASURED and not _unmeasured_too(query):
+        if one is not None and one.variant.template not in BUILT_FOR_IT and not _unmeasured_too(query):
             return UNMEASURED
     assert isinstance(kernel, ModKernel), "reasons were returned"
     return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
@@ -204,8 +216,8 @@ def _built_in(
         words["alibi_slopes"] = slopes
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(() if slopes is None else (slopes,))))
     numbers = tuple(x for x in words.values() if not isinstance(x, Tensor))
-    place = (flex_kernels.layout((query, key, value, slopes)), query.device, numbers, wants_lse, trained)
-    place = (*place, trained and tuple(x is not None and x.requires_grad for x in (query, key, value, slopes)))
+    wanted = tuple(trained and x is not None and x.requires_grad for x in (query, key, value, slopes))
+    place = flex_kernels.layout((query, key, value, slopes)), query.device, numbers, wants_lse, wanted
     known = _BUILT_IN.setdefault(current(), {})
     if place not in known:
         served = api.explain(query, key, value, return_lse=wants_lse, **words)
@@ -219,8 +231,8 @@ FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
 UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
 """The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
 
-MEASURED = ("flash_fwd_hopper", "flash_bwd_hopper")
-"""Families whose kernels with functions were measured beside PyTorch's on their architecture."""
+BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
+"""Families that serve without being allowed: they are made for one architecture, with the matrix products of the built-in kernels there."""
 
 
 def _unmeasured_too(query: Tensor) -> bool:
@@ -273,6 +285,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
 
 _TRACES: "OrderedDict[Hashable, Functions]" = OrderedDict()
 _MOST_TRACES = 1024
+_CHECKED: dict[tuple[int, tuple[int, int, int, int]], Functions] = {}
+"""Functions whose indices stay within captured tensors at these sizes; sizes of tensors are part of a trace's key."""
 
 
 def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
@@ -307,14 +321,7 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
     fresh = tuple(captured) if -1 in among else ()
-    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh, known=_known(*outputs))  # type: ignore[arg-type]
-
-
-def _known(score: Node | None, mask: Node | None) -> tuple[tuple[int | None, int | None], Score] | None:
-    """The band that a mask is, and the structure of the score in it; None where either isn't known."""
-    band = (None, None) if mask is None else structure.band(mask)
-    known = Score() if score is None else None if band is None else known_score(score, band)
-    return None if band is None or known is None else (band, known)
+    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh, known=known_structure(*outputs))  # type: ignore[arg-type]
 
 
 def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
@@ -369,31 +376,13 @@ class _Flex(torch.autograd.Function):
         sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
-        launch(kernel, operands, [*more, *sums.values()], call.scale)
+        try:
+            launch(kernel, operands, [*more, *sums.values()], call.scale)
+        except NotBuilt:
+            return _Flex.backward(ctx, dout, dlse)
         of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
         wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
         return *wanted, None, *of_captured
-
-
-@functools.cache
-def _compiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention as torchs
-
-    return torch.compile(torchs)
-
-
-def _torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
-    """PyTorch's own function, compiled on a GPU."""
-    from torch.nn.attention import flex_attention as torchs
-
-    if block_mask is not None and not isinstance(block_mask, torchs.BlockMask):
-        block_mask = torchs.create_block_mask(block_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device)
-    scale, enable_gqa, return_lse, kernel_options, return_aux = others
-    compiles = not torch.compiler.is_compiling() and isinstance(query, Tensor) and query.is_cuda
-    function = _compiled() if compiles else torchs.flex_attention
-    # Versions of torch before 2.9 don't have it.
-    more = {} if return_aux is None else {"return_aux": return_aux}
-    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **more)
 
 
 _SIGNATURE = inspect.signature(flex_attention)

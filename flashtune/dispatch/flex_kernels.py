@@ -46,6 +46,10 @@ def served_here(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda"
 
 
+class NotBuilt(Exception):
+    """A kernel that doesn't compile or load on this machine; `kernel_of` passes over it from then on."""
+
+
 class ModKernel:
     """The kernel of one spec on one device, with the machine code that this process has of it."""
 
@@ -54,7 +58,7 @@ class ModKernel:
         self.variant = kernels.variant(kind, spec, config)
         self.device, self.config, self.origin = device, config, origin
         self.loaded = kernels.load(kind, self.variant)
-        self._digest, self._text = "", ""
+        self._text, self.failed = "", ""
         self._programs: dict[Hashable, Program] = {}
         self._manifest: Manifest | None = None
         self._codes: dict[str, bytes] = {}
@@ -76,7 +80,13 @@ class ModKernel:
                     function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
                 return
             if key not in self._programs:
-                self._programs[key] = self._program(plan())
+                try:
+                    self._programs[key] = self._program(plan())
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self.failed = f"{self.variant.template} can't be built here ({type(error).__name__}: {str(error)[:200]})"
+                    raise NotBuilt(self.failed) from error
             program = self._programs[key]
             held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
             addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
@@ -141,8 +151,8 @@ def kernel_of(direction: Direction, query: Tensor, key: Tensor, value: Tensor, f
         if place not in _KERNELS:
             _KERNELS[place] = _made(family(name), spec, query.device)
         found = _KERNELS[place]
-        if isinstance(found, str):
-            why = found
+        if isinstance(found, str) or found.failed:
+            why = found if isinstance(found, str) else found.failed
         elif found.loaded.accepts(query, key, value, None):
             return found
         else:
@@ -216,15 +226,13 @@ def lists_of_kinds(kernel: ModKernel, kinds: Tensor, *, of_keys: bool) -> Tensor
 
 
 def lists_of_mask(kernel: ModKernel, mask: Sequence[Tensor], blocks: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """The same from a BlockMask's numbers and places of blocks, then those of full blocks; `blocks` are tiles of a block in each direction."""
+    """The same from a BlockMask's numbers and places of blocks, then those of full ones; `blocks` are tiles of a block either way."""
     held = [x.contiguous() for x in mask]
     lists = torch.empty((*mask[0].shape[:2], rows, columns + 2), dtype=torch.int32, device=kernel.device)
     flat = lists.flatten(0, 1)
 
     def plan() -> Plan:
-        return Plan(
-            [mask_launch(tuple(operand(i, x) for i, x in enumerate(held)), operand(len(held), flat), blocks)], [*held, flat], []
-        )
+        return Plan([mask_launch(tuple(operand(i, x) for i, x in enumerate(held)), operand(len(held), flat), blocks)], [*held, flat], [])
 
     kernel.run(("mask", blocks, layout(held), flat.shape), [*held, flat], plan)
     return lists

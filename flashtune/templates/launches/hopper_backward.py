@@ -8,8 +8,8 @@ from flashtune.core.parameters import DROPOUT_STEPS, dropout_threshold
 from flashtune.templates.backward.hopper.layout import BackwardLayout, HopperBackward, SplitLayout, query_divisions
 from flashtune.templates.launches.backward import FUSED, SMALL, PointerBackward, needed
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, band_sizes, cdiv, strides_divide
-from flashtune.templates.launches.mods import KEYS, list_arguments, captured_of
 from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_steps, pack_mask, ragged, swizzled
+from flashtune.templates.launches.mods import KEYS, captured_of, list_arguments
 
 
 class HopperBackwardHost:

@@ -167,7 +167,6 @@ class HopperForwardHost:
         return found
 
 
-
 def pack_mask(
     matrices: Operand, n_rows: int, rows: int, block: int, scratch: Scratch, found: list[Launch], *, fusion: bool = False
 ) -> Operand:

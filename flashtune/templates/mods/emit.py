@@ -337,6 +337,8 @@ def nonnegative(x: Any) -> bool:
     if x.kind != "operation" or x.dtype not in INTEGERS:
         return False
     packet = x.target.overloadpacket
+    if packet is aten.add and x.keywords.get("alpha", 1) == 1 and sum(map(_least, x.arguments)) >= 0:
+        return True
     if packet in (aten.add, aten.mul, aten.minimum, aten.floor_divide, aten.div, aten.bitwise_or, aten.bitwise_right_shift):
         return not x.keywords.get("alpha", 1) < 0 and all(map(nonnegative, x.arguments))
     if packet is aten.remainder:
@@ -349,6 +351,17 @@ def nonnegative(x: Any) -> bool:
     if packet is aten.where:
         return all(map(nonnegative, x.arguments[1:]))
     return (packet is aten._to_copy and nonnegative(x.arguments[0])) or packet is aten.abs
+
+
+def _least(x: Any) -> float:
+    """A number that an integer isn't below: 0, a number itself, or the lower end that it is clamped to."""
+    if not isinstance(x, Node):
+        return x if isinstance(x, (int, float)) else -math.inf
+    if x.kind == "operation" and x.target.overloadpacket in (aten.clamp, aten.clamp_min):
+        low = x.keywords.get("min", x.arguments[1] if len(x.arguments) > 1 else None)
+        if isinstance(low, int):
+            return low
+    return 0 if nonnegative(x) else -math.inf
 
 
 _HELPERS = """@triton.jit

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashtune.templates.mods import structure
 from flashtune.templates.mods.graph import INTEGERS, Node, loads, ordered
 
 aten = torch.ops.aten
@@ -28,6 +29,13 @@ class Score:
     factor: float = 1.0
     softcap: float = 0.0
     slope: tuple[tuple[float, tuple[Node, ...]], ...] = ()
+
+
+def known_structure(score: Node | None, mask: Node | None) -> tuple[tuple[int | None, int | None], Score] | None:
+    """The band that a mask is, and the structure of the score in it; None where either isn't known."""
+    band = (None, None) if mask is None else structure.band(mask)
+    known = Score() if score is None else None if band is None else known_score(score, band)
+    return None if band is None or known is None else (band, known)
 
 
 def known_score(score: Node, band: tuple[int | None, int | None]) -> Score | None:
@@ -139,7 +147,7 @@ def _plus(a: Form, b: Form, factor: float) -> Form:
 
 def _times(a: Form, b: Form | None) -> Form | None:
     """The product, of which one factor belongs to a head."""
-    if b is None or not all(basis == 1 for _, basis in a) and not all(basis == 1 for _, basis in b):
+    if b is None or (not all(basis == 1 for _, basis in a) and not all(basis == 1 for _, basis in b)):
         return None
     found: Form = {}
     for (one, of_a), x in a.items():
