@@ -1,6 +1,5 @@
 """`flex_attention`: PyTorch's torch.nn.attention.flex_attention, masks and scores as code, served by kernels where they can."""
 
-import functools
 import inspect
 import math
 import weakref
@@ -12,16 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune.core import devices
 from flashtune.core.errors import InputError
+from flashtune.core.launches import copyable
+from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, blocks, sizes_of
-from flashtune.dispatch.flex_kernels import kernel_of, launch, served_here
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
+from flashtune.dispatch.flex_torch import torchs
 from flashtune.dispatch.resolve import Explanation
-from flashtune.templates.mods import bounds, structure
+from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.emit import Captured, emitted
 from flashtune.templates.mods.graph import INDICES, Node
+from flashtune.templates.mods.scores import known_structure, slopes_of
 from flashtune.templates.mods.trace import Unsupported, recaptured, traced
 
 Mod = Callable[..., Tensor]
@@ -56,23 +60,28 @@ def flex_attention(
         return_aux: an AuxRequest, for (output, AuxOutput).
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
-    tiles without a visible pair are skipped. PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for
-    float64, in torch.compile, for operations that kernels lack; and on a GPU, where these kernels weren't measured, unless
-    FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
+    tiles without a visible pair are skipped; those that `attention` has built in take its kernels. PyTorch's flex_attention serves,
+    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; and where only
+    kernels with plain pointers could, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
-    call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux)
+    given = dict(locals())
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    if isinstance(call, str) or _unmeasured(call, query, key, value, wants_lse) is not None:
-        return _torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+    call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
+    if isinstance(call, str):
+        return torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    if call.band is not None and (built_in := _built_in(call, query, key, value, wants_lse)) is not None:
-        found = api.attention(query, key, value, return_lse=wants_lse, **built_in)
+    if isinstance(call, dict):
+        found = api.attention(query, key, value, return_lse=wants_lse, **call)
         out, lse = found if wants_lse else (found, None)
     else:
-        out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+        try:
+            out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+        except NotBuilt:
+            # From now on another kernel serves such calls, or PyTorch.
+            return flex_attention(**given)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -85,27 +94,34 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     bound = _SIGNATURE.bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
         return f"PyTorch's flex_attention: {call}"
-    query, key, value = (given[name] for name in names[:3])
-    if (why := _unmeasured(call, query, key, value, bool(given["return_lse"]))) is not None:
-        return f"PyTorch's flex_attention: {why}"
-    if call.band is not None and (built_in := _built_in(call, query, key, value, bool(given["return_lse"]))) is not None:
-        served = api.explain(query, key, value, return_lse=bool(given["return_lse"]), **built_in)
-        return f"attention with window={built_in['window']}: {served.template or 'PyTorch'}, {served.reason}"
+    if isinstance(call, dict):
+        served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
+        more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
+        return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
     return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, not measured)"
 
 
 def _call_of(
-    query: Any, key: Any, value: Any, score_mod: Mod | None, block_mask: Any, scale: float | None, enable_gqa: bool, return_aux: Any
-) -> "FlexCall | str":
-    """The call for kernels, or the reason why PyTorch serves."""
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Mod | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_aux: Any,
+    wants_lse: bool,
+) -> "FlexCall | dict[str, Any] | str":
+    """The call for kernels with its functions, arguments for `attention` where its kernels serve it, or the reason why PyTorch serves."""
     if (why := _why_torch(query, key, value, block_mask, scale, return_aux)) is not None:
         return why
     _check(query, key, value, block_mask, enable_gqa)
+    key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
     mask_mod = getattr(block_mask, "mask_mod", block_mask)
     try:
         functions, captured = _traced(score_mod, mask_mod, query.device)
@@ -113,32 +129,54 @@ def _call_of(
         return str(unsupported)
     if any(x.device != query.device for x in captured):
         return "a captured tensor is on another device"
-    sizes: dict[str, int] = dict(zip(INDICES, sizes_of(query, key), strict=True))
-    for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
-        if output is not None:
-            bounds.check(name, output, captured, sizes)
-    band = structure.band(functions.mask) if functions.score is None and functions.mask is not None else None
-    # Only a kernel could tell if a BlockMask's blocks are those of its function.
-    if not _allowed(query) and (band is None or not callable(block_mask)):
+    place = id(functions), sizes_of(query, key)
+    if functions.fresh or place not in _CHECKED:
+        for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
+            if output is not None:
+                bounds.check(name, output, captured, dict(zip(INDICES, sizes_of(query, key), strict=True)))
+        if not functions.fresh:
+            if len(_CHECKED) > _MOST_TRACES:
+                _CHECKED.clear()
+            _CHECKED[place] = functions
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    given = None if block_mask is None or callable(block_mask) else block_mask
+    if functions.known is not None:
+        if given is not None and not agrees_with_band(given, functions.known[0], query, key):
+            return FOREIGN
+        if (words := _built_in(functions, captured, query, key, value, scale, wants_lse)) is not None:
+            return words
+    if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
+        return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
+    if not (_unmeasured_too(query) or devices.target_of(query.device).is_hopper):
         return UNMEASURED
+    call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
+    try:
+        foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
+    except NotBuilt as failed:
+        return str(failed)
+    return FOREIGN if foreign else call
+
+
+def _with_kernel(
+    functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, block_mask: Any
+) -> "FlexCall | str":
     try:
         mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
             trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
-            if isinstance(backward := kernel_of("bwd", query, value, trained), str):
-                return backward
+            backward = kernel_of("bwd", query, key, value, trained)
+        else:
+            backward = None
     except Unsupported as unsupported:
         return str(unsupported)
-    kernel = kernel_of("fwd", query, value, mods)
-    if isinstance(kernel, str):
-        return kernel
-    if not kernel.loaded.accepts(query, key, value, None):
-        return "the kernel can't read tensors of these strides"
-    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    call = FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, band=band, mask_of=block_mask)
-    if block_mask is not None and not callable(block_mask) and not agrees(call, query, key):
-        return "the BlockMask's blocks aren't those of its mask_mod"
-    return call
+    kernel = kernel_of("fwd", query, key, value, mods)
+    for one in (kernel, backward):
+        if isinstance(one, str):
+            return one
+        if one is not None and one.variant.template not in BUILT_FOR_IT and not _unmeasured_too(query):
+            return UNMEASURED
+    assert isinstance(kernel, ModKernel), "reasons were returned"
+    return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
 
 
 _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
@@ -164,31 +202,42 @@ def explained(given: dict[str, Any]) -> Explanation:
 _BUILT_IN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, bool]]" = weakref.WeakKeyDictionary()
 
 
-def _built_in(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> dict[str, Any] | None:
-    """The arguments of `attention` for a mask that is a window, where its kernels serve that: they are tuned for the GPU."""
-    words = {"window": call.band, "scale": call.scale, "enable_gqa": True}
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    place = (flex_kernels.layout((query, key, value)), query.device, call.band, call.scale, wants_lse, trained)
+def _built_in(
+    functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, wants_lse: bool
+) -> dict[str, Any] | None:
+    """The arguments of `attention` for functions that it has built in, where its kernels serve the call: they are tuned for the GPU."""
+    assert functions.known is not None, "the caller looked"
+    window, score = functions.known
+    words: dict[str, Any] = {"window": None if window == (None, None) else window, "scale": scale * score.factor, "enable_gqa": True}
+    if score.softcap:
+        words["softcap"] = score.softcap
+    slopes = slopes_of(score, captured, query.shape[0], query.shape[1], query.device)
+    if slopes is not None:
+        words["alibi_slopes"] = slopes
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(() if slopes is None else (slopes,))))
+    numbers = tuple(x for x in words.values() if not isinstance(x, Tensor))
+    wanted = tuple(trained and x is not None and x.requires_grad for x in (query, key, value, slopes))
+    place = flex_kernels.layout((query, key, value, slopes)), query.device, numbers, wants_lse, wanted
     known = _BUILT_IN.setdefault(current(), {})
     if place not in known:
-        served = api.explain(query, key, value, return_lse=wants_lse, **words)  # type: ignore[arg-type]
+        served = api.explain(query, key, value, return_lse=wants_lse, **words)
         known[place] = served.kind != "framework" and (not trained or served.backward is not None)
     return words if known[place] else None
 
 
+FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
+"""The reason why PyTorch serves a BlockMask that was made by hand."""
+
 UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
 """The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
 
+BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
+"""Families that serve without being allowed: they are made for one architecture, with the matrix products of the built-in kernels there."""
 
-def _allowed(query: Tensor) -> bool:
-    """True where kernels with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
+
+def _unmeasured_too(query: Tensor) -> bool:
+    """True where any kernel with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
     return query.device.type != "cuda" or current().unmeasured
-
-
-def _unmeasured(call: "FlexCall", query: Tensor, key: Tensor, value: Tensor, wants_lse: bool) -> str | None:
-    """The reason why PyTorch serves, or None where kernels with functions are allowed, or those of `attention` serve."""
-    served = _allowed(query) or (call.band is not None and _built_in(call, query, key, value, wants_lse) is not None)
-    return None if served else UNMEASURED
 
 
 def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, return_aux: Any) -> str | None:
@@ -236,6 +285,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
 
 _TRACES: "OrderedDict[Hashable, Functions]" = OrderedDict()
 _MOST_TRACES = 1024
+_CHECKED: dict[tuple[int, tuple[int, int, int, int]], Functions] = {}
+"""Functions whose indices stay within captured tensors at these sizes; sizes of tensors are part of a trace's key."""
 
 
 def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
@@ -270,7 +321,7 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
     fresh = tuple(captured) if -1 in among else ()
-    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh)  # type: ignore[arg-type]
+    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh, known=known_structure(*outputs))  # type: ignore[arg-type]
 
 
 def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
@@ -306,9 +357,11 @@ class _Flex(torch.autograd.Function):
             return (None,) * (4 + len(captured))
         call = ctx.call
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+        if not copyable(operand(0, dout)):
+            dout = dout.contiguous()
         types = _types(captured, ctx.needs_input_grad[4:])
         mods = emitted(call.functions.score, call.functions.mask, types, backward=True)
-        kernel = kernel_of("bwd", query, value, mods)
+        kernel = kernel_of("bwd", query, key, value, mods)
         if isinstance(kernel, str):
             raise InputError(f"no kernel computes these gradients ({kernel}): use torch.nn.attention.flex_attention for training")
         call = replace(call, mods=mods, captured=tuple(captured))
@@ -316,36 +369,20 @@ class _Flex(torch.autograd.Function):
         more = list(captured)
         if mods.mask:
             of_keys = blocks(call, kernel, query, key, (number("BLOCK_M"), number("BLOCK_N")), of_keys=True)
-            more += [of_keys, blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N")))]
+            more.append(of_keys)
+            if "DQ_BLOCK_M" in kernel.config.as_dict():
+                more.append(blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N"))))
         # Sums of atomic additions start from 0, and are rounded once.
         sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
-        launch(kernel, operands, [*more, *sums.values()], call.scale)
+        try:
+            launch(kernel, operands, [*more, *sums.values()], call.scale)
+        except NotBuilt:
+            return _Flex.backward(ctx, dout, dlse)
         of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
         wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
         return *wanted, None, *of_captured
-
-
-@functools.cache
-def _compiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention as torchs
-
-    return torch.compile(torchs)
-
-
-def _torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
-    """PyTorch's own function, compiled on a GPU."""
-    from torch.nn.attention import flex_attention as torchs
-
-    if block_mask is not None and not isinstance(block_mask, torchs.BlockMask):
-        block_mask = torchs.create_block_mask(block_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device)
-    scale, enable_gqa, return_lse, kernel_options, return_aux = others
-    compiles = not torch.compiler.is_compiling() and isinstance(query, Tensor) and query.is_cuda
-    function = _compiled() if compiles else torchs.flex_attention
-    # Versions of torch before 2.9 don't have it.
-    more = {} if return_aux is None else {"return_aux": return_aux}
-    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **more)
 
 
 _SIGNATURE = inspect.signature(flex_attention)

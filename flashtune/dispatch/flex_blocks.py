@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.flex_kernels import ModKernel, blocks_of, tile_kinds
+from flashtune.dispatch.flex_kernels import ModKernel, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.emit import Mods
 from flashtune.templates.mods.graph import Node
+from flashtune.templates.mods.scores import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,8 @@ class Functions:
     names: tuple[str, str]
     places: tuple[int, ...]
     fresh: tuple[Tensor, ...] = ()
+    known: tuple[tuple[int | None, int | None], Score] | None = None
+    """Band and score where `attention` has both built in (flashtune.templates.mods.structure and scores)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,6 @@ class FlexCall:
     kernel: ModKernel
     mods: Mods
     scale: float
-    band: tuple[int | None, int | None] | None
-    """Window that the mask is, where nothing else changes scores (flashtune.templates.mods.structure)."""
     mask_of: Any
     """The BlockMask or mask_mod, for its lists of blocks."""
 
@@ -53,18 +55,18 @@ class _Lists:
 LISTS: "weakref.WeakKeyDictionary[Any, _Lists]" = weakref.WeakKeyDictionary()
 
 
-def _kept(call: FlexCall, key: Hashable, make: Callable[[], Any]) -> Any:
+def _kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
     """Result of `make` from an earlier call with a mask, unless a captured tensor has changed since."""
-    if any(x.is_inference() for x in call.captured):
+    if any(x.is_inference() for x in captured):
         # These don't say when they change.
         return make()
-    versions = tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in call.captured)
+    versions = tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in captured)
     try:
-        lists = LISTS.setdefault(call.mask_of, _Lists()).found
+        lists = LISTS.setdefault(mask, _Lists()).found
     except TypeError:
         return make()
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    whole = (key, call.mods.hash, versions, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
+    whole = (key, versions, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
     if whole in lists:
         return lists[whole]
     made = make()
@@ -86,19 +88,44 @@ def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: 
     sizes = sizes_of(query, key)
 
     def make() -> Tensor:
-        kinds = tile_kinds(kernel, call.mods, call.captured, sizes, tile)
-        return blocks_of(kinds.transpose(2, 3).contiguous() if of_keys else kinds)
+        turn = -1 if of_keys else 1
+        rows, columns = (cdiv(n, step) for n, step in list(zip(sizes[2:], tile, strict=True))[::turn])
+        mask = _lists_in(call.mask_of, tile, of_keys=of_keys)
+        if mask is not None:
+            first, second = (size // step for size, step in list(zip(call.mask_of.BLOCK_SIZE, tile, strict=True))[::turn])
+            return lists_of_mask(kernel, mask, (first, second), rows, columns)
+        return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
-    found: Tensor = _kept(call, (sizes, tile, of_keys, query.device), make)
+    found: Tensor = _kept(call.mask_of, call.captured, (call.mods.hash, sizes, tile, of_keys, query.device), make)
     return found.expand(*sizes[:2], -1, -1)
+
+
+def _lists_in(mask: Any, tile: tuple[int, int], *, of_keys: bool) -> list[Tensor] | None:
+    """A BlockMask's own numbers and places of blocks, where its blocks are made of whole tiles."""
+    if any(size % step for size, step in zip(getattr(mask, "BLOCK_SIZE", (1, 1)), tile, strict=True)):
+        return None
+    of = "q" if of_keys else "kv"
+    found = [getattr(mask, f"{full}{of}_{name}", None) for full in ("", "full_") for name in ("num_blocks", "indices")]
+    return None if found[0] is None else [x for x in found if x is not None]
 
 
 def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
     """True if the blocks of a BlockMask are those that its mask_mod has: one could be made of any blocks."""
-    mask, sizes = call.mask_of, sizes_of(query, key)
+    sizes, tile = sizes_of(query, key), tuple(call.mask_of.BLOCK_SIZE)
+    return _agrees(
+        call.mask_of, call.captured, (call.mods.hash, sizes), query, lambda: tile_kinds(call.kernel, call.mods, call.captured, sizes, tile)
+    )
 
+
+def agrees_with_band(mask: Any, band: tuple[int | None, int | None], query: Tensor, key: Tensor) -> bool:
+    """The same for a mask_mod that is a band."""
+    n_q, n_kv = query.shape[2], key.shape[2]
+    return _agrees(mask, (), (band, n_q, n_kv), query, lambda: _kinds_of_band(band, n_q, n_kv, tuple(mask.BLOCK_SIZE), query.device))
+
+
+def _agrees(mask: Any, captured: Sequence[Tensor], key: Hashable, query: Tensor, kinds_of: Callable[[], Tensor]) -> bool:
     def make() -> bool:
-        kinds = tile_kinds(call.kernel, call.mods, call.captured, sizes, tuple(mask.BLOCK_SIZE))
+        kinds = kinds_of()
         shape = (*mask.kv_num_blocks.shape[:2], *kinds.shape[2:])
         partial, full = (
             _dense(number, places, shape, query.device)
@@ -110,7 +137,18 @@ def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
     # The answer waits for the GPU, which a capture can't: a mask is met before that, in a warm-up.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return bool(_kept(call, ("agrees", sizes), make))
+    return bool(_kept(mask, captured, ("agrees", key), make))
+
+
+def _kinds_of_band(band: tuple[int | None, int | None], n_q: int, n_kv: int, tile: tuple[int, ...], device: torch.device) -> Tensor:
+    """Result of `tile_kinds` for a band; keys past the end count as visible, of which a BlockMask knows nothing."""
+    left, right = (n_q + n_kv if side is None else side for side in band)
+    rows, columns = (torch.arange(0, n, step, device=device) for n, step in zip((n_q, n_kv), tile, strict=True))
+    # The least and greatest distance of a key from its query in a tile.
+    least = columns[None, :] - (rows + tile[0] - 1).clamp(max=n_q - 1)[:, None]
+    most = (columns + tile[1] - 1).clamp(max=n_kv - 1)[None, :] - rows[:, None]
+    kinds = torch.where((least >= -left) & (most <= right), 1, torch.where((least > right) | (most < -left), 2, 0))
+    return kinds[None, None].to(torch.int8)
 
 
 def _dense(number: Tensor | None, places: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:

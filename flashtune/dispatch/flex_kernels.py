@@ -24,11 +24,12 @@ from flashtune.dispatch.launch import Program
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
-from flashtune.templates.launches.mods import kinds_launch
+from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
 
-_FAMILIES: dict[Direction, str] = {"fwd": "flash_fwd", "bwd": "flash_bwd"}
+_FAMILIES: dict[Direction, tuple[str, ...]] = {"fwd": ("flash_fwd_hopper", "flash_fwd"), "bwd": ("flash_bwd_hopper", "flash_bwd")}
+"""Families with places for functions, the fastest first."""
 
 TYPICAL = 4096
 """Queries and keys of the problem whose record gives the config."""
@@ -45,6 +46,10 @@ def served_here(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda"
 
 
+class NotBuilt(Exception):
+    """A kernel that doesn't compile or load on this machine; `kernel_of` passes over it from then on."""
+
+
 class ModKernel:
     """The kernel of one spec on one device, with the machine code that this process has of it."""
 
@@ -53,7 +58,7 @@ class ModKernel:
         self.variant = kernels.variant(kind, spec, config)
         self.device, self.config, self.origin = device, config, origin
         self.loaded = kernels.load(kind, self.variant)
-        self._digest, self._text = "", ""
+        self._text, self.failed = "", ""
         self._programs: dict[Hashable, Program] = {}
         self._manifest: Manifest | None = None
         self._codes: dict[str, bytes] = {}
@@ -75,7 +80,13 @@ class ModKernel:
                     function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
                 return
             if key not in self._programs:
-                self._programs[key] = self.program(plan())
+                try:
+                    self._programs[key] = self.program(plan())
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self.failed = f"{self.variant.template} can't be built here ({type(error).__name__}: {str(error)[:200]})"
+                    raise NotBuilt(self.failed) from error
             program = self._programs[key]
             held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
             addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
@@ -125,24 +136,33 @@ def kept(text: str, manifest: Manifest, codes: dict[str, bytes]) -> Manifest:
     return replace(written, folder=folder)
 
 
-_KERNELS: dict[tuple[KernelSpec, torch.device], ModKernel | str] = {}
+_KERNELS: dict[tuple[str, KernelSpec, torch.device], ModKernel | str] = {}
 
 
-def kernel_of(direction: Direction, query: Tensor, value: Tensor, functions: Mods) -> ModKernel | str:
-    """The kernel for tensors like these, or the reason why there is none."""
+def kernel_of(direction: Direction, query: Tensor, key: Tensor, value: Tensor, functions: Mods) -> ModKernel | str:
+    """The kernel of the first family that takes tensors like these, or the reason why there is none."""
     tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
     spec = KernelSpec(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
         mods=known.keep(functions),
     )  # fmt: skip
-    place = spec, query.device
-    if place not in _KERNELS:
-        _KERNELS[place] = _made(spec, query.device)
-    return _KERNELS[place]
+    why = ""
+    for name in _FAMILIES[direction]:
+        place = name, spec, query.device
+        if place not in _KERNELS:
+            _KERNELS[place] = _made(family(name), spec, query.device)
+        found = _KERNELS[place]
+        if isinstance(found, str) or found.failed:
+            why = found if isinstance(found, str) else found.failed
+        elif found.loaded.accepts(query, key, value, None):
+            return found
+        else:
+            why = "the kernel can't read tensors of these strides"
+    return why
 
 
-def _made(spec: KernelSpec, device: torch.device) -> ModKernel | str:
-    kind, target = family(_FAMILIES[spec.direction]), devices.target_of(device)
+def _made(kind: Family, spec: KernelSpec, device: torch.device) -> ModKernel | str:
+    target = devices.target_of(device)
     if (why := kind.supports(spec, target)) is not None:
         return why
     if not kind.starts(spec, target):
@@ -153,8 +173,11 @@ def _made(spec: KernelSpec, device: torch.device) -> ModKernel | str:
 def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:
     """The config of the nearest record of this family with a bias or a mask at TYPICAL queries and keys, or the family's default; and why.
 
-    The sizes of the call don't count, so that one kernel serves every length.
+    The sizes of the call don't count, so that one kernel serves every length. Hopper's kernels have no registers to spare: of their configs
+    the default is known to leave enough for functions.
     """
+    if not kind.interpretable:
+        return kind.default(spec, target), "the family's default"
     functions = known.functions_of(spec.mods)
     features = Features(mask="bias" if functions is not None and functions.score else "bool", tf32=spec.tf32)
     problem = Problem(
@@ -170,15 +193,6 @@ def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target
     if choice.record.problem.n_kv < TYPICAL // 4:
         return kind.default(spec, target), "the family's default"
     return choice.config, f"of the record {choice.record.problem.label()}"
-
-
-def blocks_of(kinds: Tensor) -> Tensor:
-    """Lists of blocks from kinds of tiles (batches, heads, rows, columns): int32 (batches, heads, rows, 2 + columns), of each row the
-    number of blocks that need the mask, that of all visible ones, and their places, in this order."""
-    masked = (kinds == 0).sum(-1, keepdim=True, dtype=torch.int32)
-    visible = (kinds < 2).sum(-1, keepdim=True, dtype=torch.int32)
-    places = torch.argsort(kinds, dim=-1, stable=True).to(torch.int32)
-    return torch.cat((masked, visible, places), -1)
 
 
 def tile_kinds(
@@ -198,6 +212,33 @@ def tile_kinds(
     return kinds
 
 
+def lists_of_kinds(kernel: ModKernel, kinds: Tensor, *, of_keys: bool) -> Tensor:
+    """Lists of blocks from kinds of tiles (batches, heads, tiles of queries, tiles of keys): int32 (batches, heads, rows, 2 + columns), of
+    each tile of queries or (`of_keys`) of keys the number of blocks that need the mask, that of all visible ones, and their places."""
+    rows, columns = kinds.shape[:1:-1] if of_keys else kinds.shape[2:]
+    lists = torch.empty((*kinds.shape[:2], rows, columns + 2), dtype=torch.int32, device=kernel.device)
+    flat = lists.flatten(0, 1)
+
+    def plan() -> Plan:
+        return Plan([sorting_launch(operand(0, kinds), operand(1, flat), of_keys=of_keys)], [kinds, flat], [])
+
+    kernel.run(("sort", of_keys, kinds.shape), [kinds, flat], plan)
+    return lists
+
+
+def lists_of_mask(kernel: ModKernel, mask: Sequence[Tensor], blocks: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """The same from a BlockMask's numbers and places of blocks, then those of full ones; `blocks` are tiles of a block either way."""
+    held = [x.contiguous() for x in mask]
+    lists = torch.empty((*mask[0].shape[:2], rows, columns + 2), dtype=torch.int32, device=kernel.device)
+    flat = lists.flatten(0, 1)
+
+    def plan() -> Plan:
+        return Plan([mask_launch(tuple(operand(i, x) for i, x in enumerate(held)), operand(len(held), flat), blocks)], [*held, flat], [])
+
+    kernel.run(("mask", blocks, layout(held), flat.shape), [*held, flat], plan)
+    return lists
+
+
 def layout(tensors: Tensors) -> Hashable:
     """All that a plan takes from tensors beside their addresses."""
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
@@ -206,14 +247,14 @@ def layout(tensors: Tensors) -> Hashable:
 def launch(kernel: ModKernel, operands: Tensors, more: Sequence[Tensor], scale: float) -> None:
     """Launch a pass: its operands in the order of flashtune.core.passes, then the tensors of functions (LaunchInputs.mods)."""
     spec = kernel.variant.spec
+    query, key, *_ = operands
+    assert query is not None and key is not None, "a pass has queries and keys"
+    words = {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
 
     def plan() -> Plan:
-        query, key, *_ = operands
-        assert query is not None and key is not None, "a pass has queries and keys"
-        words = {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
         assert kernel.loaded.host is not None, "families of the package have a host side"
         return launching.plan(kernel.loaded.host, spec, operands, words)
 
     # Between both are the tensors of other features.
-    everything = [*operands, *[None] * len(launching._MORE), *more]
+    everything = [*operands, words["counts"], *[None] * (len(launching._MORE) - 1), *more]
     kernel.run((scale, layout(operands), layout(more)), everything, plan)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mod_cases import CASES, oracle
+from mods_machine import shapes
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
@@ -29,11 +30,50 @@ def _allowed() -> Iterator[None]:
         yield
 
 
-def test_pytorch_serves_unless_unmeasured_kernels_are_allowed() -> None:
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_only_measured_families_serve_unless_others_are_allowed(learned: bool) -> None:
     q, k, v = (torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.randn(128, device="cuda").requires_grad_(learned)
     with dispatch.use(unmeasured=False):
-        said = dispatch.explain_flex(q, k, v, lambda score, b, h, q_idx, kv_idx: score + q_idx % 3)
-        assert said.startswith("PyTorch's flex_attention: kernels with these functions weren't measured"), said
+        said = dispatch.explain_flex(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[q_idx] * bias[kv_idx])
+        wanted = (
+            "flash_fwd_hopper " if HOPPER and not learned else "PyTorch's flex_attention: kernels with these functions weren't measured"
+        )
+        assert said.startswith(wanted), said
+
+
+@pytest.mark.skipif(not HOPPER, reason="kernels for Hopper")
+@pytest.mark.parametrize("block_mask", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", shapes())
+def test_hoppers_kernels_agree_with_the_function_itself(name: str, d: int, block_mask: bool) -> None:
+    functions, generator = shapes("cuda")[name], torch.Generator().manual_seed(d)
+    if block_mask and functions[1] is None:
+        pytest.skip("no mask")
+    # Queries with heads inside, and keys of odd lengths.
+    q = torch.randn(2, 290, 4, d, generator=generator).to("cuda", torch.bfloat16).transpose(1, 2).requires_grad_()
+    k, v = (torch.randn(2, 2, 300, d, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for _ in range(2))
+    mask = create_block_mask(functions[1], 2, 4, 290, 300, device="cuda") if block_mask else functions[1]
+    given = {"score_mod": functions[0], "block_mask": mask, "enable_gqa": True, "return_lse": True}
+    with dispatch.use(unmeasured=False):
+        said = dispatch.explain_flex(q, k, v, **given)
+        assert said.startswith(("flash_fwd_hopper ", "attention with window=")), said
+        out, lse = dispatch.flex_attention(q, k, v, **given)
+    seen = lse.isfinite()
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)
+    ((out * weights).sum() + lse[seen].sin().sum()).backward()
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out64, lse64 = oracle(*doubles, *functions)
+    ((out64 * weights.double()).sum() + lse64[seen].sin().sum()).backward()
+    bound = TOLERANCES["bf16"]
+    assert torch.equal(lse64.isfinite(), seen)
+    assert norm(out.detach(), out64.detach()) <= bound.relative_norm
+    assert float((lse[seen].double() - lse64[seen]).abs().max()) <= bound.lse_atol
+    for ours, theirs in zip((q, k, v), doubles, strict=True):
+        assert norm(ours.grad, theirs.grad) <= 2 * bound.gradient_norm
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,8 +140,8 @@ from flashtune.dispatch import flex_kernels
 from flashtune.dispatch.flex_kernels import drivers
 compiled, drivers.compiled = [], lambda *arguments: compiled.append(arguments) or 1 / 0
 q = torch.ones(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
-dispatch.flex_attention(q, q, q, lambda s, b, h, q, k: s * 1.0625, lambda b, h, q, k: q >= k)
-print("found")
+dispatch.flex_attention(q, q, q, lambda s, b, h, q, k: s * 1.0625 + q % 2, lambda b, h, q, k: q >= k)
+print("compiled anew" if globals().get("compiled") else "found")
 """
 
 

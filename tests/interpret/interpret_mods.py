@@ -7,7 +7,7 @@ import torch
 from mod_cases import CASES, OPERATIONS, Case, oracle
 
 from flashtune import dispatch
-from flashtune.dispatch import flex, flex_kernels
+from flashtune.dispatch import flex, flex_blocks, flex_kernels
 
 warnings.filterwarnings("ignore")
 
@@ -89,11 +89,45 @@ def kernels() -> dict[str, int]:
     def call(n: int, number: float) -> int:
         x, table = torch.randn(1, 1, n, 16), torch.randn(n)
         dispatch.flex_attention(x, x, x, lambda s, b, h, q, k: s * number + table[k])
-        return len(flex_kernels._KERNELS) - before
+        return made() - before
 
-    before = len(flex_kernels._KERNELS)
+    def made() -> int:
+        return sum(not isinstance(one, str) for one in flex_kernels._KERNELS.values())
+
+    before = made()
     call(20, 0.7)
     return {"alike": call(20, 0.7), "another number": call(20, 0.8), "another length": call(37, 0.8)}
+
+
+def lists() -> list[str]:
+    """Lists of blocks that differ from those of the mask at all pairs, of kinds of tiles and of a BlockMask's own lists."""
+    from mods_machine import lists_of, seen_by
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    n_q, n_kv, wrong = 100, 130, list[str]()
+    document = torch.randint(0, 4, (2, 300), generator=torch.Generator().manual_seed(5)).sort(-1).values
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (document[b, q] == document[b, k]) & (q + 20 * h >= k)
+
+    query, key = torch.zeros(2, 4, n_q, 16), torch.zeros(2, 4, n_kv, 16)
+    for size in (64, 16):
+        mask = create_block_mask(mask_mod, 2, 4, n_q, n_kv, device="cpu", BLOCK_SIZE=size)
+        call: Any = flex._call_of(query, key, key, None, mask, None, True, None, False)
+        seen = seen_by(mask_mod, 2, 4, n_q, n_kv)
+        blocks = torch.nn.functional.pad(seen, (0, size - 1, 0, size - 1)).unfold(2, size, size).unfold(3, size, size).flatten(4)
+        # What a BlockMask says of a block holds for its tiles: its first pair is visible, and the others are in a block that is.
+        coarse = torch.stack((blocks.any(-1), blocks.all(-1))).repeat_interleave(size, 3).repeat_interleave(size, 4)[..., :n_q, :n_kv]
+        coarse = coarse[1] | (coarse[0] & ((torch.arange(n_q)[:, None] + torch.arange(n_kv)) % 2 == 0))
+        for tile in ((64, 32), (32, 64)):
+            for of_keys in (False, True):
+                found = flex_blocks.blocks(call, call.kernel, query, key, tile, of_keys=of_keys)
+                right = lists_of(coarse if size == 64 else seen, tile, of_keys=of_keys)
+                listed = torch.arange(right.shape[-1] - 2) < right[..., 1:2]
+                same = torch.equal(found[..., :2], right[..., :2]) and torch.equal(found[..., 2:][listed], right[..., 2:][listed])
+                if not (same and bool(((found[..., 2] >= 0) & (found[..., 2] < right.shape[-1] - 2)).all())):
+                    wrong.append(f"{size} {tile} {of_keys}")
+    return wrong
 
 
 def built_in() -> dict[str, Any]:
@@ -164,6 +198,7 @@ def main() -> dict[str, Any]:
         "changed": changed(),
         "kernels": kernels(),
         "built_in": built_in(),
+        "lists": lists(),
         "layouts": layouts(),
         "plans": len(plans),
     }

@@ -18,7 +18,7 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import flex, kernels
 from flashtune.templates import family
 from flashtune.templates.launches.common import cdiv
-from flashtune.templates.launches.mods import kinds_launch
+from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import emitted
@@ -28,12 +28,13 @@ from flashtune.tuner.children.compile import compiling_for
 GPU = "h100"
 
 
-def planned(name: str, direction: Any, n: int = 1056) -> tuple[Variant, str, LoadedKernel, list[Plan]]:
-    """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys."""
+def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tuple[Variant, str, LoadedKernel, list[Plan]]:
+    """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys, of the family with
+    plain pointers or another one."""
     functions, captured = flex._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
-    types = flex._types(captured, [x.requires_grad for x in captured])
+    types = flex._types(captured, [x.requires_grad and not template for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
-    kind, target = family("flash_fwd" if direction == "fwd" else "flash_bwd"), find_target(GPU)
+    kind, target = family(template or f"flash_{direction}"), find_target(GPU)
     spec = KernelSpec(direction=direction, dtype="bf16", d=64, d_v=64, window=False, mask="none", mods=known.keep(made))
     variant = variant_of(kind, spec, kind.default(spec, target))
     text = render(kind, variant)
@@ -44,13 +45,18 @@ def planned(name: str, direction: Any, n: int = 1056) -> tuple[Variant, str, Loa
     tensors = [x.detach().to("meta") for x in captured]
     lists = [torch.empty((2, 4, cdiv(n, 64), cdiv(n, 64) + 2), dtype=torch.int32, device="meta")] * (len(operands) // 5)
     sums = [torch.empty(captured[place].shape, device="meta") for place in made.trained]
-    words = {"scale": 0.1, "mods": (*tensors, *lists * bool(made.mask), *sums), "sms": 132, "counts": None}
+    words = {"scale": 0.1, "mods": (*tensors, *lists * bool(made.mask), *sums), **launching.provided(module, q, k), "sms": 132}
     assert module.host is not None
     plans = [launching.plan(module.host, spec, operands, words)]
     if made.mask:
         kinds = torch.empty((1, 1, cdiv(n, 128), cdiv(n, 64)), dtype=torch.int8, device="meta")
         launch = kinds_launch(operand(0, kinds), tuple(operand(1 + i, x) for i, x in enumerate(tensors)), n, n, (128, 64))
         plans.append(Plan([launch], [kinds, *tensors], []))
+        number, place, made_of = (torch.empty(size, dtype=torch.int32, device="meta") for size in ((1, 1, 9), (1, 1, 9, 9), (1, 9, 11)))
+        plans.append(Plan([sorting_launch(operand(0, kinds), operand(1, made_of), of_keys=False)], [kinds, made_of], []))
+        given = [number, place, number, place]
+        launch = mask_launch(tuple(operand(i, x) for i, x in enumerate(given)), operand(4, made_of), (1, 2))
+        plans.append(Plan([launch], [*given, made_of], []))
     return variant, text, module, plans
 
 

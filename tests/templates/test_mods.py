@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex
+from flashtune.dispatch import flex, flex_kernels
+from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
 from flashtune.templates.rendering import render
@@ -55,6 +56,10 @@ def test_blocks_of_another_mask_are_torchs() -> None:
 
 def test_a_mask_that_changed_in_place_is_computed_anew() -> None:
     assert reports()["changed"] <= BOUND
+
+
+def test_lists_of_blocks_are_those_of_the_mask() -> None:
+    assert reports()["lists"] == []
 
 
 def test_layouts_head_sizes_autocast_and_inference_mode() -> None:
@@ -273,18 +278,31 @@ def test_masks_joined_by_torch_are_traced() -> None:
     assert len(captured) == 1 and captured[0] is limit
 
 
-@pytest.mark.parametrize(("device", "allowed", "band", "serves"), [
-    ("cpu", False, None, True), ("cuda", True, None, True), ("cuda", False, None, False), ("cuda", False, (3, 0), False),
-])  # fmt: skip
-def test_on_a_gpu_unmeasured_kernels_have_to_be_allowed(
-    device: str, allowed: bool, band: Any, serves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flex, "_built_in", lambda *given: None)
-    query: Any = SimpleNamespace(device=SimpleNamespace(type=device))
-    with dispatch.use(unmeasured=allowed):
-        why = flex._unmeasured(SimpleNamespace(band=band), query, query, query, False)  # type: ignore[arg-type]
-    assert (why is None) == serves
-    assert why is None or "FLASHTUNE_UNMEASURED=1" in why
+def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise NotBuilt("no compiler")
+
+    answers: Any = iter([SimpleNamespace(captured=()), "no kernel is left"])
+    monkeypatch.setattr(flex, "_call_of", lambda *given: next(answers))
+    monkeypatch.setattr(flex._Flex, "apply", fails)
+    given = tensors(dtype=torch.float64)
+    out = dispatch.flex_attention(*given, None, lambda b, h, q, k: q >= k)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True))
+
+
+def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = SimpleNamespace(accepts=lambda *given: True)
+    made = {name: SimpleNamespace(name=name, failed="", loaded=loaded) for name in ("flash_fwd_hopper", "flash_fwd")}
+    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device: made[kind.name])
+    functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
+    mods = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
+    q, k, v = tensors()
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd_hopper"]
+    made["flash_fwd_hopper"].failed = "no compiler"
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd"]
+    made["flash_fwd"].failed = "no driver"
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) == "no driver"
 
 
 def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +310,9 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
         raise AssertionError("a kernel is made")
 
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_allowed", lambda query: False)
+    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex, "kernel_of", made)
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
     for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):
-        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None) == flex.UNMEASURED
+        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None, False) == flex.UNMEASURED

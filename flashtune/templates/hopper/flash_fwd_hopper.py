@@ -69,12 +69,17 @@ def _may_freeze_maxima(spec: KernelSpec) -> bool:
     Those blocks predict the size of scores, except with biases, which often hide keys by huge negative numbers, and ALiBi without a
     band, which is smallest at the last keys.
     """
-    return spec.dtype != "fp8" and spec.mask != "bias" and not (spec.alibi and not spec.causal)
+    return spec.dtype != "fp8" and spec.mask != "bias" and not spec.mods and not (spec.alibi and not spec.causal)
 
 
 def _can_pack_gqa(spec: KernelSpec) -> bool:
     """True if pack_gqa is possible, by which values per head become values per row."""
-    return spec.dtype != "fp8" and spec.mask == "none" and not (spec.alibi or spec.dropout or spec.packed)
+    return spec.dtype != "fp8" and spec.mask == "none" and not (spec.alibi or spec.dropout or spec.packed or spec.mods)
+
+
+def _uneven(spec: KernelSpec) -> bool:
+    """True if tiles may have unequal numbers of blocks."""
+    return spec.banded or bool(HopperLayout.of(spec, Config.of()).lists)
 
 
 def _registers_fit(layout: HopperLayout) -> bool:
@@ -131,13 +136,13 @@ CONSTRAINTS = (
     ),
     Constraint(
         name="heads side by side",
-        holds=lambda c, s, t: c.number("section") <= 8 or s.banded,
+        holds=lambda c, s, t: c.number("section") <= 8 or _uneven(s),
         why="all tiles are equally long without a band, and more heads than eight would only leave L2",
         axes=("section",),
     ),
     Constraint(
         name="order of a band",
-        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and (s.banded or s.packed)),
+        holds=lambda c, s, t: c["order"] == "fixed" or (c["tiles"] != "one" and (_uneven(s) or s.packed)),
         why="dynamic scheduling needs many tiles of unequal length per program",
         axes=("order", "tiles"),
     ),
@@ -201,6 +206,8 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
     if spec.dtype not in ("fp16", "bf16", "fp8"):
         return f"flash_fwd_hopper takes fp16, bf16 and fp8, not {spec.dtype}"
+    if spec.mods and spec.dtype == "fp8":
+        return "flash_fwd_hopper takes no fp8 beside a mask or a score as code"
     if spec.packed and (spec.dtype == "fp8" or spec.mask != "none"):
         return "flash_fwd_hopper takes no fp8 and no mask beside packed sequences"
     step = 16 // ITEMSIZE[spec.dtype]
@@ -220,8 +227,8 @@ def _config(block_m: int, block_n: int, num_stages: int, tiles: str, spec: Kerne
         "intra_wg_overlap": 1,
         "pingpong": False,
         "tiles": tiles,
-        "section": 8 if spec.banded else 1,
-        "order": "drawn" if tiles != "one" and (spec.banded or spec.packed) else "fixed",
+        "section": 8 if _uneven(spec) else 1,
+        "order": "drawn" if tiles != "one" and (_uneven(spec) or spec.packed) else "fixed",
         "ctas_per_sm": 1,
         "v_columns": "padded",
         "packed_heads": 1,
@@ -283,8 +290,14 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first config with running maxima, the simpler kernel, as unmeasured ones are unverified, too."""
-    return next(config for config in starts if config["maximum"] == "running")
+    """The first config with running maxima, the simpler kernel, as unmeasured ones are unverified, too.
+
+    With functions the first of two warpgroups with all of an SM's registers, which takes tiles as they become due where they are unequal.
+    """
+    running = [config for config in starts if config["maximum"] == "running"]
+    roomy = {"BLOCK_M": 128, "ctas_per_sm": 1, "intra_wg_overlap": 1, "order": "drawn" if _uneven(spec) else "fixed"}
+    fitting = [config for config in running if all(config[name] == value for name, value in roomy.items())] if spec.mods else []
+    return (fitting or running)[0]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:

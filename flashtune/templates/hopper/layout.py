@@ -10,6 +10,7 @@ from typing import Self
 from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem, padded
+from flashtune.templates.mods.known import functions_of
 
 ROWS = 64
 """Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""
@@ -104,6 +105,18 @@ class HopperTiles:
     def stored_dv(self) -> int:
         """Columns of a tile of v, of the output and of its gradient in shared memory."""
         return self.in_chunks(self.spec.d_v) if self.chunked else self.block_dv
+
+    @property
+    def mod_params(self) -> list[str]:
+        """Parameters of a mask and a score as code: captured tensors."""
+        mods = functions_of(self.spec.mods)
+        return [] if mods is None else mods.parameters
+
+    @property
+    def lists(self) -> list[str]:
+        """Parameters of the lists of blocks that a mask as code has."""
+        mods = functions_of(self.spec.mods)
+        return ["blocks_ptr", "stride_lb", "stride_lh", "stride_lt"] if mods is not None and mods.mask else []
 
     @property
     def score_params(self) -> list[str]:
@@ -271,7 +284,8 @@ class HopperLayout(HopperTiles):
     def params(self) -> list[str]:
         """The kernel's parameters for scores, and the pointer to the packed mask."""
         s = self.spec
-        return ["scale"] + ["bias_scale"] * (s.mask == "bias" or s.alibi) + self.score_params + ["mask_bits_ptr"] * (s.mask == "bool")
+        found = ["scale"] + ["bias_scale"] * (s.mask == "bias" or s.alibi) + self.score_params + ["mask_bits_ptr"] * (s.mask == "bool")
+        return found + ["natural_scale"] * bool(s.mods) + self.mod_params
 
     @property
     def per_head(self) -> list[str]:

@@ -9,6 +9,7 @@ from flashtune.templates.backward.hopper.layout import BackwardLayout, HopperBac
 from flashtune.templates.launches.backward import FUSED, SMALL, PointerBackward, needed
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, band_sizes, cdiv, strides_divide
 from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_steps, pack_mask, ragged, swizzled
+from flashtune.templates.launches.mods import KEYS, captured_of, list_arguments
 
 
 class HopperBackwardHost:
@@ -46,7 +47,7 @@ class HopperBackwardHost:
         found += call.lengths.sizes
         # 0 where the bias repeats.
         found += [int(stride > 0) for stride in needed(i.mask).strides] if spec.mask == "bias" else []
-        found += [*band_sizes(spec, i), i.scale, (i.softcap if spec.softcap else i.scale) * LOG2_E]
+        found += [*band_sizes(spec, i), *list_arguments(spec, i, KEYS), i.scale, (i.softcap if spec.softcap else i.scale) * LOG2_E]
         found += [2 * LOG2_E * i.scale / i.softcap] if spec.softcap else []
         found += [i.seed, i.offset, dropout_threshold(i.dropout_p), 1 / self.keep(i)] if spec.dropout else []
         found += [needed(i.slopes), *needed(i.slopes).strides] if spec.alibi else []
@@ -212,6 +213,7 @@ class BackwardHopperHost(HopperBackwardHost):
         if layout.owns:
             dq = i.dq or i.q
             found += [dq, *dq.strides[:3]]
+        found += captured_of(self.spec, i)
         found += [i.dq is not None, i.dk is not None]
         return (*found, whole) if layout.owns else tuple(found)
 

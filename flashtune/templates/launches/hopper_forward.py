@@ -7,6 +7,8 @@ from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, S
 from flashtune.core.parameters import dropout_threshold
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, cdiv, magic_divisor, outer_strides, per_head
+from flashtune.templates.launches.mods import FORWARD, captured_of, list_arguments
+from flashtune.templates.mods.known import functions_of
 
 PACKED_BITS_LIMIT = 2**32
 """Most elements of a mask with repeated rows that is packed to bits: half a GiB."""
@@ -108,8 +110,10 @@ class HopperForwardHost:
             *(getattr(inputs, name) for name in self.spec.band_sizes),
             *mask_numbers,
             *self._divisors(inputs, m_tiles, heads),
+            *list_arguments(self.spec, inputs, FORWARD),
             *self._score_numbers(inputs),
             *mask_bits,
+            *([inputs.scale, *captured_of(self.spec, inputs)] if self.spec.mods else ()),
             *per_head(self.spec, inputs),
         ]
         residents = self.config.number("ctas_per_sm")
@@ -153,7 +157,8 @@ class HopperForwardHost:
 
     def _score_numbers(self, inputs: LaunchInputs) -> list[Any]:
         spec, softcap, scale = self.spec, inputs.softcap, inputs.scale
-        found: list[Any] = [LOG2_E * (softcap if spec.softcap else scale)]
+        mods = functions_of(spec.mods)
+        found: list[Any] = [LOG2_E * (1 if mods is not None and mods.score else softcap if spec.softcap else scale)]
         found += [1 / (softcap if spec.softcap else scale)] if "bias_scale" in self.layout.params else []
         found += [2 * LOG2_E * scale / softcap] if spec.softcap else []
         if spec.dropout:

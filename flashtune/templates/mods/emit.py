@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,6 +54,12 @@ class Mods:
         return [part for part in parts if part]
 
     @property
+    def gluon(self) -> list[str]:
+        """The same for a module of Gluon kernels, whose names begin with `gluon_`."""
+        parts = [_HELPERS, self.score, self.mask, self.gradient.partition("\n\n\n")[0]]
+        return [_in_gluon(part) for part in parts if part]
+
+    @property
     def trained(self) -> list[int]:
         """Places of the captured tensors that get a gradient."""
         return [place for place, x in enumerate(self.captured) if x.trained]
@@ -82,10 +89,21 @@ class Mods:
         """The captured tensors' parameters as further arguments of a call."""
         return "".join(f", {name}" for name in self.parameters)
 
+    def arguments_of(self, holder: str) -> str:
+        """The same as fields of a tuple."""
+        return "".join(f", {holder}.{name}" for name in self.parameters)
+
     @property
     def gradient_arguments(self) -> str:
         """Those of their gradients."""
         return "".join(f", {name}" for name in self.gradient_parameters)
+
+
+def _in_gluon(text: str) -> str:
+    text = re.sub(r"tl\.full\(\[\], (.+?), (tl\.\w+)\)", r"gl.to_tensor(\1).to(\2)", text)
+    text = re.sub(r"\b(score_mod|mask_mod|score_gradient|mod_\w+)\(", r"gluon_\1(", text.replace("@triton.jit", "@gluon.jit"))
+    # Gluon has no name of its own for how NaN is treated.
+    return re.sub(r"\btl\.(?!PropagateNan)", "gl.", text)
 
 
 def _names(place: int, rank: int) -> list[str]:
@@ -251,6 +269,9 @@ class Writer:
             return self._power(a, rest[0], wide)
         rounding = node.keywords.get("rounding_mode")
         x, y = self._operand(a, wide), self._operand(rest[0], wide)
+        if packet is aten.div and rounding is None and not isinstance(rest[0], Node) and rest[0] and math.isfinite(1 / rest[0]):
+            # As PyTorch divides by a number on a GPU.
+            return f"({x} * {1 / rest[0]!r})"
         if packet is aten.div and rounding is None:
             # Triton's quotient of floating-point numbers is rounded approximately.
             return (
@@ -316,6 +337,8 @@ def nonnegative(x: Any) -> bool:
     if x.kind != "operation" or x.dtype not in INTEGERS:
         return False
     packet = x.target.overloadpacket
+    if packet is aten.add and x.keywords.get("alpha", 1) == 1 and sum(map(_least, x.arguments)) >= 0:
+        return True
     if packet in (aten.add, aten.mul, aten.minimum, aten.floor_divide, aten.div, aten.bitwise_or, aten.bitwise_right_shift):
         return not x.keywords.get("alpha", 1) < 0 and all(map(nonnegative, x.arguments))
     if packet is aten.remainder:
@@ -330,18 +353,29 @@ def nonnegative(x: Any) -> bool:
     return (packet is aten._to_copy and nonnegative(x.arguments[0])) or packet is aten.abs
 
 
+def _least(x: Any) -> float:
+    """A number that an integer isn't below: 0, a number itself, or the lower end that it is clamped to."""
+    if not isinstance(x, Node):
+        return x if isinstance(x, (int, float)) else -math.inf
+    if x.kind == "operation" and x.target.overloadpacket in (aten.clamp, aten.clamp_min):
+        low = x.keywords.get("min", x.arguments[1] if len(x.arguments) > 1 else None)
+        if isinstance(low, int):
+            return low
+    return 0 if nonnegative(x) else -math.inf
+
+
 _HELPERS = """@triton.jit
 def mod_tanh(x):
     square = x * x
     series = x * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.05396825)))
-    quotient = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-    return tl.where(tl.abs(x) < 0.25, series, quotient)
+    rational = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    return tl.where(tl.abs(x) < 0.25, series, rational)
 
 
 @triton.jit
 def mod_floor_divide(x, y):
-    quotient = x // y
-    return tl.where((quotient * y != x) & ((x < 0) != (y < 0)), quotient - 1, quotient)
+    whole = x // y
+    return tl.where((whole * y != x) & ((x < 0) != (y < 0)), whole - 1, whole)
 
 
 @triton.jit

@@ -121,7 +121,9 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         ]
     first: dict[str, Value] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2, "dq_sums": "registers"}
     first |= {"held": "none", "exp_poly": False, "wait_early": False, "persistent": False, "divided_queries": False}
-    usual, others = ([Config.of(first | tile, section=section) for tile in tiles] for section in ((4, 16) if spec.causal else (2, 1)))
+    usual, others = (
+        [Config.of(first | tile, section=section) for tile in tiles] for section in ((4, 16) if spec.causal or layout.lists else (2, 1))
+    )
     return usual + others
 
 

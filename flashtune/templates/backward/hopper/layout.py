@@ -8,6 +8,7 @@ from flashtune.core.problem import Problem, padded
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis
 from flashtune.templates.hopper.layout import ROWS, HopperTiles
+from flashtune.templates.mods.known import functions_of
 
 
 def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
@@ -16,6 +17,8 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
         return f"{name} needs compute capability 9.0, which {target.name} is not"
     if spec.packed and (spec.mask != "none" or spec.dslopes):
         return f"{name} takes no mask and no gradient of slopes beside packed sequences"
+    if (mods := functions_of(spec.mods)) is not None and (name != "flash_bwd_hopper" or mods.trained):
+        return f"{name} takes no functions" + " with gradients of captured tensors" * (name == "flash_bwd_hopper")
     if spec.dtype not in ("fp16", "bf16"):
         return f"{name} takes fp16 and bf16, not {spec.dtype}"
     if spec.d % 8 or spec.d_v % 8:
@@ -127,7 +130,7 @@ class HopperBackward(HopperTiles):
         if s.mask == "bool":
             found += ["mask_bits_ptr", "mask_by_batch", "mask_by_head"]
         found += [f"bias_{part}" for part in ("ptr", "stride_b", "stride_h", "stride_m", "stride_n")] * self.bias_by_pointer
-        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.owns
+        return found + [f"dq_{part}" for part in ("ptr", "step_b", "step_h", "step_m")] * self.owns + self.mod_params
 
     @property
     def persistent(self) -> bool:
@@ -162,13 +165,14 @@ class HopperBackward(HopperTiles):
     @property
     def unspecialized(self) -> list[str]:
         """Integers of `params`, for whose values Triton mustn't specialise the code."""
-        return [name for name in self.params if "_by_" in name or "_stride_" in name or name in ("seed", "offset", "threshold")]
+        found = [name for name in self.params if "_by_" in name or "_stride_" in name or name in ("seed", "offset", "threshold")]
+        return found + [name for name in self.lists + self.mod_params if not name.endswith("_ptr")]
 
     @property
     def head_params(self) -> list[str]:
         """Values per head that its blocks use beside `params`."""
         s = self.spec
-        found = ["index"] * s.dropout + ["slope"] * s.alibi
+        found = ["index"] * s.dropout + ["slope"] * s.alibi + ["batch", "head"] * bool(s.mods)
         return found + ["matrix"] * (s.mask == "bool") + ["bias_ptr"] * self.bias_by_pointer
 
     @property
