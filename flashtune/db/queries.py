@@ -102,8 +102,7 @@ def _record(values: Values, fallbacks: Mapping[object, Row], called: Mapping[obj
             with row_named(name, "trial", row.values["id"]):
                 others.append(rows.read_outcome(row))
                 rows.refuse_impossible(key.gpu, run["problem"], others[-1], None)
-    words = {"fallback": running, "in_graphs": in_graphs, "providers": tuple(others)}
-    return TuningRecord(key=key, outcome=outcome, origin=name, **words, **run)
+    return TuningRecord(key=key, outcome=outcome, fallback=running, in_graphs=in_graphs, providers=tuple(others), origin=name, **run)
 
 
 class FoundRuns(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from test_dispatch_memo import PROBLEM, Machine, Q, assert_right, attend, machine, save
+from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, machine, save
 
 from flashtune import dispatch
 from flashtune.cli.main import main

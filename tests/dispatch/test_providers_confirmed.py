@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import by_the_book
-from test_dispatch_memo import PROBLEM, Machine, Q, assert_right, attend, machine, save
+from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, machine, save
 from test_providers import close, drawn, expected
 
 from flashtune import dispatch
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_not_measured(
         by_the_book(q, k, v, out, lse, **words)
         out[0, 0, 0, 0] += 1.0
 
-    monkeypatch.setattr("test_dispatch_memo.by_the_book", spoilt)
+    monkeypatch.setattr("pretended_gpu.by_the_book", spoilt)
     timed["kernel"] = 1.0
     with dispatch.use(confirm=True), pytest.warns(RuntimeWarning, match="flash_fwd differs from PyTorch at a call, and isn't measured"):
         assert_right(attend())

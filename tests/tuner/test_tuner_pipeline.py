@@ -18,7 +18,7 @@ from staged_searches import PROVENANCE, Staged, plan, problems, run, staged
 
 from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.problem import Problem
-from flashtune.core.results import PROVIDERS, Fate, Outcome, TuningRecord
+from flashtune.core.results import PROVIDERS, Fate, Measurement, Outcome, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks

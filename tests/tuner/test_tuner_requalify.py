@@ -148,7 +148,7 @@ def test_a_shipped_record_that_was_demoted_stays_so_until_a_newer_measurement(
     times = {(640, FIRST): 150.0, (640, SECOND): 140.0}
     monkeypatch.setattr(evaluation, "MeasuredEvaluation", lambda *, problem, **_: Planted(problem, times))
     before = shipped.read_bytes()
-    done = CliRunner().invoke(main, ["verify", "--requalify", "--json"])
+    done = flashtune("verify", "--requalify", "--json")
     assert done.exit_code == 0, done.output
     assert [row["verdict"] for row in json.loads(done.stdout)["rows"]] == ["demoted"]
     assert shipped.read_bytes() == before

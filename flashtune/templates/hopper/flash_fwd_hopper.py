@@ -292,12 +292,15 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
     """The first config with running maxima, the simpler kernel, as unmeasured ones are unverified, too.
 
-    With functions the first of two warpgroups with all of an SM's registers, which takes tiles as they become due where they are unequal.
+    With functions the first of two warpgroups with all of an SM's registers, and a tile to a program, which balances unequal lists of blocks.
     """
     running = [config for config in starts if config["maximum"] == "running"]
-    roomy = {"BLOCK_M": 128, "ctas_per_sm": 1, "intra_wg_overlap": 1, "order": "drawn" if _uneven(spec) else "fixed"}
-    fitting = [config for config in running if all(config[name] == value for name, value in roomy.items())] if spec.mods else []
-    return (fitting or running)[0]
+    if spec.mods:
+        roomy = [
+            config.replace(tiles="one", order="fixed") for config in running if config["BLOCK_M"] == 128 and config["intra_wg_overlap"]
+        ]
+        running = [config for config in roomy if FAMILY.violated(config, spec, target) is None] or running
+    return running[0]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:

@@ -36,11 +36,9 @@ FEW_ROWS, SOME_ROWS = 16, 64
 """Rows of the tiles of a decoding step, and of those for a few dozen rows."""
 
 
-def supports(spec: KernelSpec, target: Target) -> str | None:
-    """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, no mask and no dropout."""
-    if spec.mask != "none" or spec.dropout or spec.mods:
-        return "flash_paged has no masks and no dropout"
-    return flash_fwd.supports(spec, target)
+def refuses(spec: KernelSpec, target: Target) -> str | None:
+    """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, and no mask."""
+    return "flash_paged has no masks" if spec.mask != "none" or spec.mods else flash_fwd.refuses(spec, target)
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
@@ -73,7 +71,8 @@ FAMILY = Family(
     folder="paged",
     axes=AXES,
     constraints=(registers_fit, shared_memory_fits, stages_exist, scalar_products_are_short),
-    supports=supports,
+    flags=flash_fwd.FAMILY.flags - {"dropout"},
+    refuses=refuses,
     tried_first=tried_first,
     pick=first_with_room,
     interpretable=True,
