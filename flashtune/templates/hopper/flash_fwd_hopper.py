@@ -292,7 +292,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
     """The first config with running maxima, the simpler kernel, as unmeasured ones are unverified, too.
 
-    With functions the first of two warpgroups with all of an SM's registers, and a tile to a program: lists of blocks are of unequal length.
+    With functions the first of two warpgroups with all of an SM's registers, and a tile to a program, as lists of blocks are unequal.
     """
     running = [config for config in starts if config["maximum"] == "running"]
     if spec.mods:
