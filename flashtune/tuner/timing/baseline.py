@@ -23,8 +23,8 @@ BACKENDS = {
 }
 """PyTorch's backends by the names that `flashtune bench` shows."""
 
-EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "dbias", "dslopes")
-"""Flags of problems that PyTorch's function computes, some by a mask or a bias."""
+EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
+"""Flags of problems that PyTorch's functions compute, some by a mask or a bias."""
 
 
 def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = False) -> Callable[[], object] | None:
