@@ -121,4 +121,4 @@ def main(*names: str) -> dict[str, str]:
     """Failures of the named cases, or without names of everything else; empty where they pass."""
     if names:
         return {name: passed(of_case, name) for name in names}
-    return {name: passed(check) for name, check in globals().items() if name.startswith("of_") and name != "of_case"}
+    return {name: passed(check) for name, check in dict(globals()).items() if name.startswith("of_") and name != "of_case"}

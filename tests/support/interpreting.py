@@ -24,7 +24,7 @@ def interpreted(module: str, *arguments: Any) -> Any:
     return _in_a_child({}, _result, module, arguments)
 
 
-def tested(*words: str, **environment: str) -> str:
+def output_of_tests(*words: str, **environment: str) -> str:
     """Output of pytest with these words; fails where a test does."""
     return str(_in_a_child(environment, _output, words))
 

@@ -47,7 +47,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     many = [x for x in flash_fwd.FAMILY.tried_first(spec, target) if x.number("BLOCK_N") <= 64]
     some = [Config.of(BLOCK_M=64, BLOCK_N=n, num_warps=4, num_stages=stages) for n, stages in ((64, 3), (64, 2), (32, 2))]
     columns = TILE_BYTES // (ITEMSIZE[spec.dtype] * padded(spec.d))
-    sizes = [(max(32, min(n, 128)), stages) for n, stages in ((2 * columns, 3), (columns, 3), (columns, 2))]
+    sizes = [(max(32, min(n, 128)), stages) for n, stages in ((columns, 4), (columns, 3), (columns, 2))]
     few = [Config.of(BLOCK_M=16, BLOCK_N=n, num_warps=4, num_stages=stages) for n, stages in (*sizes, (32, 2), (16, 1))]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     found = [(x, True) for x in many] + [(x, False) for x in (*some, *few)]
@@ -58,15 +58,16 @@ def chosen(spec: KernelSpec, target: Target, rows: int | None, *, narrow: bool =
     """The config for at most so many rows of a key head in a sequence, those of all its query heads, over caches that are `narrow` (fp8)
     or not; None for any number of rows, so that the bits of a sequence don't depend on the others' numbers.
 
-    Decoding steps on an H100 (D = 128, pages of 16 to 256) take 4 % more than by the best of 19 configs. fp8 needs more programs, which
-    convert.
+    Decoding steps on an H100 (D = 128, pages of 16 to 256) take 2 % more, a median, than by the best of 19 configs. fp8 needs more programs,
+    which convert, and fewer blocks in flight.
     """
     many = rows is not None and rows > SOME_ROWS
     fewest = (rows is not None and rows <= FEW_ROWS) or has_scalar_products(spec, target)
     suited = [config for config in FAMILY.starts(spec, target) if config["unmasked"] == many]
     if fewest and not many:
         columns = max(32, TILE_BYTES // (ITEMSIZE[spec.dtype] * padded(spec.d)))
-        suited = [x for x in suited if x["BLOCK_M"] == FEW_ROWS and x.number("BLOCK_N") <= columns]
+        most = 3 if narrow else 4
+        suited = [x for x in suited if x["BLOCK_M"] == FEW_ROWS and x.number("BLOCK_N") <= columns and x.number("num_stages") <= most]
     return first_with_room(suited, spec, target).replace(programs=2 if narrow else 1)
 
 
