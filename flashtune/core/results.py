@@ -189,7 +189,7 @@ class Conditions:
 
 
 REQUALIFIED = "requalified"
-"""Reason of a run that timed a record again: what other runs said of its key before doesn't count any more."""
+"""Reason of a run that timed a record again: earlier runs of its key no longer count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,11 +55,11 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def chosen(spec: KernelSpec, target: Target, rows: int | None, *, narrow: bool = False) -> Config:
-    """The config for at most so many rows of a key head in a sequence, those of all its query heads, over caches that are `narrow` (fp8)
-    or not; None for any number of rows, so that the bits of a sequence don't depend on the others' numbers.
+    """The default config for at most `rows` rows to a key head and sequence (queries times the query heads that share it), with caches in
+    fp8 where `narrow`; None is any number of rows, so that a sequence's bits don't depend on the numbers of the others.
 
-    Decoding steps on an H100 (D = 128, pages of 16 to 256) take 4 % more than by the best of 19 configs. fp8 needs more programs, which
-    convert.
+    Decoding steps on an H100 (D = 128, pages of 16 to 256) take 4 % more time than by the best of 19 configs (benchmarks/run.py paged).
+    With fp8 two programs share an SM, since converting takes time.
     """
     many = rows is not None and rows > SOME_ROWS
     fewest = (rows is not None and rows <= FEW_ROWS) or has_scalar_products(spec, target)
