@@ -31,7 +31,7 @@ from flashtune.dispatch.records import Pool
 from flashtune.templates import families
 
 BUDGET_S = 0.05
-"""Seconds of timing a key, all implementations together, after a first run of each."""
+"""Seconds for which a key is timed, all implementations together, after a first run of each."""
 KERNELS = 2
 """Kernels that are timed: the policy's first choices, measured or not."""
 READING_US = 200.0

@@ -33,7 +33,7 @@ TILE_BYTES = 16384
 """Bytes of K in a step of a decoding program over 16-bit caches: those of flash_decode's tuned records with plain loads on the H200."""
 
 FEW_ROWS, SOME_ROWS = 16, 64
-"""Rows of the tiles of a decoding step, and of those for a few dozen rows."""
+"""Rows of a tile for decoding steps, and for a few dozen rows."""
 
 
 def refuses(spec: KernelSpec, target: Target) -> str | None:
