@@ -25,7 +25,7 @@ from flashtune.dispatch import confirming, context
 from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, TorchBackend
 
 ALLOWED = 1.02
-"""Time of the choice over that of the best implementation, up to which the choice is right."""
+"""Largest time of the choice over that of the best implementation at which the choice counts as right."""
 
 
 def cases() -> dict[str, tuple[Any, dict[str, Any]]]:

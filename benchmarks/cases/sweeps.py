@@ -46,7 +46,7 @@ AHEAD = 8
 """Candidates under way at a time, as with eight compilers side by side."""
 SHOWN = (10, 20, 30, 40)
 KERNEL_TUNER = "kernel_tuner:"
-"""Prefix of its strategies among the names of samplers."""
+"""Prefix of the names of Kernel Tuner's strategies among those of samplers."""
 
 
 @cache

@@ -62,7 +62,7 @@ def command_of(problem: Problem, target: Target, db: Path, extra: Sequence[str])
 
 
 def search(problem: Problem, target: Target, scratch: Path, extra: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Run the command with empty caches; its seconds, by purpose too, its trace, and the share of them in which the GPU was busy. The
+    """Run the command with empty caches. Returns its seconds, in all and by purpose, its trace, and the share of time with a busy GPU; its
     result is in the database found.sqlite of `scratch`."""
     empty = {name: str(scratch / name.lower()) for name in ("TRITON_CACHE_DIR", "FLASHTUNE_CACHE")}
     environment = {**os.environ, **empty, "FLASHTUNE_TRACE": "1", "XDG_DATA_HOME": str(scratch / "data")}

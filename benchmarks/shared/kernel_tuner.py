@@ -18,7 +18,7 @@ import numpy as np
 from flashtune.core.config import Config
 
 LIMIT_S = 1.0
-"""Seconds of CPU time, several times a search's, that end it: in a small space strategies look for ever for what they haven't tried."""
+"""Seconds of CPU time that end a search, several times what one takes: in a small space strategies never stop looking for new points."""
 
 
 def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed: int) -> list[Config]:
@@ -35,7 +35,7 @@ def tried(times: Mapping[Config, float | None], strategy: str, trials: int, seed
         timed: dict[str, object] = {"time": "RuntimeFailedConfig"} if us is None else {"time": us, "times": [us]}
         cached[",".join(values)] = {**config.as_dict(), **phases, **timed, "timestamp": ""}
 
-    # A lambda would be parsed, and lose its names.
+    # Kernel Tuner parses lambdas as text, without the names that they close over.
     def valid(point: dict[str, object]) -> bool:
         return tuple(str(point[name]) for name in axes) in configs
 

@@ -14,8 +14,8 @@ from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_o
 @db_option
 @json_option
 def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | None, as_json: bool) -> None:
-    """Show the record that would serve a call, and why: exact, near in N, near in GPU, predicted, default, framework
-    (PyTorch) or provider (another library's attention).
+    """Show what would serve a call, and why: the exact record, one near in N, near in GPU or of other features (stand_in), a predicted
+    one, the default config, framework (PyTorch) or provider (a named backend or another library).
 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal

@@ -102,8 +102,8 @@ class SearchOptions:
 @click.option(
     "--pruner",
     metavar="NAME",
-    help="Optuna pruner as module:Class (optuna.pruners:MedianPruner), asked after a candidate's first launches if to time it further "
-    "(default: yes if within 1.5 times the best).",
+    help="Optuna pruner as module:Class (optuna.pruners:MedianPruner), which decides after a candidate's first launches whether it is "
+    "timed further (default: if within 1.5 times the best).",
 )
 @click.option(
     "--template",

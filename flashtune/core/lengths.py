@@ -33,14 +33,14 @@ class Lengths:
 
     @classmethod
     def of(cls, law: Law, sequences: int, tokens: int) -> "Lengths":
-        """The lengths of so many sequences with so many tokens in all, with the longest one that the law itself draws."""
+        """Lengths of so many sequences with `tokens` tokens in all, whose longest is the one that the law draws."""
         weights = _weights(law, sequences)
         longest = tokens // 2 if law == "one_long" and sequences > 1 else round(tokens * max(weights) / sum(weights))
         return cls(law=law, longest=max(1, longest))
 
     @classmethod
     def met(cls, longest: int, sequences: int, tokens: int) -> "Lengths":
-        """The lengths of a call, of which the host knows no more than a bound: under the law whose spread is nearest."""
+        """Lengths of a call, of which the host knows only a bound, by the law whose spread is nearest."""
         ratio = spread(longest, sequences, tokens)
         law: Law = "one_long" if 2 * longest >= tokens and ratio > 1 else {1: "equal", 2: "uniform"}.get(ratio, "lognormal")  # type: ignore[assignment]
         return cls(law=law, longest=max(1, longest))
@@ -52,12 +52,12 @@ class Lengths:
 
 def spread(longest: int, sequences: int, tokens: int) -> int:
     """The longest length over the mean, to the nearest power of two, at least 1: a measure of imbalance from what a host knows."""
-    # The bits of the ratio's square are twice its logarithm, rounded: no floating point in a call's way.
+    # Half the bit length of the ratio's square is its rounded logarithm, without the cost of floating point at every call.
     return 1 << ((longest * sequences) ** 2 // max(1, tokens) ** 2).bit_length() // 2
 
 
 def shared(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers of at least 1 in proportion to the weights that add up to `total`, or to their number where that is more."""
+    """Whole numbers of at least 1, in proportion to the weights, whose sum is `total`, or the number of weights where that is more."""
     rest, whole = max(0, total - len(weights)), sum(weights)
     cuts = [round(rest * part / whole) for part in itertools.accumulate(weights)]
     return tuple(1 + stop - start for start, stop in itertools.pairwise((0, *cuts)))

@@ -21,7 +21,7 @@ MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 MAX_HEAD_DIM = 256
 
 MOST_SEQUENCES = 1 << 12
-"""Most packed sequences of a problem, whose lengths are drawn wherever its work counts; calls of more are served as calls of so many."""
+"""Most packed sequences of a problem, since all lengths are drawn to count its work; calls of more count as calls of this many."""
 
 DECODE_ROWS = 16
 """Query rows up to which a kernel is bound by reading K and V, and records of more rows don't apply."""
@@ -288,7 +288,7 @@ class Problem:
         return tuple(zip(of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys), of_keys, strict=True))
 
     def shapes(self) -> "Sequence[tuple[Problem, int]]":
-        """Dense problems of one sequence or batch each, with the number of those that are so large."""
+        """Dense problems, each with the number of batches or packed sequences that have its sizes."""
         return ((self, self.batch),) if self.lengths is None else _shapes(self)
 
     def visible_pairs(self) -> int:

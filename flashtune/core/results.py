@@ -14,7 +14,7 @@ Source = Literal["measured", "predicted"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 
 PROVIDERS = ("flash", "cudnn", "efficient", "math", "flex", "fa4", "fa2")
-"""Names of attention that others provide (flashtune.dispatch.providers), as outcomes hold them in `template`."""
+"""Names of providers: PyTorch's backends, FlexAttention, flash-attn-4 and flash-attn; an outcome of one has its name as `template`."""
 
 IMPLEMENTATIONS = ("flashtune", "torch", *PROVIDERS)
 """Names by which a caller may choose who serves: kernels of ours, PyTorch's own choice of a backend, or a provider."""
@@ -189,7 +189,7 @@ class Conditions:
 
 
 REQUALIFIED = "requalified"
-"""Reason of a run that timed a record again: what other runs said of its key before doesn't count any more."""
+"""Reason of a run that timed a record again: earlier runs of its key no longer count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,8 +66,8 @@ def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecor
 def by_preference(same: Iterable[TuningRecord]) -> list[TuningRecord]:
     """Records of one key, the best first (`preference`); equals keep their order.
 
-    A record that was timed again stands for what was said of the key before, also in the shipped database, which nothing is written to: the
-    measured records of its own and of lower layers that are older come after it.
+    A record that `verify --requalify` timed again goes before the older measured records of its own and of lower layers, since it
+    replaces them, and nothing is written to the shipped database.
     """
     ordered = sorted(same, key=preference)
     again = [record for record in ordered if record.ending is not None and record.ending.reason == REQUALIFIED]

@@ -31,15 +31,15 @@ from flashtune.dispatch.records import Pool
 from flashtune.templates import families
 
 BUDGET_S = 0.05
-"""Seconds of timing a key, all implementations together, after a first run of each."""
+"""Seconds for which a key is timed, all implementations together, after a first run of each."""
 KERNELS = 2
-"""Kernels that race: the policy's first choices, measured or not."""
+"""Kernels that are timed: the policy's first choices, measured or not."""
 READING_US = 200.0
-"""Least time of one reading of the clock: shorter calls are repeated within it."""
+"""Shortest interval that is timed, in microseconds: shorter calls are repeated within it."""
 ROUNDS = 15
 """Most rounds: enough for a median to 1 % of a call with a spread of a few percent."""
 TWICE = 2.0
-"""Distance of two right outputs in tolerances of one: each may be off by its own."""
+"""Largest distance of two correct outputs, in tolerances: each may be off by one."""
 
 
 def confirmed(memo: Memo, call: Call, given: Arguments) -> Plan | None:
@@ -95,7 +95,7 @@ def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Pla
             break
         if candidate.variant is not None and candidate.variant not in found:
             found |= _tried(memo, call, given, candidate.variant, candidate.plan, expected)
-    # PyTorch's own choice runs anyway, its math is a last resort, and FlexAttention compiles for tens of seconds.
+    # PyTorch's own choice races anyway, math holds all scores in memory, and FlexAttention compiles for tens of seconds.
     left_out = {torchs_choice(call, given[:4]), *(["math"] * (call.device.type == "cuda")), *(["flex"] * call.fused_by_torch)}
     for name in PROVIDERS:
         if name not in left_out and PROVIDERS[name].refusal(call, given[:4], given.per_head) is None:
@@ -107,7 +107,7 @@ def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Pla
 def _tried(
     memo: Memo, call: Call, given: Arguments, variant: Variant | None, plan: "KernelPlan | ProviderPlan | TorchPlan", expected: Tensor
 ) -> dict[Variant | None, Plan]:
-    """The plan, if it runs and its output is right."""
+    """The plan by its variant, if it runs and its output agrees with `expected`; empty otherwise."""
     build, run = lambda: plan.build(*given[:4], given.per_head), lambda: plan.run(*given)
     outputs = None if variant is None else memo.kernels.tried(variant, call.device, build, run)
     if outputs is None or call.problem is None:

@@ -273,16 +273,16 @@ def use(
     which are recomputed in PyTorch's own threads on a GPU, need `everywhere`. `unmeasured` allows kernels without any measurement on
     the GPU's architecture, or forbids them; by default the environment decides (FLASHTUNE_UNMEASURED=1).
 
-    `confirm` measures lazily: the first call of a key that has no measured record, as with records that a cost model predicted, runs the
-    two kernels that are likely the fastest, PyTorch and other providers for 50 ms in all, beside compiling them, and serves by the fastest.
-    The outcome is kept in the user's own database, so that a machine does so once. Not for gradients, dropout, features of which PyTorch
-    would need all scores (soft caps, LSEs), under CUDA graph capture, or while something traces.
+    `confirm` measures lazily: the first call of `attention` with a key that has no measured record (predicted ones don't count) times the
+    two kernels that are likely the fastest, PyTorch and other providers for 50 ms in all, after compiling them, and the fastest serves.
+    The outcome is stored in the user's own database, so that a machine measures a key once. Calls with gradients, dropout, or features for
+    which PyTorch needs all scores (soft caps, LSEs), and calls that are captured into CUDA graphs or traced, aren't measured.
 
-    Raises DatabaseError where there is no such database or it is damaged, InputError without a database and `unmeasured`.
+    Raises DatabaseError where there is no such database or it is damaged, InputError without a database, `unmeasured` and `confirm`.
     """
     global _everywhere
     if database is None and unmeasured is None and not confirm:
-        raise InputError("nothing to use: give the path or URL of a database")
+        raise InputError("nothing to use: give the path or URL of a database, unmeasured or confirm=True")
     added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured, confirm=confirm)
     own = () if everywhere else STACK.get().uses
     with _lock:

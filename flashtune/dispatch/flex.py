@@ -229,10 +229,10 @@ FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
 """The reason why PyTorch serves a BlockMask that was made by hand."""
 
 UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
-"""The reason why PyTorch serves what kernels could: nothing says that they are faster there."""
+"""The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
 
 BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
-"""Families that serve without being allowed: they are made for one architecture, with the matrix products of the built-in kernels there."""
+"""Families that serve though unmeasured: they are made for one architecture, with the matrix products of `attention`'s kernels there."""
 
 
 def _unmeasured_too(query: Tensor) -> bool:
@@ -259,7 +259,7 @@ def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, re
     if return_aux is not None and return_aux.max_scores:
         return "kernels return no maxima of scores"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are asked for"
+        return "deterministic algorithms are requested"
     if torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) is not query.dtype:
         return "autocast takes another type"
     if any(x.is_neg() for x in every):
@@ -271,11 +271,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
     """Raise InputError for shapes that don't fit together."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3] or key.shape[0] not in (1, query.shape[0]):
-        raise InputError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} don't fit together")
+        found = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
+        raise InputError(f"{found} don't fit together: give (B, Hq, L, E), (B, Hkv, S, E) and (B, Hkv, S, Ev)")
     if heads != kv_heads and not enable_gqa:
         raise InputError(f"{heads} query heads share {kv_heads} key heads: set enable_gqa=True")
     if heads % kv_heads:
-        raise InputError(f"{heads} query heads can't share {kv_heads} key heads: the number must be a multiple")
+        raise InputError(f"{heads} query heads can't share {kv_heads} key heads: make Hq a multiple of Hkv")
     lengths = getattr(block_mask, "seq_lengths", None)
     if lengths is not None and tuple(lengths) != (query.shape[2], key.shape[2]):
         raise InputError(
@@ -335,7 +336,7 @@ class _Flex(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *captured: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
         out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
         if query.transpose(1, 2).is_contiguous():
-            # The output lies as the queries do.
+            # The output has the queries' memory layout.
             out = torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), dtype=query.dtype, device=query.device)
             out = out.transpose(1, 2)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)

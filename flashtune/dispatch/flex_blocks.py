@@ -17,7 +17,7 @@ from flashtune.templates.mods.scores import Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """Traced functions: graphs over one list of captured tensors, and the places of these in the walk over what they close over."""
+    """Traced functions: graphs over one list of captured tensors, with the place of each among all that the functions close over."""
 
     score: Node | None
     mask: Node | None
@@ -58,7 +58,7 @@ LISTS: "weakref.WeakKeyDictionary[Any, _Lists]" = weakref.WeakKeyDictionary()
 def _kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
     """Result of `make` from an earlier call with a mask, unless a captured tensor has changed since."""
     if any(x.is_inference() for x in captured):
-        # These don't say when they change.
+        # Inference tensors have no version counter, which would tell of changes.
         return make()
     versions = tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in captured)
     try:
@@ -70,7 +70,7 @@ def _kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[
     if whole in lists:
         return lists[whole]
     made = make()
-    # What a graph's capture makes is filled at its replay alone.
+    # Lists that are made during capture are filled only at replay.
     if not (on_gpu and torch.cuda.is_current_stream_capturing()):
         if len(lists) >= MOST_LISTS:
             lists.clear()

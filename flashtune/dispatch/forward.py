@@ -250,7 +250,7 @@ class KernelPlan(ModulePlan, Plan):
         if not misprediction.check():
             return None
         if self._other is None:
-            self._other = self._built("scores defeat a kernel's softmax, but its fallback", fallback, query, key, value, mask, per_head)
+            self._other = self._built("a kernel mispredicts softmax, but its fallback", fallback, query, key, value, mask, per_head)
             if self._other is None:
                 # The present kernel is slower on these scores, but correct.
                 self.misprediction, misprediction.latched = None, False
@@ -275,7 +275,7 @@ class KernelPlan(ModulePlan, Plan):
             return None
         if isinstance(self._in_graphs, Fallback):
             with driver.relaxed_capture():
-                self._in_graphs = self._built("CUDA graphs run a slower kernel:", self._in_graphs, *given)
+                self._in_graphs = self._built("CUDA graphs run a kernel that is slower in them, since", self._in_graphs, *given)
         return self._in_graphs
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:

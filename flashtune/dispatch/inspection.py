@@ -56,7 +56,7 @@ PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS, _SWITCHED_OFF))
 """Reasons with which tensors may be fake ones, which have no address."""
 
 SEEN_THROUGH = PERHAPS_FAKE - {_SWITCHED_OFF}
-"""Reasons with which others see through PyTorch's operations alone, so that they serve whatever implementation is named."""
+"""Reasons for which only PyTorch's operations can serve (transforms, modes, tracers, subclasses), whatever implementation is named."""
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Types that kernels accept: subclasses (fake, distributed, ...) have their own dispatch, which only PyTorch's operations reach."""

@@ -123,8 +123,8 @@ class Prepared(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A kernel for packed sequences, the record whose config it has, or None with its family's default, and its prepared launches; a pinned
-    one has no variant."""
+    """Kernel for packed sequences, with its prepared launches. `record` gave its config, None where that is the family's default; `variant`
+    is None for a pinned kernel."""
 
     variant: Variant | None
     record: TuningRecord | None

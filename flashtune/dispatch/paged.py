@@ -48,7 +48,7 @@ class Paged(NamedTuple):
     v_descale: Tensor | None = None
 
     def expanded(self) -> "Paged":
-        """The same with slopes, sinks and factors of each sequence."""
+        """These tensors with slopes, sinks and factors expanded to a row for each sequence."""
         more = [None if x is None else x.expand(self.table.shape[0], x.shape[-1]) for x in self[6:]]
         return self._replace(slopes=more[0], sinks=more[1], k_descale=more[2], v_descale=more[3])
 
@@ -58,7 +58,7 @@ class Paged(NamedTuple):
 
 
 class PagedPlan:
-    """A decided call: its kernel, and its launches for tensors of one layout."""
+    """Plan of paged calls whose tensors have one layout: their kernel and its launches."""
 
     __slots__ = ("kernel", "key", "numbers", "offsets", "program", "scratch", "splits")
 
@@ -71,7 +71,7 @@ class PagedPlan:
 
 
 def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
-    """Rows of key and value in the query's dtype, to check as packed ones, of tensors that fit to each other as pages."""
+    """One row of key and of value in the query's dtype, for the checks of packed calls; raises where the tensors don't fit as pages."""
     query, key, value, cu_q, table, *_ = paged
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_q), ("block_table", table)):
         if not isinstance(x, Tensor):
@@ -103,7 +103,7 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
             continue
         if key.dtype not in NARROW or factor.dtype != torch.float32 or factor.shape not in (sizes, sizes[1:]):
             raise InputError(
-                f"{name} is {factor.dtype} {tuple(factor.shape)}: give float32 (sequences, Hkv) or (Hkv,) beside caches in float8"
+                f"{name} is {factor.dtype} {tuple(factor.shape)} for {key.dtype}: give float32 (sequences, Hkv) or (Hkv,) and float8 caches"
             )
     stubs = [query.new_empty((1, *x.shape[2:])) for x in (key, value)]
     return stubs
@@ -125,7 +125,7 @@ def _why_torch(paged: Paged) -> str | None:
 def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config | None = None) -> PagedPlan | None:
     """The plan for tensors of this layout, with a `config` of one's own or by default; None where no kernel takes them."""
     memo, bound = context.current(), [1 << max(0, x - 1).bit_length() for x in numbers[:2]]
-    # Growing lengths have few plans.
+    # Bounds in powers of two, so that growing lengths share plans.
     numbers = numbers._replace(max_q=bound[0], max_k=bound[1])
     plans: dict[Hashable, PagedPlan | None] = memo.packed.setdefault("paged", {})
     key = layout(paged), paged.query.device, numbers, splits, config
@@ -223,7 +223,7 @@ def gathered(paged: Paged, numbers: Numbers) -> tuple[Tensor, Tensor]:
     lengths = paged.used.clamp(0, paged.table.shape[1] * page).tolist()
 
     def all_of(cache: Tensor, factor: Tensor | None) -> Tensor:
-        # PyTorch can't take rows of float8.
+        # PyTorch can't index tensors in float8.
         memory = cache.view(torch.uint8) if narrow else cache
         found = []
         for b, count in enumerate(lengths):

@@ -97,7 +97,7 @@ def features_of(call: Call, per_head: PerHead | None) -> list[str]:
 _fused_choice: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
 
 _OURS: set[tuple[int, ...]] = set()
-"""Orders of backends that plans put into force for the time of a call."""
+"""Orders of PyTorch's backends that plans set for the time of a call."""
 
 
 class TorchBackend(Provider):
@@ -131,7 +131,7 @@ class TorchBackend(Provider):
         return ProviderPlan(call, self.name, self._first(call, torchs.run), torchs.direct and self._first(call, torchs.direct))
 
     def _chosen(self, call: Call, tensors: Tensors) -> SDPBackend:
-        # PyTorch sets its order at its first choice.
+        # PyTorch writes its own order at its first choice, over one set before.
         _choice(call, tensors)
         found: SDPBackend = self._first(call, _choice)(call, tensors)
         return found
@@ -150,13 +150,13 @@ class TorchBackend(Provider):
             try:
                 return function(*given)
             finally:
-                # Of another thread's plan, which may have ended meanwhile.
+                # An order of ours belongs to another thread's call, which may have ended meanwhile.
                 write(usual if tuple(before) in _OURS else before)
 
         return first
 
     def _alone(self, function: Callable[..., Any], *given: Any) -> Any:
-        """On the CPU PyTorch's order is fixed, and math comes last."""
+        """Result of the function with this backend and math alone enabled: on the CPU PyTorch's order is fixed."""
         with only([self.backend, SDPBackend.MATH]):
             return function(*given)
 
@@ -177,14 +177,14 @@ def _choice(call: Call, tensors: Tensors) -> SDPBackend:
 
 
 class FlashAttn(Provider):
-    """flash-attn-4 or flash-attn, in (B, N, H, D): a diagonal ends at the last key, and rows have windows to both sides."""
+    """flash-attn-4 or flash-attn, which take (B, N, H, D): their diagonal ends at the last key, and windows have two sides."""
 
     takes = frozenset({OTHER_BANDS, "a soft cap"})
     wanted: tuple[str, ...] = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
     """Parameters of its function that are passed: a version without them doesn't fit."""
 
     def __init__(self, name: str, title: str, package: str, module: str, unbounded: int | None, sinks: str = "") -> None:
-        """`unbounded` is its word for a side without a bound, `sinks` the parameter that takes attention sinks."""
+        """`unbounded` is its value for a side of a window without a bound, `sinks` the parameter that takes attention sinks."""
         super().__init__(name, title)
         self.package, self._module, self._unbounded, self._sinks = package, module, unbounded, sinks
         if sinks:
@@ -194,11 +194,11 @@ class FlashAttn(Provider):
     def _found(self) -> tuple[Callable[..., Any] | None, str | None]:
         """Its function, or None and the reason."""
         try:
-            # First, since both packages share a namespace.
+            # Both packages share a namespace, so that an import alone doesn't tell which one is installed.
             version = importlib.metadata.version(self.package)
             function = importlib.import_module(self._module).flash_attn_func
         except Exception as error:
-            # Its import compiles and loads libraries, which fail variously.
+            # The import compiles and loads libraries, whose errors are of any type.
             absent = isinstance(error, ModuleNotFoundError)
             why = "it isn't installed" if absent else f"its import fails ({type(error).__name__}: {str(error).strip()[:100]})"
             return None, f"{why}: pip install {self.package}"
@@ -330,12 +330,12 @@ class ProviderPlan:
             torch.autograd.grad(out, wanted, torch.zeros_like(out))
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int | None, per_head: PerHead | None) -> Outputs:
-        """Output; no provider returns an LSE here."""
+        """Output, and None for the LSE, which providers don't return."""
         return self._served(query, key, value, mask, seed, per_head)
 
 
 def variant_of(name: str, problem: Problem | None) -> Variant | None:
-    """Name under which failures of a provider are kept; None for calls that are no problem, whose failures are raised."""
+    """Variant under which failures of a provider are kept; None for calls that no `Problem` describes, whose failures are raised."""
     return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 

@@ -46,8 +46,8 @@ class Explanation:
     like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
     the fallback kernel serves until the process ends.
 
-    `provider` names another library's attention where that serves (`kind` is "provider"); `providers` are all implementations that a caller
-    may name.
+    `provider` is the name of the provider that serves (`kind` is "provider"), None elsewhere; `providers` are all implementations that a
+    caller may name, with their times.
     """
 
     kind: Kind
@@ -212,7 +212,7 @@ def _out_of_reach(call: Call) -> str | None:
 def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
     """Plan of the implementation that the caller names; raises InputError, with the cause and the remedy, where it can't serve.
 
-    Where others see through PyTorch's operations alone (transforms, modes, tracers, subclasses), these serve.
+    Under transforms, modes, tracers and subclasses (`SEEN_THROUGH`) PyTorch's operations serve whatever is named.
     """
     said = functools.partial(Explanation, reason=f"the caller named {name}", gpu=_slug(call.device))
     if name == TORCHS or torch_only in SEEN_THROUGH:
@@ -331,7 +331,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             why = memo.kernels.failure(variant, call.device)
             if why is None:
-                # The caller wants more than one.
+                # The next ones follow for callers that compare plans.
                 continue
         refused.append(f"{variant.template} {variant.id}: {why}")
         failed.add(family.name)
@@ -379,7 +379,7 @@ def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target
 
 
 def compiled_on(target: Target) -> Compiled:
-    """Predicate of kernels whose machine code for this GPU is at hand."""
+    """Predicate of variants that have machine code for this GPU."""
     return functools.partial(kernels.compiled, arch=target.arch)
 
 

@@ -76,7 +76,7 @@ def attention_varlen(
     With `block_table` (sequences, pages), int32 or int64, key (blocks, page size, Hkv, D) and value (blocks, page size, Hkv, D_v) are
     caches, of any page size, and page p of sequence b is block `block_table[b, p]`. Any strides will do without a copy: caches (blocks,
     Hkv, page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else
-    in the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 beside other queries, with
+    in the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 for any query dtype, with
     `k_descale` and `v_descale`, float32 (Hkv,) or (sequences, Hkv), by which they are multiplied. With `num_splits` keys are split into so
     many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
     keep the GPU busy. There is no dropout and there are no gradients (decision 0014).

@@ -183,7 +183,7 @@ def test_without_a_fallback_that_runs_the_plan_serves_on_and_warns_once(other: O
     assert served(plan, 3) == ["settled"] * 3
     counts.launch(PROGRAMS, 2)
     assert served(plan, 3) == ["settled"] * 3
-    assert len(warned) == 1 and "scores defeat" in warned[0]
+    assert len(warned) == 1 and "mispredicts softmax" in warned[0]
 
 
 def test_while_a_graph_is_captured_nothing_changes(capturing: list[bool]) -> None:

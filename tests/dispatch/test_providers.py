@@ -132,7 +132,7 @@ def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 
 def test_pytorchs_order_of_backends_is_changed_for_the_call_alone() -> None:
-    """On a GPU, where it can be chosen; the order is the process's."""
+    """On a GPU, whose order of backends is process-wide."""
     usual = ORDER()
     q = drawn(1, 2, 9, 8)
     call = replace(call_of(q, q, q), device=torch.device("cuda", 0))
@@ -164,7 +164,7 @@ def test_pytorchs_order_of_backends_is_changed_for_the_call_alone() -> None:
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """flash-attn-4 and flash-attn as they document their functions, on the CPU; the arguments that they get."""
+    """Arguments that fakes of flash-attn-4 and flash-attn get, with the signatures that these document, on the CPU."""
     given: list[dict[str, Any]] = []
 
     def computed(q: Any, k: Any, v: Any, unbounded: int | None, sinks: torch.Tensor | None, **words: Any) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def part(given: Inputs, b: int) -> dict[str, Any]:
-    """Arguments of a call of one sequence alone."""
+    """Arguments of a call with one sequence."""
     bounds = given.arguments["cu_seqlens_q"].tolist()
     return {
         "query": given.arguments["query"][bounds[b] : bounds[b + 1]],

@@ -116,7 +116,7 @@ def test_named_implementations_under_graphs_and_compilers() -> None:
 def test_a_first_call_is_measured_and_kept(
     kernels: int, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch, own_database: Path
 ) -> None:
-    """Of sizes without a record; with our kernels hidden, too."""
+    """At sizes without a record, with our kernels and with these hidden."""
     monkeypatch.setattr(confirming, "KERNELS", kernels)
     q, k, v = (x.detach() for x in inputs(3, 5, 700, 64))
     wanted, _ = exact({"q": q.requires_grad_(), "k": k, "v": v}, normal(*q.shape), words)

@@ -54,6 +54,10 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
+def test_every_decision_is_read_in_three_minutes() -> None:
+    assert not [page.name for page in DECISIONS if len(page.read_text().split()) > 600]
+
+
 def test_the_readmes_snippet_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     snippet, *_ = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(snippet.splitlines()) <= 10
@@ -197,7 +201,10 @@ def test_every_dependency_has_its_reason_written_down() -> None:
     assert not {name for name in names if not re.search(rf"\b{re.escape(name)}\b", reasons)}
 
 
-def test_the_architecture_page_names_every_room() -> None:
+def test_the_architecture_page_names_every_folder_and_the_modules_of_dispatch() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = {path.name for path in (ROOT / "flashtune").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert not {room for room in rooms if f"`flashtune/{room}/`" not in text}
+    folders = {path.name for path in (ROOT / "flashtune").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert not {folder for folder in folders if f"`flashtune/{folder}/`" not in text}
+    table = text.split("| `dispatch/` | holds |")[1].split("\n\n")[0]
+    modules = {path.name for path in (ROOT / "flashtune" / "dispatch").glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"`(\w+\.py)`", table)) == modules

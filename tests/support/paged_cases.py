@@ -161,7 +161,7 @@ def agrees(given: Inputs, *, kind: str = "fp16", **changed: Any) -> None:
 
 @contextmanager
 def forced(branch: Branch) -> Iterator[None]:
-    """All paged calls are served by gathered sequences, or by kernels, which then have to take them."""
+    """Context in which all paged calls are served by gathered sequences, or all by kernels, which have to take them."""
     with pytest.MonkeyPatch.context() as patch:
         # Plans of earlier calls would serve in either case.
         current().plans.clear()

@@ -290,9 +290,10 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 
 
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first config with running maxima, the simpler kernel, as unmeasured ones are unverified, too.
+    """The first config with running maxima: the simpler kernel, since nothing unmeasured was verified.
 
-    With functions the first of two warpgroups with all of an SM's registers, and a tile to a program, as lists of blocks are unequal.
+    With functions it is the first with two warpgroups that have all of an SM's registers, and a tile to a program, since lists of blocks
+    have unequal lengths.
     """
     running = [config for config in starts if config["maximum"] == "running"]
     if spec.mods:

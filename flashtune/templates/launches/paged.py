@@ -8,13 +8,13 @@ from flashtune.templates.launches.common import cdiv, score_numbers, strides_div
 from flashtune.templates.launches.pointers import PointerHost, accepts_narrow, split_count
 
 LEAST_KEYS = 256
-"""Fewest keys of a split, a multiple of every BLOCK_N: of 16 rows partial outputs then take an eighth of the keys' bytes."""
+"""Fewest keys of a split, a multiple of every BLOCK_N: the partial outputs of 16 rows then have an eighth of the keys' bytes."""
 
 MOST_KEYS = 8192
 """Keys that a split should have at most while splits are few: of sequences of different lengths the longest ends last."""
 
 MOST_WAVES = 8
-"""Waves of programs up to which splits are made for that."""
+"""Most waves of programs into which long sequences are split (`MOST_KEYS`)."""
 
 COMBINE_WARPS = 4
 """Warps of a program of the combining launch."""

@@ -354,7 +354,7 @@ def nonnegative(x: Any) -> bool:
 
 
 def _least(x: Any) -> float:
-    """A number that an integer isn't below: 0, a number itself, or the lower end that it is clamped to."""
+    """Lower bound of an integer: a number itself, the lower end of a clamp, 0 of what is never negative, else -inf."""
     if not isinstance(x, Node):
         return x if isinstance(x, (int, float)) else -math.inf
     if x.kind == "operation" and x.target.overloadpacket in (aten.clamp, aten.clamp_min):

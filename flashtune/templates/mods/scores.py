@@ -13,9 +13,9 @@ from flashtune.templates.mods.graph import INTEGERS, Node, loads, ordered
 aten = torch.ops.aten
 
 Heads = tuple[str, ...]
-"""Keys of values of a batch and a head that are multiplied, sorted."""
+"""Sorted keys of the values, each constant within a batch and a head, that a product multiplies."""
 Form = dict[tuple[Heads, Any], float]
-"""A sum of products: by the values of a head and the basis (1, "score", "q", "k", "distance" or ("tanh", factor)) the coefficient."""
+"""A sum of products: the coefficient of each `Heads` and basis (1, "score", "q", "k", "distance" or ("tanh", factor))."""
 
 MOST_TERMS = 16
 """Most terms of a sum: known structures have few."""
@@ -82,7 +82,7 @@ class _Reader:
     _forms: dict[Node, Form | None] = field(default_factory=dict)
 
     def form(self, output: Node) -> Form | None:
-        """The sum that a node is; None where it is no sum of terms that are known."""
+        """The node as a sum of products; None where it has terms of other kinds."""
         for node in ordered([output]):
             self._keys[node] = f"{node.kind} {node.target} {node.name} {node.captured} {node.dtype} " + str(
                 [self._keys[x] if isinstance(x, Node) else x for x in (*node.arguments, *node.keywords.items())]

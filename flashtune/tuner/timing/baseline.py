@@ -127,7 +127,7 @@ def _varlen(inputs: Inputs) -> Callable[..., torch.Tensor] | None:
         return None
     words: dict[str, Any] = {"scale": parameters.scale}
     words["window_size"] = tuple(-1 if side is None else side for side in (parameters.band.left, parameters.band.right))
-    # Earlier versions share key heads without being told.
+    # Earlier versions of torch share key heads without this argument.
     words |= {"enable_gqa": True} if p.gqa_ratio > 1 and "enable_gqa" in known else {}
     longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
     cu_q, cu_k, _ = parameters.lengths
@@ -157,7 +157,7 @@ def _gradients(call: _Call, mask: torch.Tensor | None, step: bool) -> Callable[[
     first = [mask]
 
     def forward() -> torch.Tensor:
-        # Built anew with each further forward where a gradient flows through it.
+        # A mask that gets gradients needs a graph of its own in each further forward.
         found = first.pop() if first else call.joined() if inputs.problem.features.asked else mask
         return call.forward(q, k, v, found)
 

@@ -108,7 +108,7 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
 
 
 def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int) -> list[Case]:
-    """The small problems as packed sequences, twice: every other one is NaN, which no sequence beside it may notice."""
+    """The small problems as packed sequences, twice: every other one is NaN, which mustn't reach its neighbours."""
     found = []
     for odd, alignment in enumerate(ALIGNMENTS):
         first = small_ones[0]

@@ -220,7 +220,7 @@ def make_inputs(
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     p, f = problem, problem.features
     sequences = () if p.lengths is None else sequences or p.sequences()
-    # The sizes of tensors, and bounds of their rows.
+    # Packed tensors are one batch with the rows of all sequences, and bounds between them.
     sizes, bounds = p, None
     if sequences:
         of_q, of_k = ([0, *accumulate(lengths)] for lengths in zip(*sequences, strict=True))
