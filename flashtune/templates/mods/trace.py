@@ -230,7 +230,8 @@ class _Reader:
         if target in SAME:
             return given[0]
         if target in FILLS:
-            return Node("number", value.dtype, arguments=(FILLS[target](given),), line=where)
+            # As the dtype has it: whole, or rounded.
+            return Node("number", value.dtype, arguments=(torch.full((), FILLS[target](given), dtype=value.dtype).item(),), line=where)
         if target not in POINTWISE:
             raise Unsupported(f"{self.name} uses {name} ({where}), which kernels don't have")
         operands = [x for x in (*given, *keywords.values()) if isinstance(x, Node)]
