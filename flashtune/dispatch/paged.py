@@ -83,6 +83,8 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
         raise InputError(
             f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages"
         )
+    if query.dtype in NARROW:
+        raise InputTypeError(f"query is {query.dtype}: caches alone may be float8, give it in float16, bfloat16 or float32")
     if key.dtype != query.dtype and key.dtype not in NARROW:
         raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")
     if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64) or table.device != query.device:
@@ -95,12 +97,16 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
         raise InputError(f"dropout_p={dropout_p} drops pairs, but paged caches are for inference: drop none, or pass packed keys")
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in paged):
         raise InputError("paged caches have no gradients: call under torch.no_grad(), or pass packed keys and values")
-    if table.shape[0] != len(cu_q) - 1:
+    if cu_q.dim() == 1 and 0 < len(cu_q) != table.shape[0] + 1:
         raise InputError(f"block_table has {table.shape[0]} rows for {len(cu_q) - 1} sequences: give one for each")
     sizes = table.shape[0], key.shape[2]
     for name, factor in (("k_descale", paged.k_descale), ("v_descale", paged.v_descale)):
         if factor is None:
             continue
+        if not isinstance(factor, Tensor):
+            raise InputTypeError(f"{name} must be a tensor, not {type(factor).__name__}: give float32 (sequences, Hkv) or (Hkv,)")
+        if factor.device != query.device:
+            raise InputError(f"{name} is on {factor.device} and query on {query.device}: move all to one device")
         if key.dtype not in NARROW or factor.dtype != torch.float32 or factor.shape not in (sizes, sizes[1:]):
             raise InputError(
                 f"{name} is {factor.dtype} {tuple(factor.shape)}: give float32 (sequences, Hkv) or (Hkv,) beside caches in float8"
