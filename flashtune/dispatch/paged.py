@@ -17,7 +17,7 @@ from flashtune.dispatch import context
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_kernels import ModKernel, layout, served_here
-from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.launch import Program
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
@@ -83,8 +83,6 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
         raise InputError(
             f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages"
         )
-    if query.dtype in NARROW:
-        raise InputTypeError(f"query is {query.dtype}: caches alone may be float8, give it in float16, bfloat16 or float32")
     if key.dtype != query.dtype and key.dtype not in NARROW:
         raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")
     if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64) or table.device != query.device:
@@ -118,7 +116,7 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
 def attend(paged: Paged, numbers: Numbers, splits: int | None) -> tuple[Tensor, Tensor, PagedPlan | None]:
     """Output and LSE of checked tensors, and the plan of kernels that served them, if there was one."""
     why_torch = _why_torch(paged)
-    if (torch.compiler.is_compiling() or why_torch in PERHAPS_FAKE) and not transformed():
+    if (torch.compiler.is_compiling() or perhaps_fake(why_torch, paged.query)) and not transformed():
         return *torch.ops.flashtune_paged.attention(*paged, *numbers, splits), None
     plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
     return (*gathered(paged, numbers), None) if plan is None else (*run(plan, paged), plan)

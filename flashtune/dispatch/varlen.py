@@ -22,7 +22,7 @@ from flashtune.dispatch import paged as pages
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
-from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, autocast, prepared, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, autocast, perhaps_fake, prepared, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
 from flashtune.dispatch.paged import Paged
@@ -187,6 +187,10 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise InputError(f"{name} has {x.dim()} dimensions: packed tensors are (tokens, heads, head size)")
+    if query.dtype in pages.NARROW:
+        raise InputTypeError(
+            f"query is {query.dtype}: give it in float16, bfloat16 or float32, since caches (block_table) alone may be float8"
+        )
     if not query.dtype == key.dtype == value.dtype:
         raise InputTypeError(f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: give them one")
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -299,7 +303,7 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     why_torch = _why_torch(packed)
-    if why_torch in PERHAPS_FAKE and not transformed():
+    if perhaps_fake(why_torch, packed.query) and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     memo = context.current()
