@@ -4,7 +4,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.dispatch import flex, flex_blocks
+from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
 
 CPU = torch.device("cpu")
@@ -153,6 +154,43 @@ def test_whatever_is_recognised_equals_the_function() -> None:
             found += 1
             assert_equal(score, mask)
     assert found > 10
+
+
+class Settings:
+    """Numbers of functions, as of a model."""
+
+    def __init__(self, factor: float) -> None:
+        self.own = factor
+
+    factor = 2.0
+
+    def scaled(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, more: float = 1.0) -> Tensor:
+        return s * Settings.factor * self.own * more * simulated_module.factor
+
+
+simulated_module = ModuleType("simulated")
+
+
+def test_numbers_of_classes_modules_and_methods_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def factor() -> float:
+        known = flex._traced(settings.scaled, None, CPU)[0].known
+        assert known is not None
+        return known[1].factor
+
+    settings = Settings(3.0)
+    simulated_module.factor = 1.0  # type: ignore[attr-defined]
+    assert factor() == 6.0
+    monkeypatch.setattr(Settings, "factor", 4.0)
+    assert factor() == 12.0
+    monkeypatch.setattr(simulated_module, "factor", 5.0)
+    assert factor() == 60.0
+
+
+def test_zeros_of_both_signs_are_two_numbers() -> None:
+    def divided(zero: float) -> Mod:
+        return lambda s, b, h, q, k: s + q / zero
+
+    assert Dependencies((divided(0.0),)).key == Dependencies((divided(0.0),)).key != Dependencies((divided(-0.0),)).key  # type: ignore[arg-type]
 
 
 def test_slopes_in_float32_are_handed_on_and_get_gradients() -> None:
