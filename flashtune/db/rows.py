@@ -18,6 +18,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.lengths import LAWS, Lengths
 from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
 from flashtune.core.results import (
+    PROVIDERS,
     SOURCES,
     Baseline,
     CompileFacts,
@@ -239,10 +240,9 @@ def read_baseline(row: Row) -> Baseline | None:
     """PyTorch's time in a run, or None where it was not timed."""
     measurement = _read_measurement(row, "baseline_")
     if measurement is None:
-        if not row.missing("baseline_backend"):
-            raise RowError("baseline_backend", "is set, but PyTorch's times are missing")
-        if not row.missing("baseline_call_us"):
-            raise RowError("baseline_call_us", "is set, but PyTorch's times are missing")
+        for column in ("baseline_backend", "baseline_call_us"):
+            if not row.missing(column):
+                raise RowError(column, "is set, but PyTorch's times are missing")
         return None
     backend = row.text("baseline_backend", limit=NAME_LENGTH)
     return Baseline(backend=backend, measurement=measurement, call_us=_read_time(row, "baseline_call_us"))
@@ -299,6 +299,8 @@ def read_outcome(row: Row) -> Outcome:
             raise RowError(column, "is set, but the trial has no time")
     if not row.missing("call_us") and source != "measured":
         raise RowError("call_us", f"is set, but the trial's source is {source}")
+    if row.values["template"] in PROVIDERS and (row.missing("call_us") or row.json("config", TEXT_LENGTH)):
+        raise RowError("template", f"is {row.values['template']}, which has measured times of whole calls alone, and no config")
     return Outcome(
         template=row.text("template", limit=NAME_LENGTH, pattern=IDENTIFIER),
         template_hash=row.word("template_hash"),

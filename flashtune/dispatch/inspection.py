@@ -68,6 +68,11 @@ def prepared(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     return autocast(query, key, value, None if attn_mask is None else attn_mask.resolve_neg())
 
 
+def perhaps_fake(why_torch: str | None, query: Tensor) -> bool:
+    """True where tensors may have no values to read: with reasons of PERHAPS_FAKE, and on the CPU, where classes aren't a reason."""
+    return why_torch in PERHAPS_FAKE or (why_torch is ON_THE_CPU and (query.is_meta or type(query) not in PLAIN_TYPES))
+
+
 def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Reason for which only PyTorch's own operations can serve these tensors now, or None where a kernel may."""
     if forward_ad._current_level >= 0 or _peek() is not None:

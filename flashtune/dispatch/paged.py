@@ -17,7 +17,7 @@ from flashtune.dispatch import context
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_kernels import ModKernel, layout, served_here
-from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.launch import Program
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
@@ -95,12 +95,16 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
         raise InputError(f"dropout_p={dropout_p} drops pairs, but paged caches are for inference: drop none, or pass packed keys")
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in paged):
         raise InputError("paged caches have no gradients: call under torch.no_grad(), or pass packed keys and values")
-    if table.shape[0] != len(cu_q) - 1:
+    if cu_q.dim() == 1 and 0 < len(cu_q) != table.shape[0] + 1:
         raise InputError(f"block_table has {table.shape[0]} rows for {len(cu_q) - 1} sequences: give one for each")
     sizes = table.shape[0], key.shape[2]
     for name, factor in (("k_descale", paged.k_descale), ("v_descale", paged.v_descale)):
         if factor is None:
             continue
+        if not isinstance(factor, Tensor):
+            raise InputTypeError(f"{name} must be a tensor, not {type(factor).__name__}: give float32 (sequences, Hkv) or (Hkv,)")
+        if factor.device != query.device:
+            raise InputError(f"{name} is on {factor.device} and query on {query.device}: move all to one device")
         if key.dtype not in NARROW or factor.dtype != torch.float32 or factor.shape not in (sizes, sizes[1:]):
             raise InputError(
                 f"{name} is {factor.dtype} {tuple(factor.shape)} for {key.dtype}: give float32 (sequences, Hkv) or (Hkv,) and float8 caches"
@@ -112,7 +116,7 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
 def attend(paged: Paged, numbers: Numbers, splits: int | None) -> tuple[Tensor, Tensor, PagedPlan | None]:
     """Output and LSE of checked tensors, and the plan of kernels that served them, if there was one."""
     why_torch = _why_torch(paged)
-    if (torch.compiler.is_compiling() or why_torch in PERHAPS_FAKE) and not transformed():
+    if (torch.compiler.is_compiling() or perhaps_fake(why_torch, paged.query)) and not transformed():
         return *torch.ops.flashtune_paged.attention(*paged, *numbers, splits), None
     plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
     return (*gathered(paged, numbers), None) if plan is None else (*run(plan, paged), plan)

@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Hashable
 from dataclasses import replace
+from numbers import Integral
 from operator import is_, or_
 from typing import Any
 
@@ -21,7 +22,7 @@ from flashtune.dispatch import paged as pages
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
-from flashtune.dispatch.inspection import GRADIENTS, PERHAPS_FAKE, autocast, prepared, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, autocast, perhaps_fake, prepared, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
 from flashtune.dispatch.paged import Paged
@@ -87,8 +88,7 @@ def attention_varlen(
 
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
-    if num_splits is not None and num_splits < 1:
-        raise InputError(f"num_splits={num_splits} is no number of splits: give 1 or more, or None")
+    _check_splits(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
     if block_table is not None:
@@ -117,13 +117,15 @@ def _paged(
     given: Paged, cu_k: Tensor | None, options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call with a block table."""
-    if given.used is None and isinstance(cu_k, Tensor):
-        given = given._replace(used=cu_k.diff())
-    signature = None
+    given, signature = _with_lengths(given, cu_k), None
     if not torch.compiler.is_compiling():
         signature = _signature((*given[:6], given.slopes, given.sinks), options, max_q, max_k)
-        factors = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (given.k_descale, given.v_descale)]
-        signature = None if signature is None else ("paged", signature, splits, *factors)
+        factors = [x for x in given[-2:] if x is not None]
+        if signature is not None and all(isinstance(x, Tensor) for x in factors):
+            more = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in factors]
+            signature = "paged", signature, splits, given.k_descale is None, *more
+        else:
+            signature = None
         plan: Any = None if signature is None else STACK.get().plans.get(signature)
         if plan is not None:
             return pages.run(plan, given)
@@ -132,6 +134,11 @@ def _paged(
     if plan is not None and signature is not None and all(map(is_, paged[:6], given[:6])):
         context.current().keep(signature, plan)
     return out, lse
+
+
+def _with_lengths(given: Paged, cu_k: Tensor | None) -> Paged:
+    """The tensors with the lengths between bounds of keys, where the numbers of used ones aren't given."""
+    return given._replace(used=cu_k.diff()) if given.used is None and isinstance(cu_k, Tensor) and cu_k.dim() else given
 
 
 def _parsed_pages(given: Paged, options: tuple[Any, ...], max_q: int, max_k: int) -> tuple[Paged, Numbers]:
@@ -149,16 +156,14 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
+    _check_splits(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})
     if given["block_table"] is not None:
         names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes", "sinks", "k_descale", "v_descale")
-        paged = Paged(*(given[name] for name in names))
-        if paged.used is None and given["cu_seqlens_k"] is not None:
-            paged = paged._replace(used=given["cu_seqlens_k"].diff())
+        paged = _with_lengths(Paged(*(given[name] for name in names)), given["cu_seqlens_k"])
         return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), given["num_splits"])
-    tensors = [given[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")]
-    packed, numbers = _parsed(Packed(*tensors), options, given["max_seqlen_q"], given["max_seqlen_k"])
+    packed, numbers = _parsed(Packed(*(given[name] for name in _NAMES)), options, given["max_seqlen_q"], given["max_seqlen_k"])
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:
         found = explained(packed, numbers, None if _trains(packed, numbers, why_torch) else why_torch)
@@ -169,12 +174,23 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
 def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[Packed, Numbers]:
     """Checked tensors, in autocast's dtype, and the numbers of a call."""
     query, key, value, cu_q, cu_k, used, slopes, sinks = packed
-    for name, x in zip(Packed._fields[:5], packed[:5], strict=True):
+    for place, (name, x) in enumerate(zip(_NAMES, packed, strict=True)):
+        if place >= _REQUIRED and x is None:
+            continue
         if not isinstance(x, Tensor):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+        if x.device != query.device:
+            raise InputError(f"{name} is on {x.device} and query on {query.device}: move all to one device")
+    for name, most in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        if not isinstance(most, (int, torch.SymInt, Integral)):
+            raise InputTypeError(f"{name} must be an integer, not {type(most).__name__}: give the length of the longest sequence, or more")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise InputError(f"{name} has {x.dim()} dimensions: packed tensors are (tokens, heads, head size)")
+    if query.dtype in pages.NARROW:
+        raise InputTypeError(
+            f"query is {query.dtype}: give it in float16, bfloat16 or float32, since caches (block_table) alone may be float8"
+        )
     if not query.dtype == key.dtype == value.dtype:
         raise InputTypeError(f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: give them one")
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -184,7 +200,7 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
         raise InputError(f"Hq={heads} and Hkv={kv_heads} differ: set enable_gqa=True, or give them the same number of heads")
     if kv_heads == 0 or heads % kv_heads:
         raise InputError(f"{heads} query heads can't share {kv_heads} key heads: make Hq a multiple of Hkv")
-    _check_lengths(query, cu_q, cu_k, used)
+    _check_lengths(cu_q, cu_k, used)
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
     sequences = cu_q.shape[0] - 1
@@ -207,8 +223,22 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
     return Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), numbers
 
 
-def _check_lengths(query: Tensor, cu_q: Tensor, cu_k: Tensor, used: Tensor | None) -> None:
-    """Refuse lists of lengths of a wrong dtype, size or device; their contents are on the device and aren't read."""
+_NAMES = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")
+"""Names of a call's tensors in the order of Packed."""
+_REQUIRED = 5
+"""How many of them must be given."""
+_MOST_SPLITS = 65535
+"""Most programs in the second dimension of a launch."""
+
+
+def _check_splits(splits: int | None) -> None:
+    """Refuse what is no number of splits."""
+    if splits is not None and not (isinstance(splits, (int, torch.SymInt, Integral)) and 1 <= splits <= _MOST_SPLITS):
+        raise InputError(f"num_splits={splits!r} is no number of splits: give 1 to {_MOST_SPLITS}, or None")
+
+
+def _check_lengths(cu_q: Tensor, cu_k: Tensor, used: Tensor | None) -> None:
+    """Refuse lists of lengths of a wrong dtype or size; their contents are on the device and aren't read."""
     sequences = cu_q.shape[0] - 1 if cu_q.dim() == 1 else -1
     for name, x, size in (("cu_seqlens_q", cu_q, sequences + 1), ("cu_seqlens_k", cu_k, sequences + 1), ("seqused_k", used, sequences)):
         if x is None:
@@ -219,8 +249,6 @@ def _check_lengths(query: Tensor, cu_q: Tensor, cu_k: Tensor, used: Tensor | Non
             raise InputError(
                 f"{name} has the shape {tuple(x.shape)}: give sequences + 1 bounds of queries and keys, and sequences numbers of used ones"
             )
-        if x.device != query.device:
-            raise InputError(f"{name} is on {x.device} and query on {query.device}: move all to one device")
 
 
 def _why_torch(packed: Packed) -> str | None:
@@ -275,7 +303,7 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     why_torch = _why_torch(packed)
-    if why_torch in PERHAPS_FAKE and not transformed():
+    if perhaps_fake(why_torch, packed.query) and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     memo = context.current()

@@ -3,36 +3,25 @@
 from pathlib import Path
 
 import pytest
-import simulated
-from simulated import NoWatch
+import staged_searches
 
 from benchmarks.cases import record_sweeps, sweeps
 from flashtune.core.results import Fate
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import families
-from flashtune.tuner.children import tasks
 from flashtune.tuner.propose.space import SearchSpace
-from flashtune.tuner.search import evaluation
+
+devices = staged_searches.devices
 
 H100 = find_target("h100")
 TRIALS = 24
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recorded(devices: Path) -> Path:
     """A database of two problems' sweeps."""
-    for name, stand_in in (
-        ("prepare_device", simulated.ready),
-        ("evaluate_candidate", simulated.timed),
-        ("race_finalists", simulated.raced),
-        ("compile_candidate", simulated.compiled),
-    ):
-        monkeypatch.setattr(tasks, name, stand_in)
-    monkeypatch.setattr(evaluation, "GpuWatch", NoWatch)
-    monkeypatch.setenv("FLASHTUNE_TEST_CLOCKS", str(tmp_path))
-    monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", "")
-    path = tmp_path / "sweeps-h100.sqlite"
+    path = devices / "sweeps-h100.sqlite"
     problems = tuple(record_sweeps.PROBLEMS[name] for name in ("step-shared", "backward-mask"))
     record_sweeps.record(problems, H100, path, trials=TRIALS, budget_s=3600.0, jobs=1)
     return path

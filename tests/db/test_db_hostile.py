@@ -284,7 +284,7 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "seed": ["'seven'", "1.5", "x'01'"],
     },
     "candidate": {
-        "template": [*WORD_COLUMNS, "'os.system'", "'a-b'"],
+        "template": [*WORD_COLUMNS, "'os.system'", "'a-b'", "'fa4'"],
         "config": [*JSON_COLUMNS, "'{\"a b\":1}'", "'{\"BLOCK_M\":99999999999}'", '\'{"x":"\\u0007"}\'', "'{\"__import__(1)\":1}'"],
     },
     "trial": {

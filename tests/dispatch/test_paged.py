@@ -107,6 +107,13 @@ def test_it_says_who_serves() -> None:
         ({"seqused_k": torch.zeros(9, dtype=torch.int32)}, "bounds"),
         ({"k_descale": torch.ones(2)}, "float8"),
         ({"num_splits": 0}, "num_splits"),
+        ({"num_splits": "2"}, "num_splits"),
+        ({"num_splits": 10**6}, "num_splits"),
+        ({"max_seqlen_q": None}, "max_seqlen_q must be an integer"),
+        ({"cu_seqlens_q": torch.tensor(3)}, "cu_seqlens_q has the shape"),
+        ({"seqused_k": [1, 2]}, "seqused_k must be a tensor"),
+        ({"seqused_k": None, "cu_seqlens_k": torch.tensor(1)}, "seqused_k"),
+        ({"sinks": torch.zeros(4, device="meta")}, "one device"),
         ({"dropout_p": 0.5}, "inference"),
         ({"query": torch.zeros(8, 4, 16, dtype=torch.float16, requires_grad=True)}, "no_grad"),
     ],
@@ -120,6 +127,11 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence(words: dict[str,
 def test_factors_are_of_each_key_head() -> None:
     with pytest.raises(InputError, match="Hkv"):
         inputs({"cache": FP8}).call(v_descale=torch.ones(4))
+    for factor, said in (([1.0, 1.0], "must be a tensor"), (torch.ones(2, device="meta"), "one device")):
+        with pytest.raises((InputError, InputTypeError), match=said):
+            inputs({"cache": FP8}).call(k_descale=factor)
+    with pytest.raises(InputTypeError, match="alone may be float8"):
+        inputs({"cache": FP8}).call(query=torch.zeros(8, 4, 16).to(FP8))
     with pytest.raises(InputError, match="float8"):
         dispatch.attention_varlen(*[torch.zeros(3, 2, 16)] * 3, *[torch.tensor([0, 3])] * 2, 3, 3, k_descale=torch.ones(2))
 

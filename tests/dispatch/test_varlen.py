@@ -92,6 +92,19 @@ def test_jagged_nested_tensors_are_packed_ones(words: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_tensors_without_data_have_outputs_without_data(paged: bool) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    query, cache, bounds = torch.zeros(6, 4, 16), torch.zeros(9, 5, 4, 16), torch.tensor([0, 3, 6], dtype=torch.int32)
+    key = cache if paged else query
+    more = {"block_table": torch.zeros(2, 2, dtype=torch.int32)} if paged else {}
+    for bare in (FakeTensorMode().from_tensor, lambda x: x.to("meta")):
+        tensors = [bare(x) for x in (query, key, key, bounds, bounds)]
+        out, lse = dispatch.attention_varlen(*tensors, 3, 3, return_lse=True, **{name: bare(x) for name, x in more.items()})
+        assert out.shape == query.shape and lse.shape == (4, 6) and type(out) is type(tensors[0]) and out.device == tensors[0].device
+
+
 def test_jagged_tensors_of_other_kinds_are_refused() -> None:
     given = inputs({}, SQUARE, padding=0)
     nested = [torch.nested.nested_tensor_from_jagged(x.detach(), given.bounds[0]) for x in given.tensors]
@@ -135,6 +148,12 @@ def changed(**words: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"cu_seqlens_k": [0, 5]}, "tensor"),
         ({"block_table": torch.zeros(1, dtype=torch.int32)}, "caches"),
         ({"num_splits": 0}, "num_splits"),
+        ({"max_seqlen_k": torch.tensor(99)}, "max_seqlen_k must be an integer"),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k must be a tensor"),
+        ({"seqused_k": [1, 2]}, "seqused_k must be a tensor"),
+        ({"alibi_slopes": [0.5] * 4}, "alibi_slopes must be a tensor"),
+        ({"value": torch.zeros(241, 2, 16, device="meta")}, "one device"),
+        ({"sinks": torch.zeros(4, device="meta")}, "one device"),
         ({"sinks": torch.zeros(3)}, "sinks"),
         ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes"),
         ({"causal_alignment": "middle"}, "causal_alignment"),
@@ -142,6 +161,7 @@ def changed(**words: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"dropout_p": 1.5}, "dropout_p"),
         ({"window_size": (-2, 0)}, "window"),
         ({"query": torch.zeros(241, 4, 16, dtype=torch.float16)}, "dtypes"),
+        ({"query": torch.zeros(241, 4, 16).to(torch.float8_e4m3fn)}, "alone may be float8"),
     ],
     ids=str,
 )

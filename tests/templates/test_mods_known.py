@@ -4,7 +4,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +14,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.dispatch import flex, flex_blocks
+from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
 
 CPU = torch.device("cpu")
 SLOPES = torch.tensor([0.5, -0.25, 0.03125, 1.75])
 BY_BATCH = torch.arange(8.0).view(2, 4) / 8
 HALVES = SLOPES.bfloat16()
-CAP, TEMPERATURE = 20.0, torch.tensor(1.5)
+CAP, TEMPERATURE, THIRD = 20.0, torch.tensor(1.5), torch.tensor(1 / 3)
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -58,6 +59,10 @@ KNOWN: list[tuple[Mod, Mod | None]] = [
     (lambda s, b, h, q, k: s - 0.25 * (q - k).abs(), None),
     (lambda s, b, h, q, k: CAP * torch.tanh(s / CAP) - SLOPES[h] * (q - k), causal),
     (lambda s, b, h, q, k: s + SLOPES[h] * BY_BATCH[b, h] * (k - q) - 0.5 * (q - k).abs(), causal),
+    (lambda s, b, h, q, k: s - HALVES[h].float() * 0.3 * (q - k).abs(), None),
+    (lambda s, b, h, q, k: s * torch.full((), 0.3, dtype=torch.float16), None),
+    (lambda s, b, h, q, k: s * torch.full_like(q, 2.7), None),
+    (lambda s, b, h, q, k: s - (h.int() * 1_000_000_000 * 3) * 1e-9 * (q - k).abs(), None),
 ]
 
 UNKNOWN: list[tuple[Mod, Mod | None]] = [
@@ -72,6 +77,7 @@ UNKNOWN: list[tuple[Mod, Mod | None]] = [
     (lambda s, b, h, q, k: s * s, None),
     (lambda s, b, h, q, k: s * SLOPES[h], None),
     (lambda s, b, h, q, k: s / TEMPERATURE, None),
+    (lambda s, b, h, q, k: s / 0.0, None),
     (lambda s, b, h, q, k: s - HALVES[h] * (q - k), causal),
     (lambda s, b, h, q, k: s.half().float(), None),
     (lambda s, b, h, q, k: s + (SLOPES[h] * (k - q)).int(), causal),
@@ -150,12 +156,65 @@ def test_whatever_is_recognised_equals_the_function() -> None:
     assert found > 10
 
 
+class Settings:
+    """Numbers of functions, as of a model."""
+
+    def __init__(self, factor: float) -> None:
+        self.own = factor
+
+    factor = 2.0
+
+    def scaled(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, more: float = 1.0) -> Tensor:
+        return s * Settings.factor * self.own * more * simulated_module.factor
+
+
+simulated_module = ModuleType("simulated")
+
+
+def test_numbers_of_classes_modules_and_methods_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def factor() -> float:
+        known = flex._traced(settings.scaled, None, CPU)[0].known
+        assert known is not None
+        return known[1].factor
+
+    settings = Settings(3.0)
+    simulated_module.factor = 1.0  # type: ignore[attr-defined]
+    assert factor() == 6.0
+    monkeypatch.setattr(Settings, "factor", 4.0)
+    assert factor() == 12.0
+    monkeypatch.setattr(simulated_module, "factor", 5.0)
+    assert factor() == 60.0
+
+
+def test_zeros_of_both_signs_are_two_numbers() -> None:
+    def divided(zero: float) -> Mod:
+        return lambda s, b, h, q, k: s + q / zero
+
+    assert Dependencies((divided(0.0),)).key == Dependencies((divided(0.0),)).key != Dependencies((divided(-0.0),)).key  # type: ignore[arg-type]
+
+
 def test_slopes_in_float32_are_handed_on_and_get_gradients() -> None:
     slopes = torch.randn(6).requires_grad_()
     functions, captured = flex._traced(lambda s, b, h, q, k: s - slopes[h] * (q - k), causal, CPU)
     assert functions.known is not None
     given = slopes_of(functions.known[1], captured, 2, 4, CPU)
     assert given is not None and given.data_ptr() == slopes.data_ptr() and given.shape == (4,) and given.requires_grad
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: s - HALVES[h] * THIRD * (q - k),
+        lambda s, b, h, q, k: s - torch.where(h > 1, HALVES[h], torch.full((), 0.3)) * (q - k),
+        lambda s, b, h, q, k: s - HALVES[h].float() * 0.3 * (q - k),
+    ],
+)
+def test_slopes_are_rounded_where_scalars_are(score: Mod) -> None:
+    functions, captured = flex._traced(score, causal, CPU)
+    assert functions.known is not None
+    given = slopes_of(functions.known[1], captured, 1, 4, CPU)
+    zero, one = torch.tensor(0), torch.tensor(1)
+    assert given is not None and given[0].tolist() == [-float(score(torch.zeros(()), zero, torch.tensor(h), one, zero)) for h in range(4)]
 
 
 @pytest.mark.parametrize("served", [True, False])

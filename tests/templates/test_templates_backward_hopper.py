@@ -161,6 +161,15 @@ def test_dq_is_exclusive_where_one_tile_has_all_keys(sizes: dict[str, int], feat
         assert not stored or bool(moved["persistent"]) == (wanted.features.mask != "bias")
 
 
+@pytest.mark.parametrize("name", ["flash_bwd_hopper", "flash_bwd_hopper_split"])
+@pytest.mark.parametrize(("batch", "n"), [(4, 1024), (64, 77)], ids=["few tiles", "one tile"])
+def test_packed_sequences_are_neither_divided_nor_stored(name: str, batch: int, n: int) -> None:
+    kind = family(name)
+    wanted = problem(Features(causal=True, packed=True), batch=batch, heads=8, kv_heads=2, n_q=n, n_kv=n, d=64, d_v=64)
+    found = [kind.resized(config, wanted, H200) for config in kind.starts(wanted.spec(), H200)]
+    assert found and [kind.violated(config, wanted.spec(), H200) for config in found] == [None] * len(found)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "n", "features", "divided"),
     [

@@ -1,6 +1,7 @@
 """Dependencies of a function beside its arguments: a key for its trace, and the tensors that it may capture."""
 
 import functools
+import math
 import types
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -37,6 +38,8 @@ class Dependencies:
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
         self._seen: dict[int, int] = {}
+        self._names: tuple[str, ...] = ()
+        self._walked: set[tuple[int, tuple[str, ...]]] = set()
         self.key: Hashable | None = None
         try:
             self.key = self._of(function)
@@ -46,15 +49,18 @@ class Dependencies:
     def _of(self, x: Any) -> Hashable:
         kind = type(x)
         if kind in _PLAIN:
-            return kind, x
+            # 0.0 equals -0.0.
+            return (kind, x) if kind is not float or x else (kind, math.copysign(1.0, x))
         if isinstance(x, torch.Tensor):
             if id(x) not in self._places:
                 self._places[id(x)] = len(self.tensors)
                 self.tensors.append(x)
                 return "tensor", x.dtype, x.shape, x.requires_grad
             return "tensor", self._places[id(x)]
-        if isinstance(x, (types.ModuleType, type, types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(x, (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return _Same(x)
+        if isinstance(x, (types.ModuleType, type)):
+            return self._named(x, self._names)
         if id(x) in self._seen:
             return "again", self._seen[id(x)]
         self._seen[id(x)] = len(self._seen)
@@ -70,21 +76,33 @@ class Dependencies:
             return kind, *map(self._of, x)
         if isinstance(x, dict):
             return kind, *((self._of(name), self._of(value)) for name, value in x.items())
-        # Objects that hold no state of Python's own are themselves.
         state = getattr(x, "__dict__", None)
-        return (_Same(kind), self._of(state), _Same(x)) if state else _Same(x)
+        return self._named(kind, (*self._names, "__call__", "forward")), self._of(state) if state else None, _Same(x)
+
+    def _named(self, x: Any, names: tuple[str, ...]) -> Hashable:
+        """A module or class, with what a function that reads these names may find in it."""
+        owner = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
+        if owner.partition(".")[0] in ("torch", "builtins") or (id(x), names) in self._walked:
+            return _Same(x)
+        self._walked.add((id(x), names))
+        places = [vars(one) for one in (x.__mro__ if isinstance(x, type) else (x,))]
+        found = (next((place[name] for place in places if name in place), None) for name in names)
+        return _Same(x), *map(self._of, found)
 
     def _function(self, x: types.FunctionType) -> Hashable:
         if (x.__module__ or "").partition(".")[0] == "torch" and x.__closure__ is None:
             return _Same(x)
+        before, self._names = self._names, _names(x.__code__)
         cells = []
         for cell in x.__closure__ or ():
             try:
                 cells.append(self._of(cell.cell_contents))
             except ValueError:
                 cells.append("empty")
-        read = [self._of(x.__globals__[name]) for name in _names(x.__code__) if name in x.__globals__]
-        return x.__code__, *cells, self._of(x.__defaults__), self._of(x.__kwdefaults__), *read
+        read = [self._of(x.__globals__[name]) for name in self._names if name in x.__globals__]
+        found = x.__code__, *cells, self._of(x.__defaults__), self._of(x.__kwdefaults__), *read
+        self._names = before
+        return found
 
 
 @functools.lru_cache(maxsize=1024)

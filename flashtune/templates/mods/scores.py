@@ -96,7 +96,9 @@ class _Reader:
         if node.kind == "input" and node.name in ("score", "q_idx", "kv_idx"):
             return {((), {"score": "score", "q_idx": "q", "kv_idx": "k"}[node.name]): 1.0}
         found = None
-        if node.kind == "operation" and (node.dtype is torch.float32 or node.dtype in (torch.int32, torch.int64)):
+        # Integers of a head may overflow, so that the order of their products counts.
+        whole = node.dtype in (torch.int32, torch.int64) and not node.reads <= {"b", "h"}
+        if node.kind == "operation" and (node.dtype is torch.float32 or whole):
             found = self._operation(node)
         if found is None and node.reads <= {"b", "h"} and all(map(_by_head, loads([node]))):
             self.heads[self._keys[node]] = node
@@ -121,7 +123,7 @@ class _Reader:
             return None if packet is aten.rsub and alpha != 1 else _plus(first, second, alpha if packet is aten.add else -alpha)
         if packet is aten.mul:
             return _times(a, b)
-        if packet is aten.div and not node.keywords.get("rounding_mode") and list(b) == [((), 1)]:
+        if packet is aten.div and not node.keywords.get("rounding_mode") and list(b) == [((), 1)] and b[(), 1]:
             return _times(a, _number(1 / b[(), 1]))
         if packet is aten.abs:
             return _distance(a)
@@ -181,12 +183,14 @@ def slopes_of(score: Score, captured: Sequence[torch.Tensor], batch: int, heads:
         names = [x.name if isinstance(x, Node) else x for x in values[0].arguments]
         if tensor.dtype is torch.float32 and names in (["h"], ["b", "h"]):
             return tensor[..., :heads] if len(names) == 1 else tensor[:batch, :heads]
-    b, h = torch.arange(batch, device=device)[:, None], torch.arange(heads, device=device)[None, :]
+    # Of the functions' dtype, and all with two dimensions, since a tensor without any counts less for a result's dtype.
+    b, h = (torch.arange(x, dtype=torch.int32, device=device) for x in (batch, heads))
+    indices = {"b": b[:, None], "h": h[None, :]}
     total = torch.zeros((batch, heads), device=device)
     for number, values in score.slope:
         product = torch.full((), number, device=device)
         for value in values:
-            product = product * _evaluated(value, captured, {"b": b, "h": h})
+            product = product * _evaluated(value, captured, indices).float()
         total = total + product
     return total
 
@@ -199,9 +203,10 @@ def _evaluated(output: Node, captured: Sequence[torch.Tensor], inputs: Mapping[s
         if node.kind == "input":
             found[node] = inputs[node.name]
         elif node.kind == "number":
-            found[node] = torch.full((), given[0], dtype=node.dtype, device=inputs["b"].device)
+            found[node] = torch.full((1, 1), given[0], dtype=node.dtype, device=inputs["b"].device)
         elif node.kind == "load":
-            found[node] = captured[node.captured][tuple(given)]
+            loaded = captured[node.captured][tuple(given)]
+            found[node] = loaded if loaded.dim() else loaded[None, None]
         else:
             found[node] = node.target(*given, **keywords)
     return found[output]

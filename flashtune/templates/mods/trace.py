@@ -101,6 +101,8 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
     """
     name = getattr(function, "__name__", type(function).__name__)
     inputs = [torch.zeros((), device=device)] * score + [torch.zeros((), dtype=torch.int32, device=device) for _ in INDICES]
+    # make_fx counts parameters with defaults and a method's `self`, too.
+    called = (lambda s, b, h, q, k: function(s, b, h, q, k)) if score else (lambda b, h, q, k: function(b, h, q, k))
     mode = _Indexing(name, getattr(function, "__code__", None))
     # Imported here, since it brings the compiler.
     from torch._decomp import get_decompositions
@@ -109,7 +111,7 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
     try:
         with torch.no_grad(), mode:
             table: Any = get_decompositions(DECOMPOSED)
-            graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            graph = make_fx(called, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except (InputError, Unsupported):
         raise
     except Exception as error:
@@ -230,7 +232,8 @@ class _Reader:
         if target in SAME:
             return given[0]
         if target in FILLS:
-            return Node("number", value.dtype, arguments=(FILLS[target](given),), line=where)
+            # As the dtype has it: whole, or rounded.
+            return Node("number", value.dtype, arguments=(torch.full((), FILLS[target](given), dtype=value.dtype).item(),), line=where)
         if target not in POINTWISE:
             raise Unsupported(f"{self.name} uses {name} ({where}), which kernels don't have")
         operands = [x for x in (*given, *keywords.values()) if isinstance(x, Node)]

@@ -137,7 +137,7 @@ def resized(config: Config, problem: Problem, target: Target) -> Config:
     """The config with split-Q where tiles are few, by programs that take no second tile, else with exclusive dQ where one tile has all
     keys of a head."""
     config = divided(config, problem, target, dq_sums="registers", persistent=False)
-    owns = every_query_sees_a_key(problem) and problem.n_kv <= config.number("BLOCK_N")
+    owns = not problem.features.packed and every_query_sees_a_key(problem) and problem.n_kv <= config.number("BLOCK_N")
     if not owns:
         return config.replace(dq_sums="registers") if config["dq_sums"] == "own" else config
     persistent = config.replace(dq_sums="own", persistent=True)

@@ -65,7 +65,11 @@ def query_divisions(
 
 def divided(config: Config, problem: Problem, target: Target, **where_divided: Value) -> Config:
     """The config with split-Q where that leaves the busiest multiprocessor much less work, and then with `where_divided`."""
-    divides = _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
+    # Programs of packed sequences don't know how many tiles a sequence has.
+    divides = (
+        not problem.features.packed
+        and _divisions(config.number("BLOCK_M"), config.number("BLOCK_N"), problem, target.sms, WORTH_DIVIDING) > 1
+    )
     if bool(config.get("divided_queries", False)) == divides:
         return config
     return config.replace(divided_queries=divides, **(where_divided if divides else {}))
