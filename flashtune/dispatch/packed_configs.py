@@ -23,13 +23,15 @@ MOST_RECORDS = 64
 
 def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
     """Families with configs: of a record of packed sequences nearer than any dense one can be, of the nearest dense record, moved to what
-    packed sequences allow, then their defaults."""
+    packed sequences allow, of a predicted record of the key where unmeasured ones are allowed, then their defaults."""
     spec = problem.spec()
     able = {name: one for name, one in families().items() if one.refusal(problem, spec, target) is None}
-    for like in (problem, dense_of(problem)) if tuned else ():
+    likes = [(problem, "measured"), (dense_of(problem), "measured"), *[(problem, "predicted")] * memo.unmeasured]
+    for like, source in likes if tuned else ():
         key = like.key(target.slug)
         pool = memo.pool(key, target)
-        for record in itertools.islice(pool.near_or_exact(key), MOST_RECORDS):
+        found = pool.near_or_exact(key) if source == "measured" else iter(pool.exact(key, frozenset()))
+        for record in itertools.islice((one for one in found if one.outcome.source == source), MOST_RECORDS):
             if like is problem and distance(record.key, key) >= FEATURE:
                 break
             family = able.get(record.outcome.template)

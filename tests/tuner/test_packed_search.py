@@ -181,6 +181,17 @@ def test_a_packed_record_serves_before_a_dense_one(tmp_path: Path) -> None:
         assert said.kind == "stand_in" and said.differences == ("packed=False for True",)
 
 
+def test_a_predicted_packed_record_serves_where_unmeasured_ones_may(tmp_path: Path) -> None:
+    config = families()["flash_fwd_hopper"].starts(PACKED.spec(), H200)[0]
+    outcome = samples.outcome("0" * 16, 5000.0, template="flash_fwd_hopper", config=config, source="predicted", finalist=True, rank=1)
+    path = samples.write(tmp_path / "a.sqlite", (samples.result(outcome, framework_us=None, of=PACKED),))
+    with dispatch.use(path, alone=True):
+        assert dispatch.explain_problem(PACKED, "h200").kind == "default"
+    with dispatch.use(path, alone=True, unmeasured=True):
+        said = dispatch.explain_problem(PACKED, "h200")
+        assert (said.kind, said.source) == ("exact", "predicted")
+
+
 def test_explain_names_the_packed_record(tmp_path: Path) -> None:
     words = ("explain", "--gpu-name", "h200", "--packed", "one_long", "--n", "1024", "--d", "128", "--heads", "16", "--causal", "--json")
     result = CliRunner().invoke(main, [*words, "--db", str(database(tmp_path / "a.sqlite", PACKED))])
