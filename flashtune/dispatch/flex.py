@@ -165,15 +165,16 @@ def _with_kernel(
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
             trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
             backward = kernel_of("bwd", query, key, value, trained)
+            fails = bool(trained.trained) and _torchs_fails(query)
         else:
-            backward = None
+            backward, fails = None, False
     except Unsupported as unsupported:
         return str(unsupported)
     kernel = kernel_of("fwd", query, key, value, mods)
     for one in (kernel, backward):
         if isinstance(one, str):
             return one
-        if one is not None and one.variant.template not in BUILT_FOR_IT and not _unmeasured_too(query):
+        if one is not None and one.variant.template not in BUILT_FOR_IT and not (fails or _unmeasured_too(query)):
             return UNMEASURED
     assert isinstance(kernel, ModKernel), "reasons were returned"
     return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
@@ -233,6 +234,12 @@ UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTU
 
 BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
 """Families that serve though unmeasured: they are made for one architecture, with the matrix products of `attention`'s kernels there."""
+
+
+def _torchs_fails(query: Tensor) -> bool:
+    """True where PyTorch's backward with gradients of captured tensors needs more shared memory than a Hopper GPU has: 233,472 of 232,448
+    bytes for a head size of 128 in PyTorch 2.11, measured on an H100."""
+    return 64 < query.shape[3] <= 128 and torch.__version__.startswith("2.11.") and devices.target_of(query.device).is_hopper
 
 
 def _unmeasured_too(query: Tensor) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
+from flashtune.core.target import find_target
 from flashtune.dispatch import flex, flex_blocks
+from flashtune.dispatch.flex_kernels import ModKernel
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
 
@@ -241,6 +243,27 @@ def test_built_in_features_serve_where_attention_has_kernels(served: bool, monke
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
             # A gradient needs a backward's kernel.
             assert dispatch.explain_flex(q.requires_grad_(), k, v, capped, mask).startswith("PyTorch's")
+
+
+@pytest.mark.parametrize(
+    ("version", "d", "learned", "ours"),
+    [("2.11.0+cu130", 128, True, True), ("2.11.0", 128, False, False), ("2.11.0", 64, True, False), ("2.12.0", 128, True, False)],
+)
+def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
+    version: str, d: int, learned: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
+    monkeypatch.setattr(flex.devices, "target_of", lambda device: find_target("h100"))
+    monkeypatch.setattr(torch, "__version__", version)
+    kernel = ModKernel.__new__(ModKernel)
+    kernel.variant = SimpleNamespace(template="flash_bwd")  # type: ignore[assignment]
+    monkeypatch.setattr(flex, "kernel_of", lambda *given: kernel)
+    q, k, v = (torch.zeros(1, 2, 32, d) for _ in range(3))
+    table = torch.zeros(2, 65, requires_grad=learned)
+    q.requires_grad_()
+    found = flex._call_of(q, k, v, lambda s, b, h, q, k: s + table[h, (q - k).clamp(-32, 32) + 32], None, None, False, None, False)
+    assert isinstance(found, flex.FlexCall) if ours else found == flex.UNMEASURED
 
 
 @pytest.mark.parametrize("band", [(None, 0), (7, 0), (130, 130), (0, None), (None, None)])
