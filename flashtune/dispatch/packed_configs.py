@@ -13,7 +13,7 @@ from flashtune.dispatch.choose import Kind
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.records import differences
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.resolve import Explanation, said_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
@@ -30,8 +30,8 @@ def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> 
     for like, source in likes if tuned else ():
         key = like.key(target.slug)
         pool = memo.pool(key, target)
-        found = pool.near_or_exact(key) if source == "measured" else iter(pool.exact(key, frozenset()))
-        for record in itertools.islice((one for one in found if one.outcome.source == source), MOST_RECORDS):
+        predicted = (one for one in pool.exact(key, frozenset()) if one.outcome.source == "predicted")
+        for record in itertools.islice(pool.near_or_exact(key) if source == "measured" else predicted, MOST_RECORDS):
             if like is problem and distance(record.key, key) >= FEATURE:
                 break
             family = able.get(record.outcome.template)
@@ -81,10 +81,6 @@ def explanation(problem: Problem, gpu: str, variant: Variant, record: TuningReco
         template=variant.template,
         variant_id=variant.id,
         config=variant.config,
-        source=None if record is None else record.outcome.source,
-        origin=None if record is None else record.origin,
-        record_key=None if record is None else record.key,
-        median_us=None if record is None else record.median_us,
-        framework_us=None if record is None else record.framework_us,
         differences=apart,
+        **said_of(record),
     )

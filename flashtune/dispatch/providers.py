@@ -265,14 +265,15 @@ class Flex(Provider):
             return cap * torch.tanh(score / cap)
 
         words = {"block_mask": blocks, "scale": call.scale, "enable_gqa": call.shared, "score_mod": capped if cap else None}
-        return lambda query, key, value, _: _compiled_flex()(query, key, value, **words)
+        return lambda query, key, value, _: compiled_flex(dynamic=False)(query, key, value, **words)
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def compiled_flex(*, dynamic: bool | None) -> Callable[..., Any]:
+    """PyTorch's flex_attention, compiled for each size anew, or with `dynamic` None for any once a second one was met."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=dynamic)
     return compiled
 
 

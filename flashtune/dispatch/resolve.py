@@ -101,16 +101,25 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: Sequenc
         template=None if variant is None else variant.template,
         variant_id=None if variant is None else variant.id,
         config=choice.config,
-        source=None if record is None else record.outcome.source,
-        origin=None if record is None else record.origin,
-        record_key=None if record is None else record.key,
-        median_us=None if record is None else record.median_us,
-        framework_us=None if record is None else record.framework_us,
         refused=tuple(refused),
         differences=choice.differences,
         twin=choice.fallback,
         provider=choice.provider,
+        **said_of(record),
     )
+
+
+def said_of(record: TuningRecord | None) -> dict[str, Any]:
+    """Fields of an `Explanation` that tell of the record."""
+    if record is None:
+        return {}
+    return {
+        "source": record.outcome.source,
+        "origin": record.origin,
+        "record_key": record.key,
+        "median_us": record.median_us,
+        "framework_us": record.framework_us,
+    }
 
 
 def _uncompiled(variant: Variant, target: Target) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 
 from benchmarks.cases import readme
 from benchmarks.cases.archive import folder
+from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
+from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
+from flashtune.templates.paged import flash_paged
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "benchmarks" / "README.md"
@@ -119,3 +123,74 @@ def test_tables_of_forwards_are_what_one_run_wrote() -> None:
     said = (PAGE).read_text()
     rows = readme.rows_of([readme.PLAIN_RUN])
     assert readme.rewritten(said, [readme.plain_table(rows), readme.feature_table(rows)]) == said
+
+
+ROOMS = folder() / "2026-11-27-h100-functions-and-pages"
+
+
+def of_run(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOMS / file).read_text())
+    return found
+
+
+def mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def spoken(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def test_figures_of_packed_calls_are_those_of_the_run() -> None:
+    cells, said = of_run("packed.json")["packed"], one_line(PAGE)
+    gains, torchs, equal = [], [], []
+    for name in ("fwd", "bwd"):
+        times = [cell[name] for cell in cells]
+        gains.append([min(one["torch"], one["fa4"]) / one["ours"] for one in times])
+        torchs.append(mean([one["torch"] / one["ours"] for one in times]))
+        equal.append([one["ours"] / one["dense"] for one in times if "dense" in one])
+    assert f"({len(cells)} cells): forwards run at {mean(gains[0]):.2f} times (geometric mean; {spoken(gains[0])})" in said
+    assert f"backwards at {mean(gains[1]):.2f} times ({spoken(gains[1])})" in said
+    assert f"at {torchs[0]:.2f} and {torchs[1]:.2f} times its rate" in said
+    assert f"a forward takes {spoken(equal[0])} times as long as by our dense kernel, a backward {spoken(equal[1])} times" in said
+
+
+def test_figures_of_paged_calls_are_those_of_the_run() -> None:
+    cells, said = of_run("paged-configs.json")["1 queries"], one_line(PAGE)
+    spec, target = Problem(batch=1, heads=4, kv_heads=1, n_q=1, n_kv=1, d=128, d_v=128, dtype="bf16").spec(), find_target("h100")
+    defaults = {cache: flash_paged.chosen(spec, target, 4, narrow=cache == "fp8") for cache in ("bf16", "fp8")}
+    gains: dict[str, list[float]] = {"bf16": [], "fp8": []}
+    losses = []
+    for cell in cells:
+        best, default = min(cell["configs"].values()), defaults[cell["cache"]].items
+        losses.append(cell["configs"][" ".join(f"{name}={value}" for name, value in default)] / best)
+        if cell["keys"] == 32768 and cell["sequences"] >= 16:
+            gains[cell["cache"]].append(cell["dense"] / best)
+    hosts = statistics.median(cell["host"]["ours"] / cell["host"]["dense"] for cell in cells)
+    assert f"by the best of {len(cells[0]['configs'])} configs at {spoken(gains['bf16'])} times" in said
+    assert f"over fp8 caches at {spoken(gains['fp8'])} times" in said
+    assert (
+        f"Over {len(cells)} cells the default's config takes a median of {statistics.median(losses):.2f} times as long as the best" in said
+    )
+    assert f"a median of {hosts:.1f} times what a dense one costs" in said
+
+
+def test_figures_of_functions_are_those_of_the_runs() -> None:
+    said = one_line(PAGE)
+    rows = [row for file in ("mods-d128-chained.json", "mods-d64.json") for row in of_run(file)["rows"] if "forward" in row]
+    pointers = [row for row in of_run("mods-d128-pointers.json")["rows"] if str(row.get("served")).startswith("flash_fwd ")]
+    ways = ("forward", "backward")
+    gains, slower = ([[row[way]["flex"] / row[way]["ours"] for row in of] for way in ways] for of in (rows, pointers))
+    assert f"({len(rows)} cells) run forward at {mean(gains[0]):.2f} times its rate ({spoken(gains[0])})" in said
+    assert f"backward at {mean(gains[1]):.2f} times ({spoken(gains[1])})" in said
+    assert f"run seven of these functions at {mean(slower[0]):.2f} and {mean(slower[1]):.2f} times its rate" in said and len(pointers) == 7
+    assert {round(row["lists_us"]) for row in rows if "lists_us" in row} <= {5, 6} and "Lists of blocks take 6 us" in said
+
+
+def test_figures_of_providers_are_those_of_the_run() -> None:
+    run, said = of_run("providers.json"), one_line(PAGE)
+    missed = sorted(round(100 * (row["ratio"] - 1)) for row in run["choices"] if not row["right"])
+    more = [row["more_us"] for row in run["host"]]
+    assert f"in {len(run['choices']) - len(missed)} of {len(run['choices'])} calls" in said and len(missed) == 2
+    assert f"in two one that took {missed[0]} and {missed[1]} % more time" in said
+    assert f"costs the host {min(more):.0f} to {max(more):.0f} us more than PyTorch's own call" in said

@@ -301,7 +301,7 @@ def test_flexattention_sees_the_band_and_the_soft_cap(words: dict[str, Any], mon
 
     monkeypatch.setattr(PROVIDERS["flex"], "devices", ("cpu",))
     # Compiled in place of run as it is, it takes a C++ compiler.
-    monkeypatch.setattr(providers, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(providers, "compiled_flex", lambda **_: flex_attention)
     q, k = drawn(2, 4, 9, 16), drawn(2, 2, 20, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

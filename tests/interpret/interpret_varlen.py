@@ -1,26 +1,16 @@
 """Packed sequences by kernels in Triton's interpreter."""
 
-import traceback
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from interpreting import failures_of
 from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs
 
 from flashtune import dispatch
 
 warnings.filterwarnings("ignore")
-
-
-def passed(check: Any, *given: Any, **words: Any) -> str:
-    """Empty where a check passes, else its failure."""
-    try:
-        with forced("kernels"):
-            check(*given, **words)
-    except Exception:
-        return traceback.format_exc()
-    return ""
 
 
 def of_case(name: str) -> None:
@@ -118,7 +108,5 @@ def of_explanations() -> None:
 
 
 def main(*names: str) -> dict[str, str]:
-    """Failures of the named cases, or without names of everything else; empty where they pass."""
-    if names:
-        return {name: passed(of_case, name) for name in names}
-    return {name: passed(check) for name, check in dict(globals()).items() if name.startswith("of_") and name != "of_case"}
+    """Failures of the named cases, or without names of everything else."""
+    return failures_of(globals(), of_case, names, lambda: forced("kernels"))

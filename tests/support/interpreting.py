@@ -11,7 +11,8 @@ import io
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,26 @@ def interpreted(module: str, *arguments: Any) -> Any:
 def output_of_tests(*words: str, **environment: str) -> str:
     """Output of pytest with these words; fails where a test does."""
     return str(_in_a_child(environment, _output, words))
+
+
+def failures_of(
+    scope: Mapping[str, Any], of_case: Callable[[str], None], names: Sequence[str], context: Callable[[], AbstractContextManager[None]]
+) -> dict[str, str]:
+    """Failures of the named cases, or without names of a module's other checks, its functions `of_...`; empty where they pass."""
+    checks = {name: functools.partial(of_case, name) for name in names}
+    if not names:
+        checks = {name: check for name, check in dict(scope).items() if name.startswith("of_") and check is not of_case}
+    return {name: _failure(check, context) for name, check in checks.items()}
+
+
+def _failure(check: Callable[[], object], context: Callable[[], AbstractContextManager[None]]) -> str:
+    """Empty where a check passes, else its failure."""
+    try:
+        with context():
+            check()
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
 def _in_a_child(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
