@@ -43,6 +43,7 @@ class DiffusersModel:
         inside = place.folder is not None and place.folder.name in ("unet", "transformer")
         self.name = named if place.folder is None else (place.folder.parent if inside else place.folder).name
         self.has_weights = place.folder is not None and any(place.folder.glob("*.safetensors"))
+        self.standard = "sdpa"
         self.defaults = (Workload("forward", 1 if self._flux else 2), Workload("train", 1))
 
     def _config(self, name: str) -> Any:

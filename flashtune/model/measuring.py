@@ -1,6 +1,7 @@
 """Comparison of a whole model with tuned attention and with PyTorch's: outputs against float32, and times of interleaved runs."""
 
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ CHECKED_BATCH = 2
 ALLOWED = 2.0
 """Error of tuned attention over that of PyTorch's, both against eager attention in float32, up to which outputs count as right."""
 
-ROUNDS = 7
+ROUNDS = 10
 
 LEAST_S = 0.02
 """Least time of one timing, in seconds: shorter runs are repeated within it."""
@@ -59,12 +60,12 @@ def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, devic
     expected = _results(exact, wide, small)
     del exact
     errors = {}
-    for implementation in ("sdpa", "tuned"):
+    for implementation in (subject.standard, "tuned"):
         subject.attend(model, implementation)
         found = _results(model, inputs, small)
         errors[implementation] = max(_error(one, other) for one, other in zip(found, expected, strict=True))
-    allowed = ALLOWED * errors["sdpa"] + torch.finfo(dtype).eps
-    return Check(tuned=errors["tuned"], torch=errors["sdpa"], allowed=allowed)
+    allowed = ALLOWED * errors[subject.standard] + torch.finfo(dtype).eps
+    return Check(tuned=errors["tuned"], torch=errors[subject.standard], allowed=allowed)
 
 
 def _widened(value: Any) -> Any:
@@ -124,19 +125,20 @@ class Times:
 def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Times:
     """Times of a workload on a device, host included: runs with PyTorch's attention, each of its backends first, and ours take turns.
 
-    Calls that a backend doesn't take go to the next in PyTorch's order; a backend with which the model fails is left out.
+    A model without PyTorch's fused attention is compared with its own eager one. Calls that a backend doesn't take go to the next in PyTorch's order; a backend with which the model fails is left out.
     """
     inputs = subject.inputs(workload, device=device, dtype=dtype)
-    times: dict[str, list[float]] = {"sdpa": [], "tuned": [], **{name: [] for name in BACKENDS}}
+    backends = BACKENDS if subject.standard == "sdpa" else {}
+    times: dict[str, list[float]] = {subject.standard: [], "tuned": [], **{name: [] for name in backends}}
     run = runner(model, inputs, workload)
     repeats = 1
     for turn in range(ROUNDS + 1):
-        for implementation, found in list(times.items()):
-            first = BACKENDS.get(implementation)
-            subject.attend(model, "sdpa" if first is not None else implementation)
+        for implementation in _in_turn(list(times), turn):
+            first = backends.get(implementation)
+            subject.attend(model, subject.standard if first is not None else implementation)
             with nullcontext() if first is None else sdpa_kernel([first, *BACKENDS.values(), SDPBackend.MATH], set_priority=True):
                 if turn:
-                    found.append(_timed(run, repeats))
+                    times[implementation].append(_timed(run, repeats))
                     continue
                 try:
                     run()
@@ -146,17 +148,29 @@ def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, dev
                         raise
                     del times[implementation]
     ms = {name: 1e3 * statistics.median(found) for name, found in times.items()}
-    return Times(ms.pop("tuned"), ms.pop("sdpa"), ms)
+    return Times(ms.pop("tuned"), ms.pop(subject.standard), ms)
+
+
+def _in_turn(names: list[str], turn: int) -> list[str]:
+    """Names in an order that begins with another one at each turn: what ran before a timing has its share in it."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 def _timed(run: Run, repeats: int) -> float:
     prepared = [run.prepare() for _ in range(repeats)]
-    _synchronize()
-    started = time.perf_counter()
-    for one in prepared:
-        run.step(one)
-    _synchronize()
-    return (time.perf_counter() - started) / repeats
+    # A collection within one of the timings would take longer than the differences between them.
+    gc.collect()
+    gc.disable()
+    try:
+        _synchronize()
+        started = time.perf_counter()
+        for one in prepared:
+            run.step(one)
+        _synchronize()
+        return (time.perf_counter() - started) / repeats
+    finally:
+        gc.enable()
 
 
 def _synchronize() -> None:

@@ -23,6 +23,8 @@ class Subject(Protocol):
 
     name: str
     has_weights: bool
+    standard: str
+    """PyTorch's attention that the model has: `sdpa`, or `eager` where it lacks that."""
 
     @property
     def defaults(self) -> tuple[Workload, ...]:

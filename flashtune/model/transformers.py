@@ -25,6 +25,7 @@ class TransformersModel:
         self._whole = layers is None or not _shortened(self.config, layers)
         self._class = self._class_of()
         self.name = place.folder.name if place.folder is not None else self.config.model_type
+        self.standard = "sdpa" if getattr(self._class, "_supports_sdpa", True) else "eager"
         self.has_weights = place.folder is not None and any(place.folder.glob("*.safetensors"))
         self._input = getattr(self._class, "main_input_name", "input_ids")
         self._text = self.config.get_text_config()

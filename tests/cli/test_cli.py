@@ -45,6 +45,14 @@ def test_help_answers_without_importing_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=600)
 
 
+def test_a_searchs_own_process_needs_no_torch() -> None:
+    # On a GPU's machine its import would take seconds of each search, beside those of the children.
+    modules = "flashtune.cli.search, flashtune.cli.progress, flashtune.tuner.searching, flashtune.tuner.propose.surrogate, flashtune.bench"
+    code = f"import sys, {modules}; print([name for name in ('torch', 'triton') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=600)
+    assert done.stdout.strip() == "[]"
+
+
 EXPLAIN = ("explain", "--gpu-name", "a100", "--n", "512", "--d", "64")
 
 BAD_INPUT = {

@@ -45,6 +45,14 @@ FLUX = {
     "pooled_projection_dim": 32,
     "axes_dims_rope": [4, 4, 8],
 }
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
 H200 = find_target("h200")
 
 
@@ -129,6 +137,21 @@ def test_a_model_with_attention_of_ours_is_as_right_as_with_pytorchs(tmp_path: P
     assert found.right and 0 < found.tuned < 0.1
 
 
+@pytest.mark.parametrize("text", ["forward:2x24", "padded:2x24", "decode:2x24", "train:2x24"])
+def test_a_model_without_pytorchs_fused_attention_is_compared_with_its_own(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = find_subject(saved(tmp_path, GPT_OSS), layers=2)
+    assert subject.standard == "eager"
+    model = subject.build(device="cpu", dtype=torch.bfloat16)
+    found = measuring.check(subject, model, parse(text), device="cpu", dtype=torch.bfloat16)
+    assert found.right and 0 < found.tuned < 0.1
+    monkeypatch.setattr(measuring, "MOST_REPEATS", 1)
+    monkeypatch.setattr(measuring, "ROUNDS", 2)
+    times = measuring.measure(subject, model, parse(text), device="cpu", dtype=torch.bfloat16)
+    assert times.torch_ms > 0 and times.tuned_ms > 0 and times.backends_ms == {}
+
+
 @pytest.mark.parametrize("text", ["forward:2x24", "decode:2x24", "train:2x24"])
 def test_wrong_attention_is_found_by_the_whole_models_outputs(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = find_subject(saved(tmp_path, LLAMA), layers=2)
@@ -143,6 +166,11 @@ def test_decoding_runs_begin_from_the_same_cache(tmp_path: Path) -> None:
     model, workload = subject.build(device="cpu", dtype=torch.float32), parse("decode:2x24")
     run = runner(model, subject.inputs(workload, device="cpu", dtype=torch.float32), workload)
     assert torch.equal(run(), run())
+
+
+def test_each_implementation_is_timed_first_in_its_turn() -> None:
+    turns = [measuring._in_turn(["torch", "tuned", "flash"], turn) for turn in range(3)]
+    assert [turn[0] for turn in turns] == ["torch", "tuned", "flash"] and all(sorted(turn) == sorted(turns[0]) for turn in turns)
 
 
 def test_times_are_of_both_implementations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

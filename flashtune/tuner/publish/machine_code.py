@@ -8,17 +8,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.start import held_back, withdraw
+
+if TYPE_CHECKING:
+    # It imports torch, which a search's own process does without.
+    from flashtune.core.launching import LoadedKernel
 
 SIZES = {"aligned": 1056, "any_size": 1059}
 """Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
@@ -113,7 +116,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
 
 
-def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def _typical_calls(module: "LoadedKernel", spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Name, arguments and keywords of a launch for each specialisation."""
     for name, n_kv in SIZES.items():
         yield name, *_typical_call(module, spec, target, n_kv)
@@ -131,7 +134,7 @@ def _typical_calls(module: LoadedKernel, spec: KernelSpec, target: Target) -> It
                 yield name, tuple((operands | fewer).values()), kwargs
 
 
-def _typical_call(module: LoadedKernel, spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _typical_call(module: "LoadedKernel", spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Meta tensors and keywords of a launch that specialises nothing but the property of SIZES.
 
     Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows, and per-head parameters one number per head; a seed and
