@@ -4,8 +4,8 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,28 +125,35 @@ class Times:
 def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Times:
     """Times of a workload on a device, host included: runs with PyTorch's attention, each of its backends first, and ours take turns.
 
-    A model without PyTorch's fused attention is compared with its own eager one. Calls that a backend doesn't take go to the next in PyTorch's order; a backend with which the model fails is left out.
+    A model without PyTorch's fused attention is compared with its own eager one. Calls that a backend doesn't take go to the next in
+    PyTorch's order; a backend with which the model fails is left out.
     """
     inputs = subject.inputs(workload, device=device, dtype=dtype)
     backends = BACKENDS if subject.standard == "sdpa" else {}
     times: dict[str, list[float]] = {subject.standard: [], "tuned": [], **{name: [] for name in backends}}
     run = runner(model, inputs, workload)
-    repeats = 1
-    for turn in range(ROUNDS + 1):
-        for implementation in _in_turn(list(times), turn):
-            first = backends.get(implementation)
-            subject.attend(model, subject.standard if first is not None else implementation)
-            with nullcontext() if first is None else sdpa_kernel([first, *BACKENDS.values(), SDPBackend.MATH], set_priority=True):
-                if turn:
-                    times[implementation].append(_timed(run, repeats))
-                    continue
+
+    def alone(implementation: str) -> AbstractContextManager[None]:
+        subject.attend(model, subject.standard if implementation in backends else implementation)
+        if implementation not in backends:
+            return nullcontext()
+        return sdpa_kernel([backends[implementation], *BACKENDS.values(), SDPBackend.MATH], set_priority=True)
+
+    with _without_collections():
+        repeats = 1
+        for implementation in list(times):
+            with alone(implementation):
                 try:
                     run()
                     repeats = max(repeats, min(MOST_REPEATS, int(LEAST_S / max(_timed(run, 1), 1e-6)) + 1))
                 except RuntimeError:
-                    if first is None:
+                    if implementation not in backends:
                         raise
                     del times[implementation]
+        for turn in range(ROUNDS):
+            for implementation in _in_turn(list(times), turn):
+                with alone(implementation):
+                    times[implementation].append(_timed(run, repeats))
     ms = {name: 1e3 * statistics.median(found) for name, found in times.items()}
     return Times(ms.pop("tuned"), ms.pop(subject.standard), ms)
 
@@ -159,18 +166,27 @@ def _in_turn(names: list[str], turn: int) -> list[str]:
 
 def _timed(run: Run, repeats: int) -> float:
     prepared = [run.prepare() for _ in range(repeats)]
-    # A collection within one of the timings would take longer than the differences between them.
     gc.collect()
+    _synchronize()
+    started = time.perf_counter()
+    for one in prepared:
+        run.step(one)
+    _synchronize()
+    return (time.perf_counter() - started) / repeats
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context without garbage collections but those asked for, which look at the objects alone that it makes: one in the midst of a timing
+    would take longer than implementations differ by."""
+    gc.collect()
+    gc.freeze()
     gc.disable()
     try:
-        _synchronize()
-        started = time.perf_counter()
-        for one in prepared:
-            run.step(one)
-        _synchronize()
-        return (time.perf_counter() - started) / repeats
+        yield
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 def _synchronize() -> None:
