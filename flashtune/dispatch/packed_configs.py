@@ -40,8 +40,10 @@ def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> 
             config = pool.refit(family, family.completed(record.outcome.config), spec).config
             if config is not None:
                 resized = family.resized(config, problem, target)
-                yield family, resized if family.violated(resized, spec, target) is None else config, record
-                break
+                config = resized if family.violated(resized, spec, target) is None else config
+                if not pool.refutation(family, config, spec, record):
+                    yield family, config, record
+                    break
     for family in able.values():
         yield family, family.default(spec, target), None
 
