@@ -142,7 +142,7 @@ class MeasuredEvaluation(Evaluation):
     def compiled(self, candidate: Candidate) -> Compiled | Failed | None:
         """Result of its compiler."""
         found = self._compiling.get(candidate)
-        return found.reply() if isinstance(found, Pending) else found
+        return found if found is None or isinstance(found, Failed) else found.reply()
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
