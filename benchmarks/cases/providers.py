@@ -22,7 +22,9 @@ from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from benchmarks.shared.turns import DEVICE, guarded, host_in_turns, medians, report, tensors, timed_in_turns
 from flashtune import dispatch
 from flashtune.dispatch import confirming, context
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, TorchBackend
+from flashtune.dispatch.provider import ProviderPlan
+from flashtune.dispatch.providers import PROVIDERS
+from flashtune.dispatch.torch_backends import TorchBackend
 
 ALLOWED = 1.02
 """Largest time of the choice over that of the best implementation at which the choice counts as right."""

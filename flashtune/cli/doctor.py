@@ -32,6 +32,7 @@ def doctor(as_json: bool) -> None:
         *_made("cache", lambda: [_cache()]),
         *_made("machine code", lambda: _machine_code()),
         *_made("databases", lambda: _databases()),
+        *_made("records", lambda: _records()),
     ]
     healthy = all(check["ok"] for check in checks)
     if as_json:
@@ -140,4 +141,35 @@ def _databases() -> list[dict[str, Any]]:
             found.append(_check(name, True, f"{mask_secrets(str(path))} ({counted(len(Library.of(path).records()), 'record')})"))
         except FlashtuneError as error:
             found.append(_check(name, False, mask_secrets(str(path)), str(error)))
+    return found
+
+
+def _records() -> list[dict[str, Any]]:
+    """Measured records that serve on this machine's GPUs and were made with other versions or cards, by what differs."""
+    from flashtune.db.library import Library
+    from flashtune.tuner.machine import local_gpus, provenance
+
+    # Targets can't be hashed.
+    targets_here = {gpu.target.slug: gpu.target for gpu in local_gpus() if gpu.target is not None}
+    if not targets_here:
+        return []
+    from flashtune.tuner.search.requalify import SURROUNDINGS, elsewhere
+
+    found: list[dict[str, Any]] = []
+    for target in targets_here.values():
+        here = provenance(command="", seed=None, measured=True, target=target)
+        try:
+            records = [record for record in Library.default().records(gpu=target.slug) if record.outcome.source == "measured"]
+        except FlashtuneError:
+            # The check of databases says so.
+            return found
+        apart = [elsewhere(record, here) for record in records]
+        said = f"{counted(len(records), 'measured record')} of {target.slug}"
+        if failed := sum(bool(record.refuted) for record in records):
+            said += f"; the kernels of {failed} fail here and don't serve (flashtune show)"
+        if away := sum(map(bool, apart)):
+            counts = {part: sum(part in one for one in apart) for part in SURROUNDINGS}
+            causes = [f"{part} ({count}; here {getattr(here, SURROUNDINGS[part])})" for part, count in counts.items() if count]
+            said += f"; {away} made with another {', '.join(causes)}: they serve, and `flashtune verify --requalify` times them again"
+        found.append(_check("records", True, said))
     return found

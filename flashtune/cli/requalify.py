@@ -1,5 +1,6 @@
 """`flashtune verify --requalify`: records of this GPU are timed again, and what is found takes their places."""
 
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,22 @@ if TYPE_CHECKING:
     from flashtune.tuner.search.requalify import Requalified
 
 
-def run_requalify(location: str | None, filters: "KeyFilter", *, most: int | None, seed: int, as_json: bool) -> None:
-    """Time up to `most` records again, the worst suspects first, save what is found, and print a line to each."""
+def run_requalify(
+    location: str | None, filters: "KeyFilter", *, most: int | None, budget_s: float | None, seed: int, as_json: bool
+) -> None:
+    """Time up to `most` records again, the worst suspects first, save what is found, and print a line to each; none is begun after
+    `budget_s` seconds."""
     from flashtune.bench import time_calls
     from flashtune.core.secrets import command_line
     from flashtune.db.inspection import MissingDatabaseError
     from flashtune.db.library import Library, overlay_path, shipped_path
     from flashtune.db.store import Store
     from flashtune.tuner.children.workers import Workers
-    from flashtune.tuner.machine import local_gpu, provenance
+    from flashtune.tuner.machine import cores, local_gpu, provenance
     from flashtune.tuner.search.evaluation import MeasuredEvaluation
-    from flashtune.tuner.search.requalify import RACE_S, elsewhere, requalified, worst_first
+    from flashtune.tuner.search.requalify import RACE_S, VERDICTS, elsewhere, requalified, worst_first
 
+    began = time.monotonic()
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
         raise EnvironmentProblem("verify --requalify times kernels and found no GPU that flashtune knows: run it on the records' own GPU")
@@ -50,7 +55,7 @@ def run_requalify(location: str | None, filters: "KeyFilter", *, most: int | Non
                 for result in known.results(**filters):
                     stored.setdefault(result.problem.key(result.gpu), []).append(result)
         store = stack.enter_context(Store.open(location or overlay_path(), writable=True))
-        workers = stack.enter_context(Workers(jobs=1))
+        workers = stack.enter_context(Workers(jobs=max(1, cores() - 1)))
         fixed: dict[str, Any] = {
             "target": target,
             "workers": workers,
@@ -59,16 +64,22 @@ def run_requalify(location: str | None, filters: "KeyFilter", *, most: int | Non
             "race_s": RACE_S,
             "calls": time_calls,
         }
-        timings = requalified(chosen, stored, target, here, lambda problem: MeasuredEvaluation(problem=problem, **fixed))
+
+        def enough() -> bool:
+            return budget_s is not None and time.monotonic() - began > budget_s
+
+        timings = requalified(chosen, stored, target, here, lambda problem: MeasuredEvaluation(problem=problem, **fixed), enough)
         for count, one in enumerate(timings, start=1):
             found.append(one)
             if one.result is not None:
-                store.save(one.result, replacing=True)
+                # A failed kernel's record is kept, so that a later version or driver may find it right again.
+                store.save(one.result, replacing=one.result.best is not None)
             messages().print(f"[{count}/{len(chosen)}] {line(one)}")
+    left = len(chosen) - len(found)
     if as_json:
-        print_json({"rows": [row(one) for one in found]})
+        print_json({"rows": [row(one) for one in found], "left": left})
         return
-    counts = {word: sum(one.verdict == word for one in found) for word in ("confirmed", "updated", "demoted", "failed")}
+    counts = {word: sum(one.verdict == word for one in found) for word in VERDICTS} | ({"left by --budget": left} if left else {})
     console().print(", ".join(f"{number} {word}" for word, number in counts.items()))
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import db_option, json_option, record_filters
-from flashtune.core.errors import EnvironmentProblem, NoKernelFound
+from flashtune.cli.options import db_option, json_option, record_filters, seconds_of
+from flashtune.core.errors import EnvironmentProblem, InputError, NoKernelFound
 from flashtune.core.results import Fate
 from flashtune.core.words import counted
 
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 @click.option(
     "--requalify", is_flag=True, help="Time this GPU's records again, worst suspects first, and store what is found in place of them."
 )
+@click.option("--budget", metavar="TIME", help="Wall time after which --requalify begins no further record: 90s, 10m, 1h.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
-def verify(*, location: str | None, filters: "KeyFilter", sample: int | None, requalify: bool, seed: int, as_json: bool) -> None:
+def verify(
+    *, location: str | None, filters: "KeyFilter", sample: int | None, requalify: bool, budget: str | None, seed: int, as_json: bool
+) -> None:
     """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
     Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
@@ -41,12 +44,17 @@ def verify(*, location: str | None, filters: "KeyFilter", sample: int | None, re
 
     With --requalify, on a GPU, each of its measured records races again with the runners-up of its key and PyTorch, some seconds a key.
     Records from elsewhere (another torch, Triton, driver or card) come first. What is found takes a record's place in the database (your
-    own, or --db): where another kernel is faster, or PyTorch, that serves from then on. --sample bounds the number of records.
+    own, or --db): where another kernel is faster, or PyTorch, that serves from then on. A kernel that no longer compiles, fails or is
+    wrong doesn't serve any more, in the shipped database either, until it is measured again. Where the machine is at fault (memory that
+    others use, a process that was killed), the record stays: `undecided`. --sample and --budget bound the work.
     """
+    if budget is not None and not requalify:
+        raise InputError("--budget bounds what --requalify times: give both, or bound the records that are checked by --sample")
     if requalify:
         from flashtune.cli.requalify import run_requalify
 
-        run_requalify(location, filters, most=sample, seed=seed, as_json=as_json)
+        budget_s = None if budget is None else seconds_of(budget)
+        run_requalify(location, filters, most=sample, budget_s=budget_s, seed=seed, as_json=as_json)
         return
     from flashtune.cli.progress import lasting
     from flashtune.db.library import Library

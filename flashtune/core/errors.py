@@ -1,7 +1,11 @@
 """Errors a user can act on: one sentence with the cause, the offending value and the remedy."""
 
 import difflib
+import errno
+import os
 from collections.abc import Mapping
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class FlashtuneError(Exception):
@@ -41,6 +45,17 @@ class NoKernelFound(FlashtuneError):
     """A search ended without one correct candidate, or a database has no record for the request."""
 
     exit_code = 5
+
+
+def environment_fault(error: BaseException) -> str | None:
+    """Reason why this machine can't compile kernels, where no kernel is to blame; None for other errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return os.strerror(cause.errno) if cause.filename is not None else cause.strerror
+        cause = cause.__cause__
+    # Triton quotes the errors of its assembler, which writes files, too.
+    return next((said for code in _OF_DISKS if (said := os.strerror(code)) in str(error)), None)
 
 
 def did_you_mean(name: str, known: Mapping[str, str], *, cutoff: float) -> str:

@@ -189,7 +189,17 @@ class Conditions:
 
 
 REQUALIFIED = "requalified"
-"""Reason of a run that timed a record again: earlier runs of its key no longer count."""
+"""Reason of a run that timed a record again: earlier runs of its key no longer count, nor earlier records of kernels that failed in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Kernel that failed when a record was timed again: its variant on a GPU, the time of that run (ISO 8601), and the cause."""
+
+    gpu: str
+    variant_id: str
+    found_at: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +260,8 @@ class TuningRecord:
     """The database it was read from: `shipped`, `overlay` or a path."""
     precedence: int = 0
     """Precedence of its layer among the requested ones; 0 for the user's own results and the shipped ones."""
+    refuted: str = ""
+    """Cause of a later failure of its kernel on its GPU (`Finding`), because of which it doesn't serve."""
 
     def as_fallback(self) -> "TuningRecord | None":
         """The record of its fallback kernel; None where it has none."""

@@ -75,12 +75,17 @@ def differentiable_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     non-finite results or a fault, and so do unaligned gradients.
     """
     out: Tensor = sdpa(query, key, value, mask, **kwargs)
-    node = out.grad_fn
-    if node is not None and not torch.compiler.is_compiling():
-        # As register_hook does, at a fraction of its time; later hooks are added to these.
-        out._backward_hooks = OrderedDict(((-1, _laying_out(out.stride())),))
-        node._register_hook_dict(out)
+    if out.grad_fn is not None and not torch.compiler.is_compiling():
+        lay_out_gradient(out)
     return out
+
+
+def lay_out_gradient(out: Tensor) -> None:
+    """Have the gradient of a fresh output brought into its strides before its backward."""
+    # As register_hook does, at a fraction of its time; later hooks are added to these.
+    out._backward_hooks = OrderedDict(((-1, _laying_out(out.stride())),))
+    node: Any = out.grad_fn
+    node._register_hook_dict(out)
 
 
 @functools.lru_cache(256)

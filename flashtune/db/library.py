@@ -19,7 +19,7 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError
-from flashtune.db.preference import by_key, by_preference, foremost, key_order, serve_all, worth_keeping
+from flashtune.db.preference import Findings, by_key, by_preference, foremost, key_order, latest, refuted, serve_all, worth_keeping
 from flashtune.db.records import FileChanged, FileRecords
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
                 found += _labelled(layer, self._of(place, lambda records: records.get(key, [])))
             if not found:
                 raise KeyError(key)
-            self._known[key] = by_preference(found)
+            self._known[key] = by_preference(refuted(record, self.findings) for record in found)
         return self._known[key]
 
     def __iter__(self) -> Iterator[ProblemKey]:
@@ -91,6 +91,11 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
     def _keys(self) -> dict[ProblemKey, None]:
         found = {key for place in range(len(self.layers)) for key in self._of(place, list)}
         return dict.fromkeys(sorted(found, key=key_order))
+
+    @functools.cached_property
+    def findings(self) -> Findings:
+        """Kernels that failed when records of any layer were timed again."""
+        return latest(one for place in range(len(self.layers)) for one in self._of(place, lambda records: getattr(records, "findings", ())))
 
     @functools.cached_property
     def large(self) -> bool:
@@ -119,7 +124,7 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
                 self._rows[place] = _opened(layer)
                 return read(self._rows[place])
         except FileChanged:
-            self._rows[place] = by_key(_through_store(layer))
+            self._rows[place] = _StoreRecords(layer)
         except FlashtuneError as error:
             self._rows[place] = _left_out(layer, error)
         return read(self._rows[place])
@@ -216,7 +221,7 @@ def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
         return {}
     try:
         if path is None:
-            return by_key(_through_store(layer))
+            return _StoreRecords(layer)
         try:
             return FileRecords(path, shipped=layer.location == shipped_path())
         except FileChanged:
@@ -237,7 +242,7 @@ def _recovered(layer: Layer, path: Path) -> Mapping[ProblemKey, list[TuningRecor
         return FileRecords(path, copy=file.recovered())
     except FileChanged:
         # Another process keeps writing it.
-        return by_key(_through_store(layer))
+        return _StoreRecords(layer)
     finally:
         file.close()
 
@@ -258,9 +263,12 @@ def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:
     return [replace(record, origin=layer.origin or record.origin, precedence=layer.precedence) for record in records]
 
 
-def _through_store(layer: Layer) -> list[TuningRecord]:
-    """Winners of all runs of a layer, read through the store."""
-    from flashtune.db.store import Store
+class _StoreRecords(dict[ProblemKey, list[TuningRecord]]):
+    """Records of a layer by key, read through the store, and its findings."""
 
-    with Store.open(layer.location, writable=False) as store:
-        return store.winners()
+    def __init__(self, layer: Layer) -> None:
+        from flashtune.db.store import Store
+
+        with Store.open(layer.location, writable=False) as store:
+            super().__init__(by_key(store.winners()))
+            self.findings = store.findings()

@@ -1,13 +1,13 @@
 """Preference among records of one key: the same rule for a database, for layers of databases and for dispatch."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import REQUALIFIED, Bits, TuningRecord
+from flashtune.core.results import REQUALIFIED, Bits, Finding, Outcome, TuningRecord
 from flashtune.db.rows import moment
 
 FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5
@@ -82,6 +82,37 @@ def by_preference(same: Iterable[TuningRecord]) -> list[TuningRecord]:
     kept = [record for record in ordered if not outdated(record)]
     place = kept.index(newest) + 1
     return kept[:place] + old + kept[place:]
+
+
+Findings = Mapping[tuple[str, str], Finding]
+"""The latest failure of each kernel, by GPU and variant."""
+
+
+def latest(findings: Iterable[Finding]) -> Findings:
+    """The latest of some findings of each kernel."""
+    ordered = sorted(findings, key=lambda one: moment(one.found_at))
+    return {(one.gpu, one.variant_id): one for one in ordered}
+
+
+def refutation(findings: Findings, gpu: str, variant_id: str, record: TuningRecord | None = None) -> str:
+    """Cause of a kernel's failure on a GPU, unless the record that leads to it was measured later; empty where there is none."""
+    found = findings.get((gpu, variant_id))
+    if found is None or (record is not None and _made(record) > moment(found.found_at).timestamp()):
+        return ""
+    return f"`flashtune verify --requalify` found that its kernel fails on {gpu}: {found.reason}"
+
+
+def refuted(record: TuningRecord, findings: Findings) -> TuningRecord:
+    """Record with the cause of its kernel's later failure, and without kernels beside it that failed."""
+
+    def failed(outcome: Outcome | None) -> str:
+        return "" if outcome is None else refutation(findings, record.key.gpu, outcome.variant_id, record)
+
+    if not findings or not any(map(failed, (record.outcome, record.fallback, record.in_graphs))):
+        return record
+    fallback = None if failed(record.fallback) else record.fallback
+    in_graphs = None if failed(record.in_graphs) else record.in_graphs
+    return replace(record, refuted=failed(record.outcome), fallback=fallback, in_graphs=in_graphs)
 
 
 def serve_all(record: TuningRecord) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import PROVIDERS, Outcome, SearchResult, TuningRecord
+from flashtune.core.results import PROVIDERS, REQUALIFIED, Finding, Outcome, SearchResult, TuningRecord, fastest_in_graphs
 from flashtune.db import rows
 from flashtune.db.inspection import row_named
-from flashtune.db.values import LARGEST, Row
+from flashtune.db.values import LARGEST, TEXT_LENGTH, Row
 
 Values = Sequence[Any]
 Execute = Callable[[str, Mapping[str, object]], Sequence[Values]]
@@ -40,6 +40,13 @@ _WINNERS = f"""
 """
 _FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE ranked.place = 1"
 _CALLED = f"SELECT {', '.join(_TRIAL)} FROM {_TRIALS} WHERE trial.call_us IS NOT NULL AND {_OF_RUNS}"
+
+
+_FAILURE = ("trial.id", "trial.variant_id", "trial.fate", "trial.reason", "problem.gpu", "run.created_at")
+_FAILURES = f"""
+    run JOIN problem ON problem.id = run.problem_id JOIN trial ON trial.run_id = run.id
+    WHERE run.ended_by = '{REQUALIFIED}' AND trial.median_us IS NULL
+"""
 
 
 class Found(NamedTuple):
@@ -93,7 +100,7 @@ def _record(values: Values, fallbacks: Mapping[object, Row], called: Mapping[obj
         running = rows.fallback_of(outcome, fallback)
     mine = called.get(trial.values["run_id"], ())
     with row_named(name, "trial", f"of run {trial.values['run_id']}"):
-        in_graphs = rows.in_graphs_of(outcome, [row for row in mine if row.values["template"] not in PROVIDERS])
+        in_graphs = _in_graphs_of(outcome, [row for row in mine if row.values["template"] not in PROVIDERS])
         if in_graphs is not None:
             rows.refuse_impossible(key.gpu, run["problem"], in_graphs, None)
     others = []
@@ -103,6 +110,26 @@ def _record(values: Values, fallbacks: Mapping[object, Row], called: Mapping[obj
                 others.append(rows.read_outcome(row))
                 rows.refuse_impossible(key.gpu, run["problem"], others[-1], None)
     return TuningRecord(key=key, outcome=outcome, fallback=running, in_graphs=in_graphs, providers=tuple(others), origin=name, **run)
+
+
+def _in_graphs_of(winner: Outcome, called: Sequence[Row]) -> Outcome | None:
+    """Kernel that CUDA graphs run in place of a run's winner, from the run's trials whose whole calls were timed, or None."""
+    most_us = winner.measurement.median_us if winner.measurement is not None else 0.0
+    # Nearly every winner is the fastest, and a look at one number costs less than reading a row.
+    faster = (row for row in called if not (isinstance(us := row.values["median_us"], float) and us >= most_us))
+    return fastest_in_graphs(winner, map(rows.read_outcome, faster))
+
+
+def findings(execute: Execute, name: str) -> list[Finding]:
+    """Kernels that failed in runs that timed records again; raises DatabaseError as `records` does."""
+    found = []
+    for values in execute(f"SELECT {', '.join(_FAILURE)} FROM {_FAILURES}", {}):
+        row = _row(_FAILURE, values)
+        with row_named(name, "trial", row.values["id"]):
+            cause = f"{row.one_of('fate', rows.FATES)}: {row.text('reason', limit=TEXT_LENGTH, empty=True)}"
+            fixed = {"gpu": row.word("gpu"), "variant_id": row.word("variant_id"), "found_at": rows.read_created_at(row)}
+            found.append(Finding(**fixed, reason=cause))
+    return found
 
 
 class FoundRuns(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import DECODE_ROWS, ProblemKey
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Finding, TuningRecord
 from flashtune.db import queries, rows, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import examine, explain, header_size, is_quiet, row_named, signature, unfinished
@@ -61,6 +61,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         self._lock = threading.Lock()
         self._ids: dict[ProblemKey, int] = {}
         self._whole: dict[ProblemKey, list[TuningRecord]] | None = None
+        self._findings: list[Finding] | None = None
         size = header_size(self._source, self._name)
         self._seen = None if settled else signature(self._path)
         if self._seen is not None and (unfinished(self._path) or not is_quiet(self._seen)):
@@ -74,6 +75,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
                 self._index()
         if not shipped and size <= READ_WHOLE:
             self._whole = by_key(self.winners())
+            _ = self.findings
         self._opening = None
 
     def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
@@ -111,6 +113,14 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         with self._reading():
             found = queries.winners(self._fetched)
         return queries.records(found, self._name)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Kernels that failed when records were timed again."""
+        if self._findings is None:
+            with self._reading():
+                self._findings = queries.findings(self._fetched, self._name)
+        return self._findings
 
     @property
     def _source(self) -> Path:

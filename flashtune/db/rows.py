@@ -6,7 +6,6 @@ tidied when it is saved: control characters become blanks and long texts are cut
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -30,7 +29,6 @@ from flashtune.core.results import (
     Provenance,
     SearchResult,
     Source,
-    fastest_in_graphs,
 )
 from flashtune.core.words import canonical, shown
 from flashtune.db.values import IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, tidy
@@ -77,7 +75,8 @@ SETTLED = '"maximum":"first"'
 """Part of the text of configs with frozen row maxima, which have fallback kernels."""
 
 _QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
-_FATES = tuple(str(fate) for fate in Fate)
+FATES = tuple(str(fate) for fate in Fate)
+"""Words of `Fate` in rows."""
 
 
 def read_key(row: Row) -> ProblemKey:
@@ -188,17 +187,11 @@ def _read_lengths(row: Row) -> Lengths | None:
 
 def read_provenance(row: Row) -> Provenance:
     """Provenance of a run."""
-    created_at = row.text("created_at", limit=NAME_LENGTH, empty=True)
-    if created_at:
-        try:
-            datetime.fromisoformat(created_at)
-        except ValueError as error:
-            raise RowError("created_at", f"is {shown(created_at)}, not a time in ISO 8601") from error
     texts = {name: row.text(name, limit=limit, empty=True) for name, limit in _TEXTS.items()}
     return Provenance(
         **texts,
         seed=None if row.missing("seed") else row.integer("seed", -(2**63), 2**63 - 1),
-        created_at=created_at,
+        created_at=read_created_at(row),
         conditions=_read_conditions(row),
     )
 
@@ -226,6 +219,16 @@ def _read_conditions(row: Row) -> Conditions | None:
         throttled_by=None if row.missing("race_throttled_by") else row.text("race_throttled_by", limit=REASONS_LENGTH, empty=True),
         other_processes=integer("race_other_processes", 0),
     )
+
+
+def read_created_at(row: Row) -> str:
+    """Time at which a run began; empty where it is missing."""
+    text = row.text("created_at", limit=NAME_LENGTH, empty=True)
+    try:
+        moment(text)
+    except ValueError as error:
+        raise RowError("created_at", f"is {shown(text)}, not a time in ISO 8601") from error
+    return text
 
 
 def moment(created_at: str) -> datetime:
@@ -282,7 +285,7 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
 
 def read_outcome(row: Row) -> Outcome:
     """Outcome in a row of `trial`; raises RowError where its values contradict each other."""
-    fate = Fate(row.one_of("fate", _FATES))
+    fate = Fate(row.one_of("fate", FATES))
     source: Source = row.one_of("source", SOURCES)
     measurement = _read_measurement(row)
     trial = _read_measurement(row, "trial_")
@@ -325,14 +328,6 @@ def fallback_of(outcome: Outcome, row: Row | None) -> Outcome | None:
         return None
     fallback = read_outcome(row)
     return fallback if fallback.template == outcome.template and fallback.fate is Fate.CORRECT and fallback.source == "measured" else None
-
-
-def in_graphs_of(winner: Outcome, called: Sequence[Row]) -> Outcome | None:
-    """Kernel that CUDA graphs run in place of a run's winner, from the run's trials whose whole calls were timed, or None."""
-    most_us = winner.measurement.median_us if winner.measurement is not None else 0.0
-    # Nearly every winner is the fastest, and a look at one number costs less than reading a row.
-    faster = (row for row in called if not (isinstance(us := row.values["median_us"], float) and us >= most_us))
-    return fastest_in_graphs(winner, map(read_outcome, faster))
 
 
 def refuse_impossible(gpu: str, problem: Problem, outcome: Outcome, baseline: Baseline | None) -> None:

@@ -14,10 +14,10 @@ from flashtune.core.config import Direction
 from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, SearchResult, TuningRecord
+from flashtune.core.results import Bits, Finding, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_secrets
 from flashtune.db import queries
-from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, latest, refuted, serve_all, worth_keeping
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
 from flashtune.db.writing import ResultRows, write_file
@@ -104,7 +104,12 @@ class Store:
     def winners(self, **where: Unpack[KeyFilter]) -> list[TuningRecord]:
         """Winner of every run that passes the filter (see `records`), newest run first."""
         found = self._access.read(lambda connection: queries.winners(_executing(connection), *_filtered(where)))
-        return queries.records(found, self.name)
+        findings = latest(self.findings())
+        return [refuted(record, findings) for record in queries.records(found, self.name)]
+
+    def findings(self) -> list[Finding]:
+        """Kernels that failed when records were timed again."""
+        return self._access.read(lambda connection: queries.findings(_executing(connection), self.name))
 
     def results(self, **where: Unpack[KeyFilter]) -> list[SearchResult]:
         """Results as they were saved, one for each run that passes the filter, oldest first."""

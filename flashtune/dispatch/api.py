@@ -26,7 +26,8 @@ from flashtune.dispatch.offers import measured_record, offers
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.parse import Arguments, Options, parse, unwrapped
 from flashtune.dispatch.plan import Plan, Plans, capturing, restorer
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan
+from flashtune.dispatch.provider import ProviderPlan
+from flashtune.dispatch.providers import PROVIDERS
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.dispatch.records import Pool
 from flashtune.dispatch.resolve import Candidate, Explanation

@@ -147,7 +147,7 @@ def rank(
         note = f"{why}, so PyTorch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
         yield Choice(kind="framework", spec=spec, note=note)
         return
-    yield from (_default_choice(family, problem, target) for family in computing)
+    yield from (_default_choice(family, problem, target, pool) for family in computing)
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, PyTorch's own attention does")
 
 
@@ -214,7 +214,13 @@ class _Ranking:
         return [0.0 if found[0] is None else math.inf if log is None else max(log, LOG_HOST) for log in found]
 
     def fit(self, record: TuningRecord) -> Fit | Refusal:
-        """Record as it would serve, or the reason why it can't."""
+        """Record as it would serve, or the reason why it can't, as a failure of its kernel since it was measured."""
+        found = self._fit(record)
+        if isinstance(found, Fit) and (why := self.pool.refutation(found.family, found.config, self.spec, record)):
+            return Refusal(reason=why, record=record)
+        return found
+
+    def _fit(self, record: TuningRecord) -> Fit | Refusal:
         family = self.families.get(record.outcome.template)
         if family is None:
             return Refusal(reason=f"there is no template {record.outcome.template!r} here", record=record)
@@ -339,7 +345,8 @@ class _Ranking:
         moved = self._move(family, config)
         if isinstance(moved, str) or settles(moved):
             return None
-        return moved if self._is_own(fit.record) else family.resized(moved, self.problem, self.target)
+        found = moved if self._is_own(fit.record) else family.resized(moved, self.problem, self.target)
+        return None if self.pool.refutation(family, found, self.spec, fit.record) else found
 
     def _note(self, fit: Fit) -> str:
         """The record's time, where it is from, and how its config was adapted."""
@@ -355,7 +362,7 @@ class _Ranking:
         return f"{verb} {place}: {record.median_us:.1f} us" + "".join(f", with {axes} to {why}" for axes, why in adapted if axes)
 
 
-def _default_choice(family: Family, problem: Problem, target: Target) -> Choice | Refusal:
+def _default_choice(family: Family, problem: Problem, target: Target, pool: Pool) -> Choice | Refusal:
     """Choice of a family's default config, or the reason why it can't serve."""
     spec = problem.spec()
     if (why := family.refusal(problem, spec, target)) is not None:
@@ -363,6 +370,8 @@ def _default_choice(family: Family, problem: Problem, target: Target) -> Choice 
     config = family.resized(family.default(spec, target), problem, target)
     if (broken := family.violated(config, spec, target)) is not None:
         return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
+    if failed := pool.refutation(family, config, spec, None):
+        return Refusal(reason=f"{family.name}: {failed}")
     note = f"no record applies to this problem, so the unmeasured default config of {family.name} serves it"
     return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 

@@ -25,7 +25,8 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import KernelPlan
 from flashtune.dispatch.parse import Arguments
 from flashtune.dispatch.plan import Plan, capturing
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, plan_of, torchs_choice, variant_of
+from flashtune.dispatch.provider import ProviderPlan
+from flashtune.dispatch.providers import PROVIDERS, plan_of, torchs_choice, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.dispatch.records import Pool
 from flashtune.templates import families

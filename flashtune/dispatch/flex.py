@@ -180,23 +180,27 @@ def _with_kernel(
     return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
 
 
+_WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")
 _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
 """Arguments of `attention` that `flex_attention` has, too."""
 
 
 def of_attention(given: dict[str, Any]) -> Any:
     """A call of `attention` with a mask or a score as code; raises InputError for arguments that belong into the functions."""
-    usual = inspect.signature(api.attention).parameters
-    more = [name for name, x in given.items() if name not in _TAKEN and x is not usual[name].default and x != usual[name].default]
-    if more:
-        raise InputError(f"{more[0]} is no argument beside score_mod and block_mask: leave it out, and write it into these functions")
-    return flex_attention(**{name: given[name] for name in _TAKEN})
+    return flex_attention(**_taken(given))
+
+
+def _taken(given: dict[str, Any]) -> dict[str, Any]:
+    for name, usual in inspect.signature(api.attention).parameters.items():
+        if name not in _TAKEN and given[name] is not usual.default and given[name] != usual.default:
+            remedy = "write it into these functions" if name in _WRITABLE else "call attention without functions where you need it"
+            raise InputError(f"{name} is no argument beside score_mod and block_mask: leave it out, and {remedy}")
+    return {name: given[name] for name in _TAKEN}
 
 
 def explained(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
-    said = explain_flex(**{name: given[name] for name in _TAKEN})
-    torchs = said.startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
+    torchs = (said := explain_flex(**_taken(given))).startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
     return Explanation(kind="framework" if torchs else "default", reason=said, gpu="")
 
 

@@ -1,8 +1,6 @@
 """Kernels: machine code where it is shipped or cached, else rendered text; and those that failed here."""
 
-import errno
 import functools
-import os
 from collections.abc import Callable
 from threading import Timer
 from typing import NamedTuple, TypeVar
@@ -13,7 +11,7 @@ from flashtune.core import devices
 from flashtune.core.binaries import Manifest, machine_arch, source_digest
 from flashtune.core.collector import held_off
 from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError, environment_fault
 from flashtune.core.folders import let_triton_write
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
@@ -26,8 +24,6 @@ RETRY_S = 60.0
 """Seconds after a fault of this machine, as a full disk, until calls affected by it are chosen anew."""
 
 _Found = TypeVar("_Found")
-
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def variant(family: Family, spec: KernelSpec, config: Config) -> Variant:
@@ -170,17 +166,6 @@ class Kernels:
         """Drop the faults of this machine, and all plans chosen under them."""
         self.faults.clear()
         self._forget()
-
-
-def environment_fault(error: BaseException) -> str | None:
-    """Reason why this machine can't compile kernels, where no kernel is to blame; None for other errors."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            return os.strerror(cause.errno) if cause.filename is not None else cause.strerror
-        cause = cause.__cause__
-    # Triton quotes the errors of its assembler, which writes files, too.
-    return next((said for code in _OF_DISKS if (said := os.strerror(code)) in str(error)), None)
 
 
 def _unbuildable(error: Exception) -> bool:

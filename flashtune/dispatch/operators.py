@@ -119,7 +119,7 @@ def traced(arguments: Arguments, options: Options) -> Any:
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
                 keep = torch.ops.flashtune.dropout_keep(arguments.query, signed(seed_bits(arguments.seed)), *sizes, call.dropout_p)
-        with traced_backend(named):
+        with traced_backend(named, call):
             out, lse = pytorch.attention(call, *arguments[:4], keep, arguments.per_head)
     return (out, lse) if call.return_lse else out
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flashtune.core.config import Config, Variant
+from flashtune.core.errors import InputError
 from flashtune.core.nearness import FEATURE, distance
 from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
@@ -35,15 +36,27 @@ def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> 
             if like is problem and distance(record.key, key) >= FEATURE:
                 break
             family = able.get(record.outcome.template)
-            if family is None:
+            if family is None or (tuned_config := _valid(family, record)) is None:
                 continue
-            config = pool.refit(family, family.completed(record.outcome.config), spec).config
+            config = pool.refit(family, tuned_config, spec).config
             if config is not None:
                 resized = family.resized(config, problem, target)
-                yield family, resized if family.violated(resized, spec, target) is None else config, record
-                break
+                config = resized if family.violated(resized, spec, target) is None else config
+                if not pool.refutation(family, config, spec, record):
+                    yield family, config, record
+                    break
     for family in able.values():
         yield family, family.default(spec, target), None
+
+
+def _valid(family: Family, record: TuningRecord) -> Config | None:
+    """A record's config under today's axes; None where it has others or other values, as of a version before or after this one."""
+    config = family.completed(record.outcome.config)
+    try:
+        family.validate(config)
+    except InputError:
+        return None
+    return config
 
 
 def dense_of(problem: Problem) -> Problem:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
 from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, sms_apart
 from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
-from flashtune.db.preference import by_key, preference, raced_for_same_bits
+from flashtune.db.preference import Findings, by_key, preference, raced_for_same_bits, refutation
 from flashtune.templates.family import ConstraintCache, Family, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
@@ -30,8 +30,16 @@ class Pool:
     Keys are sorted first, and the records of one are looked at when its turn comes: hardly any call looks beyond the nearest.
     """
 
-    def __init__(self, key: ProblemKey, target: Target, records: Rows | Sequence[TuningRecord], families: Mapping[str, Family]) -> None:
-        """`key` is that of any problem of the kind."""
+    def __init__(
+        self,
+        key: ProblemKey,
+        target: Target,
+        records: Rows | Sequence[TuningRecord],
+        families: Mapping[str, Family],
+        findings: Findings | None = None,
+    ) -> None:
+        """`key` is that of any problem of the kind, `findings` are kernels that failed since they were measured."""
+        self._findings = findings or {}
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
         self._constraints: dict[KernelSpec, ConstraintCache] = {}
@@ -77,6 +85,12 @@ class Pool:
     def best_of(self, key: ProblemKey, allowed: Callable[[TuningRecord], bool]) -> TuningRecord | None:
         """The preferred one of the `allowed` records of a key."""
         return next((entry.record for entry in self._of(key) if allowed(entry.record)), None)
+
+    def refutation(self, family: Family, config: Config, spec: KernelSpec, record: TuningRecord | None) -> str:
+        """Cause of a later failure on this GPU of the kernel to which a record (None: a default) leads; empty where there is none."""
+        if not self._findings:
+            return ""
+        return refutation(self._findings, self._target.slug, Variant(template=family.name, spec=spec, config=config).id, record)
 
     @property
     def lengths(self) -> frozenset[int]:

@@ -23,7 +23,8 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
-from flashtune.dispatch.providers import PROVIDERS, ProviderPlan, Tensors, plan_of, variant_of
+from flashtune.dispatch.provider import ProviderPlan, Tensors
+from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -221,10 +222,12 @@ def _out_of_reach(call: Call) -> str | None:
 def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
     """Plan of the implementation that the caller names; raises InputError, with the cause and the remedy, where it can't serve.
 
-    Under transforms, modes, tracers and subclasses (`SEEN_THROUGH`) PyTorch's operations serve whatever is named.
+    Under transforms, modes, tracers and subclasses (`SEEN_THROUGH`), and with nothing to compute, PyTorch's operations serve any name.
     """
-    said = functools.partial(Explanation, reason=f"the caller named {name}", gpu=_slug(call.device))
-    if name == TORCHS or torch_only in SEEN_THROUGH:
+    nothing = call.empty or not call.d or not call.d_v
+    reason = f"the caller named {name}" + ", and there is nothing to compute" * nothing
+    said = functools.partial(Explanation, reason=reason, gpu=_slug(call.device))
+    if name == TORCHS or torch_only in SEEN_THROUGH or nothing:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", functools.partial(said, kind="framework"))
         return
     why: str | None = None

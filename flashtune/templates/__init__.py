@@ -57,8 +57,10 @@ BITS = Bits(repeats=repeats, may_vary=may_vary)
 
 
 def unservable(record: TuningRecord) -> str | None:
-    """The reason why this version's templates can't serve a record, perhaps of an earlier version, on its own GPU; None where they can.
-    Of an unknown GPU only the config is checked."""
+    """The reason why a record doesn't serve on its own GPU: this version's templates can't serve it, or its kernel failed there since; None
+    where it does. Of an unknown GPU only the config is checked."""
+    if record.refuted:
+        return record.refuted
     target = targets().get(record.key.gpu)
     if record.outcome.template in PROVIDERS:
         return f"its run had no kernel, and {record.outcome.template} serves it"

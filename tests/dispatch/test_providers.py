@@ -27,9 +27,12 @@ from flashtune.core.results import PROVIDERS as NAMES
 from flashtune.core.results import Baseline, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.library import Library
 from flashtune.db.store import Store
-from flashtune.dispatch import api, providers, resolve
+from flashtune.dispatch import api, context, providers, resolve, torch_backends
 from flashtune.dispatch.parse import Arguments, Options, parse
-from flashtune.dispatch.providers import PROVIDERS, Provider
+from flashtune.dispatch.provider import Provider, ProviderPlan
+from flashtune.dispatch.providers import PROVIDERS
+from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch.torch_backends import TorchBackend
 
 __all__ = ["machine"]
 
@@ -75,8 +78,8 @@ def test_a_named_backend_serves_other_ranks_and_broadcast_heads() -> None:
 def test_the_backend_is_the_one_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     real = torch.backends.cuda.flash_sdp_enabled
-    choose = providers.TorchPlan.run
-    monkeypatch.setattr(providers.TorchPlan, "run", lambda plan, *given: (seen.append(real()), choose(plan, *given))[1])
+    choose = TorchPlan.run
+    monkeypatch.setattr(TorchPlan, "run", lambda plan, *given: (seen.append(real()), choose(plan, *given))[1])
     q = drawn(1, 2, 9, 8)
     # With a mask the plan itself runs, and not its short way.
     for name in ("flash", "math", "math"):
@@ -93,7 +96,19 @@ def test_the_backend_is_the_one_that_was_named(monkeypatch: pytest.MonkeyPatch) 
         ("flash", {"return_lse": True}, "it doesn't take an LSE"),
         ("flash", {"sinks": torch.zeros(2)}, "it doesn't take sinks"),
         ("flash", {"dropout_p": 0.5, "seed": 1}, "it doesn't take a dropout seed"),
-        ("cudnn", {}, "PyTorch doesn't give it a call of these sizes"),
+        ("cudnn", {}, "it doesn't run on cpu tensors"),
+        ("efficient", {}, "it doesn't run on cpu tensors"),
+        ("flash", {"scale": -1.0, "dropout_p": 0.5}, "PyTorch doesn't give it a call of these sizes"),
+        (
+            "flash",
+            {"score_mod": lambda score, *_: 2 * score},
+            "implementation is no argument beside .*: leave it out, and call attention without",
+        ),
+        (
+            "flex",
+            {"block_mask": lambda b, h, i, j: i >= j},
+            "implementation is no argument beside .*: leave it out, and call attention without",
+        ),
         ("flex", {}, "it doesn't run on cpu tensors"),
         ("fa4", {}, "it isn't installed: pip install flash-attn-4"),
         ("fa2", {}, "it isn't installed: pip install flash-attn"),
@@ -127,6 +142,104 @@ def test_tracers_get_torchs_operation_and_transforms_torchs_own_choice() -> None
         assert dispatch.attention(q, k, v, implementation="math").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["flashtune", "torch", *NAMES])
+@pytest.mark.parametrize("shape", [(0, 2, 9, 8), (2, 0, 9, 8), (1, 2, 0, 8), (1, 2, 9, 0)])
+def test_where_there_is_nothing_to_compute_any_name_gives_what_torch_gives(name: str, shape: tuple[int, ...]) -> None:
+    q, k, v = (drawn(*shape).requires_grad_() for _ in range(3))
+    ways: list[Any] = [lambda call: call]
+    if name in ("efficient", "fa4") and shape[0] == 0:
+        ways.append(partial(torch.compile, backend="aot_eager"))
+    for way in ways:
+        found = way(partial(dispatch.attention, implementation=name))(q, k, v)
+        assert found.shape == shape and not found.detach().any()
+        assert [grad.shape for grad in torch.autograd.grad(found.sum(), (q, k, v))] == [shape] * 3
+    assert "there is nothing to compute" in dispatch.explain(q, k, v, implementation=name).reason or name == "torch"
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn"])
+def test_compilers_refuse_a_backend_that_the_device_lacks_as_eager_calls_do(name: str) -> None:
+    q = drawn(1, 2, 9, 8)
+    compiled = torch.compile(partial(dispatch.attention, implementation=name), backend="aot_eager")
+    with pytest.raises(InputError, match="it doesn't run on cpu tensors: leave implementation out, or name another"):
+        compiled(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": torch.float32}, "it doesn't take float32 on a GPU"),
+        ({"dtype": torch.float16, "mask_kind": "bool"}, "it doesn't take masks on a GPU"),
+        ({"dtype": torch.float16, "band": Band(left=3, right=0)}, "it doesn't take masks on a GPU"),
+        ({"dtype": torch.bfloat16}, None),
+    ],
+)
+def test_compilers_refuse_what_a_backend_never_takes(options: dict[str, Any], said: str | None) -> None:
+    q = drawn(1, 2, 9, 8)
+    more = {"out_dtype": options["dtype"], "device": torch.device("cuda", 0)}
+    backend = PROVIDERS["flash"]
+    assert isinstance(backend, TorchBackend) and backend.never(replace(call_of(q, q, q), **options, **more)) == said
+
+
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 0.3}])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_of_a_backend_gives_the_bits_of_pytorchs_function(words: dict[str, Any], kv_heads: int, dtype: torch.dtype) -> None:
+    leaves = [drawn(2, heads, 33, 16, seed=heads).to(dtype).requires_grad_() for heads in (4, kv_heads, kv_heads)]
+    dout, more = drawn(2, 4, 33, 16, seed=9).to(dtype), {"enable_gqa": kv_heads < 4}
+    found = dispatch.attention(*leaves, implementation="flash", **words, **more)
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+        wanted = torch.nn.functional.scaled_dot_product_attention(*leaves, **words, **more)
+    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    for one, other in zip(torch.autograd.grad(found, leaves, dout), torch.autograd.grad(wanted, leaves, dout), strict=True):
+        assert torch.equal(one, other)
+    assert isinstance(plan := [*context.current().plans.values()][-1], ProviderPlan)
+    assert plan.direct is not None and "single" in plan.direct.__qualname__
+
+
+def test_a_plain_call_of_a_backend_switches_no_state_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (drawn(1, 2, 9, 8, seed=seed) for seed in range(3))
+    named = partial(dispatch.attention, q, k, v, implementation="flash")
+    wanted = named()
+
+    def switched(*_: Any) -> None:
+        raise AssertionError("the plan switches backends")
+
+    monkeypatch.setattr(torch_backends, "only", switched)
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", switched)
+    assert torch.equal(named(), wanted)
+
+
+def test_an_operator_with_other_parameters_or_in_deterministic_mode_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    assert torch_backends.operator(flash, "cpu") is not None and torch_backends.operator(flash, "xpu") is None
+    place = (flash, "cpu")
+    monkeypatch.setitem(torch_backends._SINGLE, place, (torch_backends._SINGLE[place][0], "query key value"))  # type: ignore[arg-type]
+    assert torch_backends.operator.__wrapped__(flash, "cpu") is None
+    q = drawn(1, 2, 9, 8)
+    backend, seen = PROVIDERS["flash"], list[str]()
+    assert isinstance(backend, TorchBackend)
+    single = backend._operator(call_of(q, q, q), lambda *_: seen.append("torch's") or q)
+    assert single is not None
+    monkeypatch.setattr(torch._C, "_get_deterministic_algorithms", lambda: True)
+    single = backend._operator(call_of(q, q, q), lambda *_: seen.append("torch's") or q)
+    assert single is not None and single(q, q, q) is q and seen == ["torch's"]
+
+
+@pytest.mark.parametrize("change", [{"d": 20, "d_v": 20}, {"d_v": 32}, {"mask_kind": "bool"}, {"dropout_p": 0.5}])
+def test_where_pytorchs_function_does_more_than_the_operator_it_serves(change: dict[str, Any]) -> None:
+    q = drawn(1, 2, 9, 16)
+    call = replace(call_of(q, q, q), device=torch.device("cuda", 0))
+    backend = PROVIDERS["flash"]
+    assert isinstance(backend, TorchBackend)
+    assert backend._operator(call, lambda *_: q) is not None and backend._operator(replace(call, **change), lambda *_: q) is None
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+def test_every_backend_of_a_gpu_has_an_operator_in_this_pytorch(name: str) -> None:
+    backend = PROVIDERS[name]
+    assert isinstance(backend, TorchBackend) and torch_backends.operator(backend.backend, "cuda") is not None
+
+
 def call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     return parse(Arguments(q, k, v), Options(**options))
 
@@ -137,7 +250,7 @@ def test_pytorchs_order_of_backends_is_changed_for_the_call_alone() -> None:
     q = drawn(1, 2, 9, 8)
     call = replace(call_of(q, q, q), device=torch.device("cuda", 0))
     backend = PROVIDERS["efficient"]
-    assert isinstance(backend, providers.TorchBackend)
+    assert isinstance(backend, TorchBackend)
     seen: list[list[int]] = []
     first = backend._first(call, lambda *given: seen.append(ORDER()))
     first()
@@ -391,11 +504,11 @@ def test_a_provider_that_fails_gives_way_to_the_kernel_and_is_not_tried_again(
     variant = with_providers(own_database, {"math": 50.0})
     failed: list[int] = []
 
-    def build(plan: providers.ProviderPlan, *given: Any) -> None:
+    def build(plan: ProviderPlan, *given: Any) -> None:
         failed.append(1)
         raise AssertionError("Unsupported head size")
 
-    monkeypatch.setattr(providers.ProviderPlan, "build", build)
+    monkeypatch.setattr(ProviderPlan, "build", build)
     with pytest.warns(RuntimeWarning, match="math with .* failed on cpu and is skipped from now on: AssertionError: Unsupported head size"):
         assert_right(attend())
     assert_right(attend(scale=0.25))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_torch_serves import exact, inputs, normal
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
@@ -14,6 +15,8 @@ from flashtune.core.results import IMPLEMENTATIONS, PROVIDERS
 from flashtune.core.tolerances import TOLERANCES
 from flashtune.db.library import Library
 from flashtune.dispatch import confirming
+from flashtune.dispatch.providers import PROVIDERS as PROVIDERS_HERE
+from flashtune.dispatch.torch_backends import TorchBackend
 
 SHAPE = (2, 4, 384, 64)
 
@@ -71,6 +74,27 @@ def test_a_named_implementation_is_right_with_gradients_or_says_why_not(name: st
         bound(one, other, allowed.gradient_norm)
     with torch.no_grad():
         bound(dispatch.attention(q, k, v, implementation=name, **words), wanted, allowed.relative_norm)
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 80, 100, 128])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_named_backend_gives_the_bits_of_pytorchs_function(name: str, dtype: torch.dtype, d: int, kv_heads: int, causal: bool) -> None:
+    leaves = [normal(2, heads, 384, d, dtype=dtype, seed=place).requires_grad_() for place, heads in enumerate((8, kv_heads, kv_heads))]
+    words: dict[str, Any] = {"is_causal": causal, "enable_gqa": kv_heads < 8}
+    found = answered(name, *leaves, **words)
+    if found is None:
+        pytest.skip("PyTorch doesn't give it this call")
+    dout, backend = normal(*found.shape, dtype=dtype, seed=9), PROVIDERS_HERE[name]
+    assert isinstance(backend, TorchBackend)
+    with sdpa_kernel([backend.backend]):
+        wanted = torch.nn.functional.scaled_dot_product_attention(*leaves, **words)
+    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    # Backends may add dQ up in no fixed order.
+    for one, other in zip(torch.autograd.grad(found, leaves, dout), torch.autograd.grad(wanted, leaves, dout), strict=True):
+        bound(one, other.double(), 1e-3)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)

@@ -348,6 +348,31 @@ def _measured(workers: Any) -> tuple[evaluation.MeasuredEvaluation, Candidate, C
     return measured, candidate, CompileFacts(registers=64, spills=0, shared_bytes=1024, threads=128)
 
 
+def test_kernels_are_compiled_side_by_side_and_failures_of_rendering_are_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[tuple[str, int]] = []
+
+    class Compiles(_Staged):
+        def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
+            assert task is tasks.compile_candidate
+            submitted.append((crew, len(arguments)))
+            return SimpleNamespace(reply=lambda: Compiled(facts=facts))
+
+    measured, candidate, facts = _measured(Compiles())
+    other = replace(candidate, config=candidate.config.replace(BLOCK_M=64))
+    assert measured.compiled(candidate) is None
+    measured.compile({candidate: facts, other: None})
+    # Known facts go along, so that cached machine code may do.
+    assert submitted == [("compile", 4), ("compile", 3)] and measured.compiled(other) == Compiled(facts=facts)
+
+    def unrendered(*_: object) -> None:
+        raise ValueError("no such axis")
+
+    monkeypatch.setattr(tasks.Source, "of", unrendered)
+    measured.compile({candidate: None})
+    found = measured.compiled(candidate)
+    assert isinstance(found, Failed) and found.fate is Fate.COMPILE and not found.blameless
+
+
 def test_a_named_pruner_decides_after_the_first_launches_and_hears_of_the_end() -> None:
     """Trials of 100, 110, ... us: after two in full the median prunes what is slower."""
     asked: list[float] = []

@@ -1,6 +1,7 @@
 """Records are timed again: what is slower than said, slower than a runner-up or slower than PyTorch is found, and gives way."""
 
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,33 +11,46 @@ from typing import Any
 import db_samples as samples
 import pytest
 from commands import flashtune
+from pebble import ProcessExpired
 
+from flashtune.cli import requalify as cli_requalify
 from flashtune.core.config import Config
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, Conditions, Fate, Measurement, SearchResult
 from flashtune.core.target import find_target
 from flashtune.db import library
 from flashtune.db.library import Library
 from flashtune.db.store import Store
-from flashtune.dispatch.choose import choose
+from flashtune.dispatch.choose import Pool, choose
 from flashtune.templates import families, family
+from flashtune.templates.family import Family
 from flashtune.tuner import machine
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.replies import Called, Failed, Raced, Standing, Timed
 from flashtune.tuner.search import evaluation
 from flashtune.tuner.search.evaluation import Evaluation
-from flashtune.tuner.search.requalify import elsewhere, worst_first
+from flashtune.tuner.search.requalify import _contenders, elsewhere, worst_first
 
 TARGET = find_target("h200")
 KIND = family("flash_fwd")
 FIRST, SECOND = KIND.starts(samples.PROBLEM.spec(), TARGET)[:2]
 PYTORCH_US = 120.0
+FULL = 0.0
+"""Planted time of a kernel that finds no memory, because others use the GPU; negative ones are of wrong kernels."""
+
+
+def variant(n: int, config: Config) -> str:
+    """Id of a kernel of a sample's problem."""
+    return Candidate(family=KIND, config=config).variant(samples.problem(n).spec()).id
 
 
 def stored(n: int, first_us: float, second_us: float) -> SearchResult:
     """A result whose winner and runner-up were timed so, beside PyTorch's 120 us."""
     outcomes = [
-        replace(samples.outcome(f"{n:08x}{rank:08x}", us, finalist=True, rank=rank), config=config)
+        replace(samples.outcome(variant(n, config), us, finalist=True, rank=rank), config=config)
         for rank, (config, us) in enumerate(((FIRST, first_us), (SECOND, second_us)), start=1)
     ]
     return samples.result(*outcomes, framework_us=PYTORCH_US, of=samples.problem(n))
@@ -50,8 +64,10 @@ class Planted(Evaluation):
     times: dict[tuple[int, Config], float]
     raced: list[int] = field(default_factory=list)
 
-    def evaluate(self, candidate: Candidate, *_: Any) -> Timed | Failed:
+    def evaluate(self, candidate: Candidate, facts: Any, incumbent: Any) -> Timed | Failed:
         us = self.times[self.problem.n_kv, candidate.config]
+        if us == FULL:
+            return Failed(fate=Fate.RUNTIME, reason="OutOfMemoryError: CUDA out of memory", blameless=True)
         return Failed(fate=Fate.CORRECTNESS, reason="off", error=3.0) if us < 0 else Timed(time=Measurement.of([us] * 20), error=0.5)
 
     def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
@@ -112,7 +128,8 @@ def test_records_that_do_not_hold_are_found(planted: tuple[Path, dict[str, dict[
 def test_what_is_found_takes_the_place_of_what_was_said(planted: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     with Store.open(planted[0], writable=False) as store:
         records = {record.problem.n_kv: record for record in store.records()}
-        assert len(store.results()) == len(records) == 5, "earlier runs are gone"
+        assert len(records) == 5
+        assert len(store.results()) == 6, "earlier runs are gone, but that of the failed kernel: it may be right again some day"
     assert [records[n].outcome.config for n in (256, 512, 1024, 640)] == [FIRST, FIRST, SECOND, SECOND]
     assert [records[n].median_us for n in (256, 512, 1024, 640, 320)] == [61.0, 100.0, 62.0, 140.0, 60.0]
     ratio = records[640].relative_time
@@ -167,3 +184,176 @@ def test_a_shipped_record_that_was_demoted_stays_so_until_a_newer_measurement(
     with Store.open(own, writable=True) as store:
         store.save(replace(stored(640, 110.0, 115.0), provenance=replace(samples.PROVENANCE, created_at="2026-11-28T10:00:00+00:00")))
     assert serves() == ("exact", pytest.approx(110.0 / PYTORCH_US))
+
+
+def requalify(monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int, Config], float], *words: str) -> list[dict[str, Any]]:
+    """Rows of `verify --requalify` on a GPU where kernels take these times."""
+    monkeypatch.setattr(evaluation, "MeasuredEvaluation", lambda *, problem, **_: Planted(problem, times))
+    done = flashtune("verify", "--requalify", "--json", *words)
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return rows
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_h200: None) -> Path:
+    """A shipped database with records at two lengths, over which the user's own is still missing."""
+    path = samples.write(tmp_path / "shipped.sqlite", (stored(640, 50.0, 52.0), stored(1024, 60.0, 62.0)))
+    monkeypatch.setattr(library, "shipped_path", lambda: path)
+    monkeypatch.setenv("FLASHTUNE_OWN_DB", str(tmp_path / "own.sqlite"))
+    return path
+
+
+def served(n: int) -> tuple[str, Config | None]:
+    """The policy's choice by the records of this machine, as dispatch makes it."""
+    known, problem = Library.default(), samples.problem(n)
+    pool = Pool(problem.key("h200"), TARGET, known, families(), known.findings)
+    choice = choose(problem, TARGET, pool, families())
+    return choice.kind, choice.config
+
+
+def test_a_shipped_kernel_that_is_wrong_here_serves_nothing_until_it_is_measured_again(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served(640) == ("exact", FIRST) and served(700) == ("near_n", FIRST)
+    before = shipped.read_bytes()
+    rows = requalify(monkeypatch, {(n, config): -1.0 for n in (640, 1024) for config in (FIRST, SECOND)}, "--sample", "1")
+    assert [row["verdict"] for row in rows] == ["failed"] and rows[0]["reason"] == "correctness: off"
+    assert shipped.read_bytes() == before
+    # Its machine code is that of the other lengths, too.
+    assert [served(n)[0] for n in (640, 700, 1024)] == ["framework"] * 3
+    shown = json.loads(flashtune("show", "--json").stdout)
+    assert all("fails on h200: correctness: off" in row["unservable"] for row in shown)
+    # Timed again and found right, as after another upgrade, it serves at that length.
+    later = replace(samples.PROVENANCE, created_at="2026-11-29T10:00:00+00:00")
+    monkeypatch.setattr(machine, "provenance", lambda **_: later)
+    rows = requalify(monkeypatch, {(n, config): us for n in (640, 1024) for config, us in ((FIRST, 50.0), (SECOND, 52.0))})
+    assert [row["verdict"] for row in rows] == ["confirmed", "updated"]
+    assert served(640) == ("exact", FIRST)
+
+
+def test_doctor_counts_the_records_from_elsewhere_and_names_the_command(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        checks = json.loads(flashtune("doctor", "--json").stdout)["checks"]
+        return next(str(check["found"]) for check in checks if check["name"] == "records")
+
+    monkeypatch.setattr(machine, "local_gpus", lambda: (SimpleNamespace(name="NVIDIA H200", target=TARGET),))
+    assert said() == "2 measured records of h200"
+    upgraded = replace(samples.PROVENANCE, torch="2.12.0", driver="580.1", created_at="2026-11-27T10:00:00+00:00")
+    monkeypatch.setattr(machine, "provenance", lambda **_: upgraded)
+    assert "; 2 made with another torch (2; here 2.12.0), driver (2; here 580.1): they serve" in said()
+    assert "`flashtune verify --requalify` times them again" in said()
+    requalify(monkeypatch, {(n, config): -1.0 for n in (640, 1024) for config in (FIRST, SECOND)}, "--sample", "1")
+    assert "the kernels of 2 fail here and don't serve" in said()
+
+
+def test_of_a_wrong_winner_the_runner_up_takes_the_place(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = requalify(monkeypatch, {(n, config): us for n in (640, 1024) for config, us in ((FIRST, -1.0), (SECOND, 63.0))})
+    assert [(row["verdict"], row["reason"]) for row in rows] == [("updated", "correctness: off")] * 2
+    assert served(640) == ("exact", SECOND) and served(700) == ("near_n", SECOND)
+
+
+@pytest.mark.parametrize("stage", ["compile", "constraint"])
+def test_a_kernel_that_no_longer_compiles_or_fits_does_not_serve(shipped: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    if stage == "compile":
+        compiled = Failed(fate=Fate.COMPILE, reason="CompilationError: no such layout")
+        monkeypatch.setattr(Planted, "compiled", lambda self, candidate: compiled if candidate.config == FIRST else None)
+    else:
+        kept = Family.unfit
+        monkeypatch.setattr(Family, "unfit", lambda self, config, *given: "too wide" if config == FIRST else kept(self, config, *given))
+    rows = requalify(monkeypatch, {(n, SECOND): 63.0 for n in (640, 1024)})
+    assert {row["verdict"] for row in rows} == {"updated"} and all(row["reason"].startswith(stage) for row in rows)
+    assert served(640) == ("exact", SECOND)
+
+
+@pytest.mark.parametrize("cause", ["memory", "race", "inputs"])
+def test_a_fault_of_the_machine_is_no_verdict_and_the_record_stays(shipped: Path, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    times = {(n, config): us for n in (640, 1024) for config, us in ((FIRST, 50.0), (SECOND, 52.0))}
+    if cause == "memory":
+        times |= {(n, FIRST): FULL for n in (640, 1024)}
+    elif cause == "race":
+        monkeypatch.setattr(Planted, "race", lambda *_: (Failed(fate=Fate.TIMEOUT, reason="killed after 16 s", blameless=True), None))
+    else:
+
+        def full(*_: Any) -> None:
+            raise EnvironmentProblem("the GPU can't take it: free its memory")
+
+        monkeypatch.setattr(Planted, "evaluate", full)
+    rows = requalify(monkeypatch, times)
+    assert {row["verdict"] for row in rows} == {"undecided"}
+    said = {"memory": "out of memory", "race": "killed after 16 s", "inputs": "free its memory"}
+    assert all(said[cause] in row["reason"] and row["best_variant"] is None for row in rows)
+    assert served(640) == ("exact", FIRST) and Library.default().findings == {}
+
+
+def test_a_kernel_that_pytorch_cannot_be_timed_beside_keeps_its_record(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raced = Planted.race
+
+    def alone(self: Planted, racers: Sequence[Candidate]) -> tuple[Raced, None]:
+        found, _ = raced(self, racers)
+        assert isinstance(found, Raced)
+        return replace(found, baseline=None), None
+
+    monkeypatch.setattr(Planted, "race", alone)
+    rows = requalify(monkeypatch, {(n, config): us for n in (640, 1024) for config, us in ((FIRST, 50.0), (SECOND, -1.0))})
+    assert {row["verdict"] for row in rows} == {"undecided"} and "PyTorch could not be timed" in rows[0]["reason"]
+    assert served(640) == ("exact", FIRST)
+    assert {one.variant_id for one in Library.default().findings.values()} == {variant(640, SECOND)}
+
+
+def test_a_budget_bounds_the_records_and_kernels_are_compiled_ahead(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+    monkeypatch.setattr(Planted, "compile", lambda self, facts: order.append((f"compile {len(facts)}", self.problem.n_kv)))
+    timed = Planted.race
+
+    def race(self: Planted, racers: Sequence[Candidate]) -> Any:
+        order.append(("race", self.problem.n_kv))
+        return timed(self, racers)
+
+    monkeypatch.setattr(Planted, "race", race)
+    times = {(n, config): us for n in (640, 1024) for config, us in ((FIRST, 50.0), (SECOND, 52.0))}
+    requalify(monkeypatch, times)
+    assert [what for what, _ in order] == ["compile 2", "compile 2", "race", "race"]
+    clock = iter([0.0, 1.0, 100.0])
+    monkeypatch.setattr(cli_requalify, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evaluation, "MeasuredEvaluation", lambda *, problem, **_: Planted(problem, times))
+    done = json.loads(flashtune("verify", "--requalify", "--json", "--budget", "1m").stdout)
+    assert len(done["rows"]) == 1 and done["left"] == 1
+    assert flashtune("verify", "--budget", "1m").exit_code == 2
+
+
+def test_only_runners_up_near_the_fastest_of_their_run_race(shipped: Path) -> None:
+    result = stored(512, 50.0, 54.0)
+    far = stored(512, 50.0, 56.0)
+    record = record_of(result)
+    assert record is not None
+    assert [one.config for one, _ in _contenders(record, [result])][1:] == [FIRST, SECOND]
+    assert [one.config for one, _ in _contenders(record, [far])][1:] == [FIRST]
+
+
+@pytest.mark.parametrize(
+    ("error", "blameless"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (MemoryError(), True),
+        (OSError(28, "No space left on device"), True),
+        (ValueError("the kernel doesn't accept these inputs"), False),
+        (EnvironmentProblem("no cuobjdump"), True),
+    ],
+)
+def test_errors_of_the_machine_are_told_from_the_kernels(error: Exception, blameless: bool) -> None:
+    assert tasks._failed(error).blameless is blameless
+
+
+@pytest.mark.parametrize(
+    ("crew", "ended", "blameless"),
+    [("compile", -signal.SIGKILL, True), ("compile", -signal.SIGSEGV, False), ("device", -signal.SIGSEGV, True), ("device", 1, True)],
+)
+def test_a_killed_process_says_nothing_of_the_kernel_and_a_crashed_compiler_does(crew: Any, ended: int, blameless: bool) -> None:
+    def result() -> None:
+        raise ProcessExpired("abnormal termination", code=ended)
+
+    future: Any = SimpleNamespace(result=result)
+    reply = Pending(Workers(jobs=1), crew, 0, future, 60.0).reply()
+    assert isinstance(reply, Failed) and reply.blameless is blameless and "died" in reply.reason

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
+from flashtune.core.errors import EnvironmentProblem, environment_fault
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement
 from flashtune.core.target import Target
@@ -75,7 +76,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
         facts = facts_of(kernels, target) if known is None else known
         build_launchers(kernels, target)
     except Exception as error:
-        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+        return Failed(fate=Fate.COMPILE, reason=one_line(error), blameless=_blameless(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
         reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} allows {target.shared_bytes_per_block} per block"
         return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
@@ -310,7 +311,19 @@ def _judged(verdict: "Verdict") -> Checked | Failed:
 def _failed(error: Exception) -> Failed:
     sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
     compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
-    return Failed(fate=Fate.COMPILE if compiling else Fate.RUNTIME, reason=one_line(error), poisoned=sticky)
+    fate = Fate.COMPILE if compiling else Fate.RUNTIME
+    return Failed(fate=fate, reason=one_line(error), poisoned=sticky, blameless=_blameless(error))
+
+
+_OF_MACHINES = ("out of memory", "uncorrectable ecc", "busy or unavailable", "no cuda-capable device", "driver/library version mismatch")
+"""Parts of errors of a GPU that others use, or that is broken, in lower case."""
+
+
+def _blameless(error: BaseException) -> bool:
+    """True where an error is the machine's and says nothing about the kernel."""
+    said = f"{type(error).__name__}: {error}".lower()
+    missing = isinstance(error, (EnvironmentProblem, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
+    return missing or environment_fault(error) is not None or any(part in said for part in _OF_MACHINES)
 
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ _START: dict[Crew, Callable[[dict[str, str]], None]] = {
     "interpret": start.start_interpreter,
     "device": start.withdraw,
 }
+
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 WITHOUT_LINES = {"TRITON_DISABLE_LINE_INFO": "1"}
 """Environment of all children; Triton's cache keys contain it, so that raced kernels can later be loaded from the cache."""
@@ -57,10 +60,13 @@ class Pending(Generic[Found]):
         try:
             reply: Found | Failed = self._future.result()
         except Overdue:
-            reply = Failed(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}")
+            reply = Failed(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}", blameless=True)
         except ProcessExpired as crash:
             fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
-            reply = Failed(fate=fate, reason=f"its process died in stage {self._crew!r} (exit code {crash.exitcode})")
+            # A compiler that crashes does so at the kernel's text.
+            blameless = self._crew != "compile" or -crash.exitcode not in _CRASHES
+            died = f"its process died in stage {self._crew!r} (exit code {crash.exitcode})"
+            reply = Failed(fate=fate, reason=died, blameless=blameless)
         if isinstance(reply, Failed) and reply.poisoned:
             self._workers.dismiss(self._crew, self._device)
         return reply

@@ -1,7 +1,7 @@
 """Evaluations that turn a compiled candidate into a time: measured on the local GPU, or predicted for an absent one."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Called, Checked, Failed, Raced, Ready, Rounds, Spent, Standing, Timed
+from flashtune.tuner.replies import Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Standing, Timed
 from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest
 
@@ -52,6 +52,13 @@ class Evaluation:
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
         """Take over the consequences of an earlier outcome for other candidates."""
+
+    def compile(self, facts: Mapping[Candidate, CompileFacts | None]) -> None:
+        """Start compiling candidates side by side, without waiting; those with known `facts` may have machine code already."""
+
+    def compiled(self, candidate: Candidate) -> Compiled | Failed | None:
+        """Result of `compile`, once it is there; None where that wasn't begun."""
+        return None
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check a candidate and time it; the time is in the scale of the incumbent's."""
@@ -93,6 +100,7 @@ class MeasuredEvaluation(Evaluation):
     _ready: Ready | None = None
     _watch: Future[GpuWatch] | None = None
     _beside_pytorch: bool = True
+    _compiling: dict[Candidate, Pending[Compiled] | Failed] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Have the inputs and oracles made on the GPU."""
@@ -118,6 +126,23 @@ class MeasuredEvaluation(Evaluation):
         """Prepare again after a failure that may have ended the process, so that no later task's time limit includes new inputs."""
         if reply.fate in (Fate.RUNTIME, Fate.TIMEOUT):
             self._preparing, self._ready = None, None
+
+    def compile(self, facts: Mapping[Candidate, CompileFacts | None]) -> None:
+        """Have compilers fill Triton's cache, where `evaluate` finds machine code."""
+        for candidate, known in facts.items():
+            try:
+                source = self._source(candidate)
+            except Exception as error:
+                self._compiling[candidate] = Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
+                continue
+            fixed = (source, self.problem, self.target, *([] if known is None else [known]))
+            limit_s = self.workers.limits.compile_s
+            self._compiling[candidate] = self.workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=limit_s)
+
+    def compiled(self, candidate: Candidate) -> Compiled | Failed | None:
+        """Result of its compiler."""
+        found = self._compiling.get(candidate)
+        return found if found is None or isinstance(found, Failed) else found.reply()
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""

@@ -9,22 +9,23 @@ from dataclasses import replace
 
 import optuna
 
-from flashtune.core.config import Config, KernelSpec, Variant, settles
+from flashtune.core.config import KernelSpec, settles
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Conditions, Ending, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.results import Baseline, Conditions, Ending, Outcome, Provenance, SearchResult
 from flashtune.core.words import counted
 from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.propose.sampling import pruning
 from flashtune.tuner.propose.space import Candidate, SearchSpace, record_of, stored, transfer_candidates
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish.winners import Winners
-from flashtune.tuner.replies import Raced, Spent, logger
+from flashtune.tuner.replies import Spent, logger
+from flashtune.tuner.search.closing import closed, time_of
 from flashtune.tuner.search.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
 from flashtune.tuner.search.plan import Schedule, SearchListener, SearchPlan, Stage
 from flashtune.tuner.search.stopping import Reason, StoppingRule, ending_of
 from flashtune.tuner.search.trials import Compiling, Proposals, Trials
-from flashtune.tuner.timing.racing import fallback_ahead, first_by_calls, ranked, to_call, to_race
+from flashtune.tuner.timing.racing import to_race
 
 LIKELY = 6
 """Number of the fastest trials that are compiled for later calls before the last race is decided."""
@@ -224,7 +225,7 @@ class ProblemSearch:
         Near the end the first one and its fallback kernel don't wait for free compilers.
         """
         free = self.workers.free_compilers() or int(self.rule.nearly)
-        timed = sorted(self.timed, key=lambda outcome: _time(outcome).median_us)
+        timed = sorted(self.timed, key=lambda outcome: time_of(outcome).median_us)
         if free and timed and self.plan.keep:
             running = [outcome for outcome in timed if outcome.template == timed[0].template and not settles(outcome.config)]
             records = (record_of(self._result((outcome,), None)) for outcome in [*timed[: min(most, free)], *running[:1]])
@@ -272,7 +273,7 @@ class ProblemSearch:
             self.evaluation.expect_race()
         candidate = proposal.candidate
         self.study.begin(candidate)
-        incumbent = (self.incumbent[0], _time(self.incumbent[1])) if self.incumbent else None
+        incumbent = (self.incumbent[0], time_of(self.incumbent[1])) if self.incumbent else None
         outcome = self.trials.outcome(candidate, proposal.compiling, incumbent)
         proposals.tell(candidate, outcome)
         self._consider(candidate, outcome)
@@ -288,42 +289,19 @@ class ProblemSearch:
         if not outcome.fate.timed or outcome.measurement is None:
             return
         self.timed.append(outcome)
-        if self.incumbent is None or outcome.measurement.median_us < _time(self.incumbent[1]).median_us:
+        if self.incumbent is None or outcome.measurement.median_us < time_of(self.incumbent[1]).median_us:
             self.incumbent = candidate, outcome
 
     def _race(self) -> SearchResult:
         """Time the best few and PyTorch once more, all interleaved, and rank them."""
         outcomes = dict(self.study.outcomes)
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
-        correct.sort(key=lambda c: (_time(outcomes[c]).median_us, outcomes[c].variant_id))
-        wide = max(self.problem.d, self.problem.d_v)
-        final_candidates = to_race(correct, [_time(outcomes[c]).median_us for c in correct], wide)
-        with self.spent.on("race"):
-            raced, conditions = self.evaluation.race(final_candidates) if final_candidates else (None, None)
-        baseline, behind, others = None, None, tuple[Outcome, ...]()
-        if isinstance(raced, Raced):
-            baseline, behind = raced.baseline, raced.standing.behind
-            for candidate, measurement in zip(final_candidates, raced.times, strict=True):
-                outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
-        medians = {c: _time(outcomes[c]).median_us for c in final_candidates}
-        ranks = fallback_ahead(ranked([(c, outcomes[c]) for c in final_candidates], behind=behind, known=self.stored), medians, wide)
-        timed = to_call(ranks)
-        with self.spent.on("whole calls"):
-            called = self.evaluation.call(timed) if baseline is not None else None
-        if baseline is not None and called is not None:
-            for candidate, call_us in zip(timed, called.times, strict=False):
-                outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
-            baseline = replace(baseline, call_us=called.pytorch)
-            others = tuple(Outcome.of_provider(name, self._named(name), time_us) for name, time_us in called.providers.items())
-            ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
-            ranks = fallback_ahead(ranks, medians, wide)
-        for rank, candidate in enumerate(ranks, start=1):
-            outcomes[candidate] = replace(outcomes[candidate], rank=rank)
-        return self._result((*outcomes.values(), *others), baseline, conditions)
-
-    def _named(self, provider: str) -> str:
-        """Variant id of a provider for this problem."""
-        return Variant(template=provider, spec=self.problem.spec(), config=Config.of()).id
+        correct.sort(key=lambda c: (time_of(outcomes[c]).median_us, outcomes[c].variant_id))
+        final_candidates = to_race(correct, [time_of(outcomes[c]).median_us for c in correct], max(self.problem.d, self.problem.d_v))
+        finalists = {candidate: outcomes[candidate] for candidate in final_candidates}
+        closing = closed(self.evaluation, self.problem, finalists, self.spent, known=self.stored)
+        outcomes.update(closing.outcomes)
+        return self._result((*outcomes.values(), *closing.providers), closing.baseline, closing.conditions)
 
     def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None, conditions: Conditions | None = None) -> SearchResult:
         return SearchResult(
@@ -333,8 +311,3 @@ class ProblemSearch:
             provenance=replace(self.shared.provenance, conditions=conditions),
             baseline=baseline,
         )
-
-
-def _time(outcome: Outcome) -> Measurement:
-    assert outcome.measurement is not None, "only outcomes with a time are ranked"
-    return outcome.measurement

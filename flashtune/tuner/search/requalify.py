@@ -1,21 +1,25 @@
 """Requalification of stored records on this GPU: each key's winner, its runners-up and PyTorch race again, the worst suspects first.
 
-What a record says may not hold after another driver, Triton, PyTorch or card. A key costs some seconds: nothing is searched.
+What a record says may not hold after another driver, Triton, PyTorch or card. A key costs some seconds: nothing is searched, and the next
+records' kernels are compiled while one is timed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
+from flashtune.core.config import KernelSpec
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import REQUALIFIED, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.results import PROVIDERS, REQUALIFIED, CompileFacts, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
-from flashtune.tuner.replies import Failed, Raced
+from flashtune.tuner.replies import Failed, Spent, Timed
+from flashtune.tuner.search.closing import closed
 from flashtune.tuner.search.evaluation import Evaluation
-from flashtune.tuner.timing.racing import ranked
 
 RUNNERS_UP = 3
 """Most kernels of a key that race beside its winner."""
@@ -26,14 +30,26 @@ RACE_S = 0.6
 WITHIN = 0.05
 """Change of a record's time over PyTorch's up to which the record is confirmed; from one process to the next ratios differ by 2 %."""
 
-Verdict = Literal["confirmed", "updated", "demoted", "failed"]
-"""A record's ratio holds; it doesn't, or another kernel is faster by more than a tie; PyTorch is faster; nothing could be timed."""
+WITHIN_WINNER = 0.1
+"""Largest slowdown of a runner-up against the fastest of its own run, as a share: slower ones hardly become the fastest."""
+
+AHEAD = 3
+"""Records whose kernels are compiled while one is timed."""
+
+SURROUNDINGS = {"torch": "torch", "triton": "triton", "driver": "driver", "card": "gpu_name"}
+"""Parts of a record's surroundings by which it is from elsewhere, and their names in `Provenance`."""
+
+Verdict = Literal["confirmed", "updated", "demoted", "failed", "undecided"]
+"""A record's ratio holds; it doesn't, or another kernel is faster by more than a tie; PyTorch is faster; its kernel doesn't compile, fails,
+is wrong or breaks a constraint, and no other was timed; or the machine's fault left no verdict, so that the record stays."""
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requalified:
-    """A record with its verdict: the ratios of its kernel's time to PyTorch's as stored and as found, the new result to save in the place
-    of the old, or the reason why there is none."""
+    """A record with its verdict: the ratios of its kernel's time to PyTorch's as stored and as found, the new result to save, which takes
+    the place of the old where it has a winner, and the reason why one wasn't timed."""
 
     record: TuningRecord
     verdict: Verdict
@@ -44,9 +60,8 @@ class Requalified:
 
 
 def elsewhere(record: TuningRecord, here: Provenance) -> tuple[str, ...]:
-    """Parts of a record's surroundings that differ from these: torch, triton, driver, card."""
-    parts = {"torch": "torch", "triton": "triton", "driver": "driver", "card": "gpu_name"}
-    return tuple(word for word, name in parts.items() if getattr(record.provenance, name) != getattr(here, name))
+    """Parts of a record's surroundings that differ from these, words of `SURROUNDINGS`."""
+    return tuple(word for word, name in SURROUNDINGS.items() if getattr(record.provenance, name) != getattr(here, name))
 
 
 def worst_first(records: Sequence[TuningRecord], here: Provenance) -> list[TuningRecord]:
@@ -60,82 +75,158 @@ def worst_first(records: Sequence[TuningRecord], here: Provenance) -> list[Tunin
     return sorted(records, key=trust)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A record whose kernels are being compiled: candidates to race and failures by now, the record's own kernel first."""
+
+    record: TuningRecord
+    racing: Mapping[Candidate, Outcome]
+    failed: Sequence[Outcome]
+    timing: Evaluation
+
+
 def requalified(
     records: Sequence[TuningRecord],
     stored: Mapping[ProblemKey, Sequence[SearchResult]],
     target: Target,
     here: Provenance,
     evaluation: Callable[[Problem], Evaluation],
+    enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Requalified]:
-    """The measured records' verdicts on `target`, worst suspects first; `stored` are all results of each key, for runners-up."""
+    """The measured records' verdicts on `target`, the worst suspects first, those of one kernel spec together; `stored` are all results of
+    each key, for runners-up. None is begun once `enough` is True."""
+    by_spec: dict[KernelSpec, list[TuningRecord]] = {}
     for record in worst_first([one for one in records if one.outcome.source == "measured"], here):
-        racing = _racing(record, stored.get(record.key, ()), target)
-        if not racing:
-            yield Requalified(record=record, verdict="failed", was=record.relative_time, reason="its config breaks a constraint of today")
-            continue
-        timing = evaluation(record.problem)
+        by_spec.setdefault(record.problem.spec(), []).append(record)
+    # The checks of one spec have the same small oracles.
+    waiting = deque(record for same in by_spec.values() for record in same)
+    ahead: deque[_Entry] = deque()
+    while (waiting or ahead) and not enough():
+        while waiting and len(ahead) <= AHEAD:
+            ahead.append(_begun(waiting.popleft(), stored, target, here, evaluation))
+        entry = ahead.popleft()
         try:
-            yield _judged(record, racing, timing, here)
+            yield _judged(entry, here)
+        except EnvironmentProblem as error:
+            yield Requalified(record=entry.record, verdict="undecided", was=entry.record.relative_time, reason=str(error))
         finally:
-            timing.close()
+            entry.timing.close()
 
 
-def _racing(record: TuningRecord, results: Sequence[SearchResult], target: Target) -> dict[Candidate, Outcome]:
-    """The winner and the best others of its key that are valid today, with their stored outcomes."""
-    others = [o for result in results for o in result.outcomes if o.fate is Fate.CORRECT and o.measurement is not None]
-    others.sort(key=lambda o: (o.rank or 99, o.measurement.median_us if o.measurement else 0.0))
-    found: dict[Candidate, Outcome] = {}
+def _begun(
+    record: TuningRecord,
+    stored: Mapping[ProblemKey, Sequence[SearchResult]],
+    target: Target,
+    here: Provenance,
+    evaluation: Callable[[Problem], Evaluation],
+) -> _Entry:
+    """A record with the best others of its key, which are being compiled; those that are invalid today have failed."""
+    racing: dict[Candidate, Outcome] = {}
+    failed: list[Outcome] = []
+    facts: dict[Candidate, CompileFacts | None] = {}
     spec = record.problem.spec()
-    for outcome in [record.outcome, *([record.fallback] if record.fallback else []), *others]:
+    for outcome, triton in _contenders(record, stored.get(record.key, ())):
+        candidate = _candidate(outcome, spec, target)
+        if isinstance(candidate, str):
+            # Others that are invalid don't serve anyway.
+            failed += [_failure(outcome, Fate.CONSTRAINT, candidate)] * (outcome is record.outcome)
+        elif len(racing) <= RUNNERS_UP and candidate not in racing:
+            racing[candidate] = outcome
+            # Known facts by the installed Triton allow machine code to be taken from the package or the cache.
+            facts[candidate] = outcome.facts if triton == here.triton else None
+    timing = evaluation(record.problem)
+    timing.compile(facts)
+    return _Entry(record=record, racing=racing, failed=failed, timing=timing)
+
+
+def _contenders(record: TuningRecord, results: Sequence[SearchResult]) -> list[tuple[Outcome, str]]:
+    """The record's kernel, those beside it, and the others of its key by their distance to the fastest of their run, with the Triton that
+    compiled them."""
+    behind: list[tuple[float, Outcome, str]] = []
+    for result in results:
+        timed = [o for o in result.outcomes if o.fate is Fate.CORRECT and o.measurement is not None and o.template not in PROVIDERS]
+        # Clocks drift between trials, so that those of the closing race have a scale of their own.
+        for final in (True, False):
+            times = {place: o.measurement.median_us for place, o in enumerate(timed) if o.finalist is final and o.measurement}
+            most_us = (1 + WITHIN_WINNER) * min(times.values(), default=0.0)
+            behind += [(us / most_us, timed[place], result.provenance.triton) for place, us in times.items() if us <= most_us]
+    behind.sort(key=lambda one: (one[0], one[1].variant_id))
+    own = [(outcome, record.provenance.triton) for outcome in (record.outcome, record.fallback, record.in_graphs) if outcome is not None]
+    return own + [(outcome, triton) for _, outcome, triton in behind]
+
+
+def _candidate(outcome: Outcome, spec: KernelSpec, target: Target) -> Candidate | str:
+    """An outcome's kernel by today's templates, or the reason why there is none."""
+    try:
         chosen = family(outcome.template)
         config = chosen.completed(outcome.config)
-        if chosen.supports(spec, target) is None and chosen.violated(config, spec, target) is None and len(found) <= RUNNERS_UP:
-            found.setdefault(Candidate(family=chosen, config=config), outcome)
-    first = next(iter(found.values()), None)
-    return found if first is record.outcome else {}
+        chosen.validate(config)
+    except InputError as error:
+        return str(error)
+    return chosen.unfit(config, spec, target) or Candidate(family=chosen, config=config)
 
 
-def _judged(record: TuningRecord, racing: Mapping[Candidate, Outcome], timing: Evaluation, here: Provenance) -> Requalified:
+def _failure(outcome: Outcome, fate: Fate, reason: str, error: float | None = None) -> Outcome:
+    """A stored outcome whose kernel failed now."""
+    untimed = {"measurement": None, "trial": None, "call_us": None, "rank": None, "finalist": False}
+    return replace(outcome, fate=fate, reason=reason, max_error=error, **untimed)  # type: ignore[arg-type]
+
+
+def _judged(entry: _Entry, here: Provenance) -> Requalified:
     """The verdict of a race of these on the GPU; kernels that are wrong or fail there don't take part."""
-    was = record.relative_time
-    right: dict[Candidate, Outcome] = {}
-    first_reason = ""
-    for candidate, outcome in racing.items():
-        reply = timing.evaluate(candidate, outcome.facts, None)  # type: ignore[arg-type]
-        if isinstance(reply, Failed):
-            first_reason = first_reason or f"{reply.fate}: {reply.reason}"
-        else:
-            variant = candidate.variant(record.problem.spec())
-            right[candidate] = replace(
-                outcome,
-                variant_id=variant.id,
-                template_hash=text_hash(candidate.family, variant),
-                config=candidate.config,
-                max_error=reply.error,
-                trial=reply.time,
-                measurement=reply.time,
-            )
-    raced, conditions = timing.race(list(right)) if right else (None, None)
-    if not isinstance(raced, Raced) or raced.baseline is None:
-        why = raced.reason if isinstance(raced, Failed) else first_reason or "PyTorch could not be timed beside it"
-        return Requalified(record=record, verdict="failed", was=was, reason=why)
-    called = timing.call(list(right))
-    timed = []
-    for place, (candidate, outcome) in enumerate(right.items()):
-        call_us = called.times[place] if called is not None else None
-        timed.append((candidate, replace(outcome, measurement=raced.times[place], finalist=True, call_us=call_us, rank=None)))
-    baseline = replace(raced.baseline, call_us=called.pytorch if called is not None else None)
-    order = ranked(timed, behind=raced.standing.behind, known=next(iter(racing)))
-    outcomes = tuple(replace(dict(timed)[candidate], rank=rank) for rank, candidate in enumerate(order, start=1))
+    record, timing = entry.record, entry.timing
+    failed, right = list(entry.failed), dict[Candidate, Outcome]()
+    reason = f"{failed[0].fate}: {failed[0].reason}" if failed else ""
+    if record.outcome.template in PROVIDERS:
+        why = f"its run had no kernel, and {record.outcome.template} serves it"
+        return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)
+    timing.prepare()
+    for candidate, outcome in entry.racing.items():
+        reply, found = _timed(candidate, outcome, record, timing)
+        if not isinstance(reply, Failed):
+            right[candidate] = found
+            # The tool that watches the GPU takes as long to start as a check.
+            timing.expect_race()
+            continue
+        reason = reason or f"{reply.fate}: {reply.reason}"
+        if not reply.blameless:
+            failed.append(_failure(found, reply.fate, reply.reason, reply.error))
+        elif outcome is record.outcome:
+            why = f"no verdict on its kernel: {reply.reason}"
+            return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)
+    known = next((candidate for candidate, outcome in entry.racing.items() if outcome is record.outcome), None)
+    closing = closed(timing, record.problem, right, Spent(), known=known)
     result = SearchResult(
         gpu=record.key.gpu,
         problem=record.problem,
-        outcomes=outcomes,
-        provenance=replace(here, conditions=conditions),
-        baseline=baseline,
+        outcomes=tuple(failed),
+        provenance=replace(here, conditions=closing.conditions),
         ending=Ending(reason=REQUALIFIED),
     )
-    return _compared(record, result, order[0] == next(iter(racing)), first_reason)
+    if closing.baseline is not None:
+        timed = replace(result, outcomes=(*closing.outcomes.values(), *failed, *closing.providers), baseline=closing.baseline)
+        return _compared(record, timed, next(iter(closing.outcomes)) == known, reason)
+    if known not in right:
+        return Requalified(record=record, verdict="failed", was=record.relative_time, result=result, reason=reason)
+    why = closing.failed.reason if closing.failed is not None else "PyTorch could not be timed beside it"
+    # Other kernels that failed still don't serve.
+    more = result if failed else None
+    return Requalified(record=record, verdict="undecided", was=record.relative_time, result=more, reason=f"no verdict on its kernel: {why}")
+
+
+def _timed(candidate: Candidate, outcome: Outcome, record: TuningRecord, timing: Evaluation) -> tuple[Timed | Failed, Outcome]:
+    """Reply of a kernel's compiler, check and trial, and its outcome by them."""
+    compiled = timing.compiled(candidate)
+    variant = candidate.variant(record.problem.spec())
+    found = replace(outcome, variant_id=variant.id, template_hash=text_hash(candidate.family, variant), config=candidate.config)
+    if isinstance(compiled, Failed):
+        return compiled, found
+    if compiled is not None:
+        found = replace(found, facts=compiled.facts)
+    reply = timing.evaluate(candidate, found.facts, None)  # type: ignore[arg-type]
+    if isinstance(reply, Failed):
+        return reply, found
+    return reply, replace(found, max_error=reply.error, trial=reply.time, measurement=reply.time, call_us=None, rank=None)
 
 
 def _compared(record: TuningRecord, result: SearchResult, same: bool, reason: str) -> Requalified:

@@ -1,0 +1,69 @@
+"""The closing races of a problem: its final candidates and PyTorch are timed together, whole calls decide where they differ, and all are
+ranked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flashtune.core.config import Config, Variant
+from flashtune.core.problem import Problem
+from flashtune.core.results import Baseline, Conditions, Measurement, Outcome
+from flashtune.tuner.propose.space import Candidate
+from flashtune.tuner.replies import Failed, Raced, Spent
+from flashtune.tuner.search.evaluation import Evaluation
+from flashtune.tuner.timing.racing import fallback_ahead, first_by_calls, ranked, to_call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """Final candidates' outcomes, the winner first; the times of other providers, and PyTorch's; `failed` where there was no race."""
+
+    outcomes: Mapping[Candidate, Outcome]
+    providers: tuple[Outcome, ...] = ()
+    baseline: Baseline | None = None
+    conditions: Conditions | None = None
+    failed: Failed | None = None
+
+
+def closed(
+    evaluation: Evaluation, problem: Problem, finalists: Mapping[Candidate, Outcome], spent: Spent, *, known: Candidate | None
+) -> Closing:
+    """Race of correct final candidates, with their ranks; `known` is the stored record's, which wins ties."""
+    outcomes, candidates = dict(finalists), list(finalists)
+    wide = max(problem.d, problem.d_v)
+    with spent.on("race"):
+        raced, conditions = evaluation.race(candidates) if candidates else (None, None)
+    baseline, behind, others = None, None, tuple[Outcome, ...]()
+    if isinstance(raced, Raced):
+        baseline, behind = raced.baseline, raced.standing.behind
+        for candidate, measurement in zip(candidates, raced.times, strict=True):
+            outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
+    medians = {candidate: time_of(outcomes[candidate]).median_us for candidate in candidates}
+    ranks = fallback_ahead(ranked(list(outcomes.items()), behind=behind, known=known), medians, wide)
+    timed = to_call(ranks)
+    with spent.on("whole calls"):
+        called = evaluation.call(timed) if baseline is not None else None
+    if baseline is not None and called is not None:
+        for candidate, call_us in zip(timed, called.times, strict=False):
+            outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
+        baseline = replace(baseline, call_us=called.pytorch)
+        others = tuple(Outcome.of_provider(name, _named(name, problem), time_us) for name, time_us in called.providers.items())
+        ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
+        ranks = fallback_ahead(ranks, medians, wide)
+    return Closing(
+        outcomes={candidate: replace(outcomes[candidate], rank=rank) for rank, candidate in enumerate(ranks, start=1)},
+        providers=others,
+        baseline=baseline,
+        conditions=conditions,
+        failed=raced if isinstance(raced, Failed) else None,
+    )
+
+
+def time_of(outcome: Outcome) -> Measurement:
+    """Time of an outcome that has one."""
+    assert outcome.measurement is not None, "only outcomes with a time are ranked"
+    return outcome.measurement
+
+
+def _named(provider: str, problem: Problem) -> str:
+    """Variant id of a provider for a problem."""
+    return Variant(template=provider, spec=problem.spec(), config=Config.of()).id
