@@ -89,9 +89,9 @@ def providers_calls(inputs: Inputs) -> dict[str, Call]:
     """Calls, or training steps, of each provider that serves these inputs, by its name, after a first run of each.
 
     Left out is PyTorch's own choice, which races anyway, its math backend where another takes the call, and FlexAttention, which compiles
-    for longer than a candidate may.
+    for longer than a candidate may. Packed sequences have no other provider than `attention_varlen` itself.
     """
-    if inputs.problem.features.dropout:
+    if inputs.problem.features.dropout or inputs.problem.features.packed:
         return {}
     framework = pytorch_call(inputs, step=True)
     made = attention_call if inputs.problem.direction == "fwd" else training_step
