@@ -16,6 +16,7 @@ from flashtune.core.results import PROVIDERS
 from flashtune.dispatch import api, context, varlen
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.parse import Options
+from flashtune.dispatch.resolve import Explanation
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -59,6 +60,14 @@ def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
     longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
     cu_q, cu_k, _ = inputs.parameters.lengths
     return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *longest, **kwargs)
+
+
+def explained(inputs: Inputs) -> Explanation:
+    """Explanation of what serves `attention_call`."""
+    if inputs.parameters.lengths is None:
+        return api.explain(inputs.q, inputs.k, inputs.v, **call_kwargs(inputs))
+    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
+    return varlen.explain_varlen(*operands(inputs), *inputs.parameters.lengths[:2], *longest, **call_kwargs(inputs))
 
 
 def attention_call(inputs: Inputs, **words: Any) -> Callable[[], torch.Tensor]:

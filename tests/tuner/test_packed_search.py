@@ -289,4 +289,6 @@ def test_profile_counts_packed_sequences() -> None:
     words = ["profile", "--packed", "one_long", "--batch", "16", "--heads", "16", "--n", "1024", "--causal", "--dtype", "bf16", "--json"]
     result = CliRunner().invoke(main, [*words, "--gpu-name", "h200"])
     assert result.exit_code == 0, result.output
-    assert str(PACKED.flops()) in result.stdout and "bench --packed" in result.stdout
+    found = json.loads(result.stdout)
+    assert found["fused"]["matmul_flops"] == PACKED.flops()
+    assert (found["problem"]["law"], found["problem"]["longest"]) == ("one_long", 8192)
