@@ -191,6 +191,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
         raise InputTypeError(
             f"query is {query.dtype}: give it in float16, bfloat16 or float32, since caches (block_table) alone may be float8"
         )
+    # Models' positions leave queries and keys in float32 under autocast, and values in its dtype.
+    query, key, value, _ = (autocast if torch.compiler.is_compiling() else prepared)(query, key, value, None)
     if not query.dtype == key.dtype == value.dtype:
         raise InputTypeError(f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: give them one")
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -208,15 +210,11 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
         if slopes.shape not in ((heads,), (sequences, heads)) or slopes.dtype != torch.float32:
             raise InputError(f"alibi_slopes are {slopes.dtype} {tuple(slopes.shape)}: give float32 (Hq,) or (sequences, Hq)")
         slopes = slopes.expand(sequences, heads)
-    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in (torch.float32, query.dtype)):
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in (torch.float32, query.dtype, packed.query.dtype)):
         raise InputError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}: give ({heads},) in float32 or the output's dtype")
     dropout_p, softcap, scale = scalars(options, wide=query.dtype == torch.float64)
     (left, right), bottom_right = Sides.of(options.window, options.is_causal, "top_left").window, options.causal_alignment == "bottom_right"
     left, right = (-1 if side is None else side for side in (left, right))
-    if torch.compiler.is_compiling():
-        query, key, value, _ = autocast(query, key, value, None)
-    else:
-        query, key, value, _ = prepared(query, key, value, None)
     cu_q, cu_k, used = cu_q.contiguous(), cu_k.contiguous(), None if used is None else used.contiguous()
     scale = 1.0 / math.sqrt(query.shape[2] or 1) if scale is None else scale
     numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, options.allow_tf32, options.deterministic)

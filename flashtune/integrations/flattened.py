@@ -50,8 +50,12 @@ def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -
     if names != ["remap_positions_for_packed_sequence.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask"]:
         return None
     of_rows = _closed_over(rules[0], names[0])
-    positions, inner = of_rows["position_ids"], of_rows["mask_function"]
-    if not (inner is causal_mask_function or (local_size is not None and is_window(inner))) or not _hands_on(type(config).__module__):
+    positions, inner = of_rows.get("position_ids"), of_rows.get("mask_function")
+    if (
+        positions is None
+        or not (inner is causal_mask_function or (local_size is not None and is_window(inner)))
+        or not _hands_on(type(config).__module__)
+    ):
         return None
     return None if is_tracing(positions) or positions.is_meta else positions[:, None, None]
 

@@ -4,6 +4,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=tuned.register())
 
+Padding-free batches (DataCollatorWithFlattening) are packed sequences then, forward and backward: nothing else has to be said.
+
 Importing this module imports transformers (5.10 or newer).
 """
 
