@@ -66,7 +66,10 @@ def test_autocast_brings_queries_keys_and_values_to_one_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, lse = mixed.call()
         wide = mixed._replace(tensors=[query.double(), *mixed.tensors[1:]])
-        with pytest.raises(InputTypeError, match="float64, torch.bfloat16"):
+        narrow = mixed._replace(tensors=[query, key, value.to(torch.float8_e5m2)])
+        with pytest.raises(InputTypeError, match="float8_e5m2: give them one"):
+            narrow.call()
+        with pytest.raises(InputTypeError, match=r"float64, torch\.bfloat16"):
             wide.call()
     out, sums = given._replace(tensors=[x.bfloat16() for x in given.tensors]).call()
     assert found.dtype == torch.bfloat16 and torch.equal(found, out) and torch.equal(lse, sums)

@@ -59,6 +59,18 @@ def test_logits_and_gradients_are_those_of_each_sequence_by_eager(name: str, bou
         torch.testing.assert_close(gradients[weight], gradient, atol=3e-4 * float(gradient.abs().max()) + 1e-6, rtol=1e-3, msg=weight)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast_computes_in_its_dtype(name: str) -> None:
+    exact, _ = step(model_of(name, "eager"), [{"input_ids": part, "use_cache": False} for part in TOKENS.split(LENGTHS, 1)])
+    model = model_of(name)
+    for _ in range(2):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            logits = model(**flattened(TOKENS, bounds=True)).logits[0]
+        logits.float().square().mean().backward()
+        assert float((logits.float() - exact).norm() / exact.norm()) < 0.05
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 @torch.no_grad()

@@ -125,6 +125,21 @@ def test_one_sequence_is_no_packed_call(model: "PreTrainedModel", calls: list[An
     assert not calls
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma2"], indirect=True)
+def test_autocast_and_checkpoints_change_nothing(model: "PreTrainedModel", calls: list[Any]) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        flat, separate = logits_of(model, **collated("positions")), alone(model)
+    assert {given[0].dtype for given in calls} == {torch.float32}, "rotary positions are in float32"
+    assert (flat - separate).norm() < 2 * TOLERANCES["bf16"].relative_norm * separate.norm()
+    wanted = gradients(model, logits_of(model, **collated("positions")))
+    model.train()
+    model.gradient_checkpointing_enable()
+    found = gradients(model, logits_of(model, **collated("positions")))
+    model.gradient_checkpointing_disable()
+    model.eval()
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
 @pytest.mark.parametrize("model", ["mistral"], indirect=True)
 @torch.no_grad()
 def test_several_rows_of_sequences_are_packed_together(model: "PreTrainedModel", calls: list[Any]) -> None:
