@@ -23,34 +23,37 @@ MOST_SHOWN = 10
 """Numbers of a list that is printed."""
 
 
-def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int, warm: bool = True) -> dict[str, list[float]]:
-    """Microseconds a call, of `repeats` back to back, for each of `rounds` and each of `calls`: wall time until the GPU is done.
+def timed_in_turns(calls: dict[str, Call], *, rounds: int, repeats: int, warm: bool = True, device: str = DEVICE) -> dict[str, list[float]]:
+    """Microseconds a call, of `repeats` back to back, for each of `rounds` and each of `calls`: wall time until the device is done.
 
     A round before these isn't counted, unless they are not to be `warm`.
     """
-    return _in_turns(calls, rounds, repeats, uncounted=1 if warm else 0, until_done=True)
+    return _in_turns(calls, rounds, repeats, uncounted=1 if warm else 0, until_done=True, device=device)
 
 
 def host_in_turns(calls: dict[str, Call], *, rounds: int = 40, repeats: int = 48) -> dict[str, list[float]]:
     """Microseconds of host time a call: the GPU catches up between groups of calls that its queue holds."""
-    return _in_turns(calls, rounds, repeats, uncounted=2, until_done=False)
+    return _in_turns(calls, rounds, repeats, uncounted=2, until_done=False, device=DEVICE)
 
 
-def _in_turns(calls: dict[str, Call], rounds: int, repeats: int, *, uncounted: int, until_done: bool) -> dict[str, list[float]]:
+def _in_turns(
+    calls: dict[str, Call], rounds: int, repeats: int, *, uncounted: int, until_done: bool, device: str
+) -> dict[str, list[float]]:
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(uncounted + rounds):
         for name in sorted(calls, reverse=turn % 2 == 1):
             call = calls[name]
-            torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             for _ in range(repeats):
                 call()
             if until_done:
-                torch.cuda.synchronize()
+                wait()
             spent = time.perf_counter() - start
             if turn >= uncounted:
                 found[name].append(spent / repeats * 1e6)
-    torch.cuda.synchronize()
+    wait()
     return found
 
 

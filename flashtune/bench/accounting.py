@@ -145,8 +145,10 @@ def fused_step(problem: Problem, name: str = "fused") -> Step:
 
 
 def at_length(problem: Problem, n: int) -> Problem:
-    """The problem with `n` keys; the number of queries follows where it was equal, and stays otherwise (decoding)."""
-    return replace(problem, n_q=n if problem.n_q == problem.n_kv else problem.n_q, n_kv=n)
+    """The problem with `n` keys, of packed sequences the mean; the number of queries follows where it was equal, and stays otherwise
+    (decoding)."""
+    lengths = problem.lengths and replace(problem.lengths, longest=max(1, problem.lengths.longest * n // problem.n_kv))
+    return replace(problem, n_q=n if problem.n_q == problem.n_kv else problem.n_q, n_kv=n, lengths=lengths)
 
 
 def windowed(problem: Problem, window: int) -> Problem:
@@ -167,7 +169,8 @@ class Strategy:
 def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: int) -> tuple[Strategy, ...]:
     """Strategies standard, fused, window and low_rank of a full or causal problem; the first two are exact.
 
-    Causal problems have no low_rank, since projected keys have no positions, and backwards none, since projections need gradients, too.
+    Causal problems have no low_rank, since projected keys have no positions, backwards none, since projections need gradients, too, and
+    packed sequences none, since one matrix doesn't fit their lengths.
     """
     local, local_words = fused_step(windowed(problem, window), "window"), f"fused, {window} keys on either side of each query"
     found = (
@@ -175,7 +178,7 @@ def strategies(problem: Problem, elementwise: Elementwise, window: int, rank: in
         Strategy(name="fused", what="one kernel, S stays on the chip", exact=True, steps=(fused_step(problem),)),
         Strategy(name="window", what=local_words, exact=window >= problem.n_kv - 1, steps=(local,)),
     )
-    if problem.features.causal or problem.direction == "bwd":
+    if problem.features.causal or problem.features.packed or problem.direction == "bwd":
         return found
     what = f"K and V projected from {problem.n_kv} to {rank} rows, then fused"
     steps = (

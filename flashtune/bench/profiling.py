@@ -61,6 +61,7 @@ class Profile:
             "problem": {
                 **{name: getattr(p, name) for name in ("batch", "heads", "kv_heads", "n_q", "d", "dtype", "direction")},
                 **{"n": p.n_kv, "causal": p.features.causal, "elementwise": self.elementwise, "window": self.window, "rank": self.rank},
+                **{"law": p.lengths and p.lengths.law, "longest": p.lengths and p.lengths.longest},
             },
             "target": {
                 **{name: getattr(target, name) for name in ("slug", "name", "bandwidth_gbs", "exp_per_second")},

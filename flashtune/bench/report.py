@@ -39,11 +39,12 @@ class Table:
 
 
 def shape(found: Document) -> str:
-    """Sizes of the problem; Hkv and Nq only where they differ from H and N."""
+    """Sizes of the problem; Hkv and Nq only where they differ from H and N, the law and the longest of packed sequences."""
     p = found["problem"]
     heads = f"H={p['heads']}" + (f" Hkv={p['kv_heads']}" if p["kv_heads"] != p["heads"] else "")
     sizes = f"N={p['n']}" + (f" Nq={p['n_q']}" if p["n_q"] != p["n"] else "")
-    return f"B={p['batch']} {heads} {sizes} D={p['d']} {p['dtype']}" + (" causal" if p["causal"] else "")
+    packed = f", packed {p['law']} with N at most {p['longest']}" if p["law"] else ""
+    return f"B={p['batch']} {heads} {sizes} D={p['d']} {p['dtype']}" + (" causal" if p["causal"] else "") + packed
 
 
 def parts(found: Document) -> Iterator[str | Table]:

@@ -7,6 +7,7 @@ pass (`torch.add` with a mask of zeros), its dropout keeps 90 %.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from flashtune import dispatch
 from flashtune.bench.accounting import Step, at_length, fused_step, standard_steps, tensor_bytes, total, windowed
 from flashtune.bench.profiling import Document, Profile
-from flashtune.bench.whole_calls import attention_call, call_kwargs
+from flashtune.bench.whole_calls import attention_call, explained
 from flashtune.core import reference
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.errors import EnvironmentProblem
@@ -93,8 +94,7 @@ def _measure(profile: Profile, bench: Bench) -> Document:
     scaling = _scaling(profile, bench, skipped)
     layer = _layer(problem, bench, {kind["name"]: kind["time_us"] for kind in kinds}, skipped)
     runs = _strategies(profile, bench, skipped)
-    inputs = bench.inputs(problem)
-    served = dispatch.explain(inputs.q, inputs.k, inputs.v, **call_kwargs(inputs))
+    served = explained(bench.inputs(problem))
     measured = {
         "device": bench.name,
         "provenance": provenance(command="", seed=0, measured=True).as_json(),
@@ -175,7 +175,10 @@ def _timed(name: str, step: Step, m: Measurement) -> Document:
 
 
 def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> list[Document]:
-    """Measurements of each step of the standard pipeline by itself, with S and P in memory."""
+    """Measurements of each step of the standard pipeline by itself, with S and P in memory; none of packed sequences."""
+    if problem.lengths is not None:
+        skipped.append("the standard pipeline and its steps: packed sequences would have one each")
+        return []
     if not bench.fits(problem, copies_of_s=5.0):
         skipped.append("the steps of the standard pipeline: S and its copies don't fit into the GPU's memory")
         return []
@@ -199,7 +202,8 @@ def _steps(problem: Problem, bench: Bench, skipped: list[str]) -> list[Document]
 
 def _attentions(problem: Problem, bench: Bench) -> dict[str, Run]:
     inputs = bench.inputs(problem)
-    runs: dict[str, Run] = {"eager": _eager_call(inputs)} if bench.fits(problem, copies_of_s=2.5) else {}
+    eager_fits = problem.lengths is None and bench.fits(problem, copies_of_s=2.5)
+    runs: dict[str, Run] = {"eager": _eager_call(inputs)} if eager_fits else {}
     if (framework := pytorch_call(inputs)) is not None:
         runs["framework"] = framework
     return {**runs, "tuned": attention_call(inputs)}
@@ -208,7 +212,7 @@ def _attentions(problem: Problem, bench: Bench) -> dict[str, Run]:
 def _kinds(problem: Problem, bench: Bench, skipped: list[str]) -> list[Document]:
     """Measurements of whole attentions at the profiled shape: eager (where S fits), PyTorch's, tuned."""
     runs = _attentions(problem, bench)
-    if "eager" not in runs:
+    if "eager" not in runs and problem.lengths is None:
         skipped.append("eager attention: S doesn't fit into the GPU's memory")
     # Bytes of the eager pipeline measured here: no dropout, and a separate scaling pass.
     standard = total("eager", tuple(step for step in standard_steps(problem, "separate") if step.name != "dropout"))
@@ -279,21 +283,34 @@ def _strategies(profile: Profile, bench: Bench, skipped: list[str]) -> dict[str,
     """Time of each strategy, and its error ||x - exact|| / ||exact|| against float64 attention over sampled rows of the first head."""
     problem, inputs = profile.problem, bench.inputs(profile.problem)
     q, k, v = inputs.q, inputs.k, inputs.v
-    project, gqa = averaging(profile.rank, problem.n_kv, k), problem.gqa_ratio > 1
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "standard": _eager_call(inputs),
         "fused": attention_call(inputs),
         "window": attention_call(bench.inputs(windowed(problem, profile.window))),
-        "low_rank": lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v), enable_gqa=gqa),
     }
-    runs = {strategy.name: runs[strategy.name] for strategy in profile.strategies}
-    if not bench.fits(problem, copies_of_s=2.5):
+    if "low_rank" in {strategy.name for strategy in profile.strategies}:
+        project, gqa = averaging(profile.rank, problem.n_kv, k), problem.gqa_ratio > 1
+        runs["low_rank"] = lambda: dispatch.attention(q, torch.matmul(project, k), torch.matmul(project, v), enable_gqa=gqa)
+    if problem.lengths is not None:
+        del runs["standard"]
+    elif not bench.fits(problem, copies_of_s=2.5):
         skipped.append("the standard strategy: S doesn't fit into the GPU's memory")
         del runs["standard"]
-    rows = torch.linspace(0, problem.n_q - 1, min(problem.n_q, SAMPLED_ROWS), device=bench.device).long()
-    seen = None
-    if problem.features.causal:
-        seen = (torch.arange(problem.n_kv, device=bench.device) <= rows[:, None] + (problem.n_kv - problem.n_q))[None, None]
-    exact, _ = reference.attention(q[:1, :1, rows], k[:1, :1], v[:1, :1], scale=problem.d**-0.5, mask=seen)
-    errors = {name: float((run()[:1, :1, rows].double() - exact).norm() / exact.norm()) for name, run in runs.items()}
+    sampled, exact = _sampled(inputs)
+    errors = {name: float((run()[sampled].double() - exact).norm() / exact.norm()) for name, run in runs.items()}
     return {name: {**_times(time), "relative_error": errors[name]} for name, time in bench.race(runs).items()}
+
+
+def _sampled(inputs: Inputs) -> tuple[Any, torch.Tensor]:
+    """Index of sampled rows of an output's first head, of packed sequences in the longest, and exact attention there (rows, D_v)."""
+    p, places = inputs.problem, inputs.sequences or ((inputs.problem.n_q, inputs.problem.n_kv),)
+    longest = max(range(len(places)), key=lambda index: places[index][0])
+    start, first = (sum(lengths[side] for lengths in places[:longest]) for side in (0, 1))
+    n_q, n_kv = places[longest]
+    rows = torch.linspace(0, n_q - 1, min(n_q, SAMPLED_ROWS), device=inputs.q.device).long()
+    seen = None
+    if p.features.causal:
+        seen = (torch.arange(n_kv, device=inputs.q.device) <= rows[:, None] + (n_kv - n_q))[None, None]
+    k, v = (x[:1, :1, first : first + n_kv] for x in (inputs.k, inputs.v))
+    exact, _ = reference.attention(inputs.q[:1, :1, start + rows], k, v, scale=p.d**-0.5, mask=seen)
+    return ((start + rows, 0) if inputs.sequences else (0, 0, rows)), exact[0, 0]

@@ -16,6 +16,7 @@ from flashtune.core.results import PROVIDERS
 from flashtune.dispatch import api, context, varlen
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.parse import Options
+from flashtune.dispatch.resolve import Explanation
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -61,6 +62,14 @@ def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
     return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *longest, **kwargs)
 
 
+def explained(inputs: Inputs) -> Explanation:
+    """Explanation of what serves `attention_call`."""
+    if inputs.parameters.lengths is None:
+        return api.explain(inputs.q, inputs.k, inputs.v, **call_kwargs(inputs))
+    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
+    return varlen.explain_varlen(*operands(inputs), *inputs.parameters.lengths[:2], *longest, **call_kwargs(inputs))
+
+
 def attention_call(inputs: Inputs, **words: Any) -> Callable[[], torch.Tensor]:
     """Function that calls `dispatch.attention`, or `attention_varlen`, on these inputs, with further keyword arguments."""
     call, kwargs, (q, k, v) = attention_of(inputs), call_kwargs(inputs) | words, operands(inputs)
@@ -89,9 +98,9 @@ def providers_calls(inputs: Inputs) -> dict[str, Call]:
     """Calls, or training steps, of each provider that serves these inputs, by its name, after a first run of each.
 
     Left out is PyTorch's own choice, which races anyway, its math backend where another takes the call, and FlexAttention, which compiles
-    for longer than a candidate may.
+    for longer than a candidate may. Packed sequences have no other provider than `attention_varlen` itself.
     """
-    if inputs.problem.features.dropout:
+    if inputs.problem.features.dropout or inputs.problem.features.packed:
         return {}
     framework = pytorch_call(inputs, step=True)
     made = attention_call if inputs.problem.direction == "fwd" else training_step

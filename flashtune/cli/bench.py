@@ -29,6 +29,7 @@ def bench(*, requested: ProblemOptions, seconds: float, seed: int, as_json: bool
     \b
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
     flashtune bench --model llama-3-8b --n 8192
+    flashtune bench --d 128 --dtype bf16 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
     """
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import local_gpu, provenance
@@ -83,9 +84,12 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
         "n": problem.n_kv,
         "d": problem.d,
         "dtype": problem.dtype,
+        "direction": problem.direction,
         "features": problem.features.as_json(),
         "batch": problem.batch,
         "heads": problem.heads,
+        "law": None if problem.lengths is None else problem.lengths.law,
+        "longest": None if problem.lengths is None else problem.lengths.longest,
         "served": chosen.kind,
         "template": chosen.template,
         "variant": variant.id,

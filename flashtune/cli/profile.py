@@ -50,7 +50,9 @@ SPARED = (
     help="Forward or backward pass; a backward is only counted.",
 )
 @click.option(
-    "--packed", type=click.Choice(LAWS), help="Packed sequences, --batch many, of mean --n and of this law; they are only counted."
+    "--packed",
+    type=click.Choice(LAWS),
+    help="Packed sequences, --batch many, of mean --n and of this law; steps of the standard pipeline are only counted.",
 )
 @click.option("--d", "d", type=click.IntRange(1, MAX_HEAD_DIM), default=128, show_default=True, help="Head size.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
@@ -104,6 +106,7 @@ def profile(
     flashtune profile --b 1 --h 12 --n 1024 --d 64 --dtype fp16 --gpu-name v100
     flashtune profile --batch 4 --heads 16 --n 4096 --d 128 --dtype bf16 --plot report.html
     flashtune profile --batch 8 --heads 32 --kv-heads 8 --n 16384 --n-q 1 --d 128 --dtype bf16
+    flashtune profile --batch 16 --heads 16 --n 1024 --d 128 --dtype bf16 --causal --packed lognormal
     """
     problem = _problem(**sizes)
     n = problem.n_kv
@@ -114,8 +117,6 @@ def profile(
     here, why_not = _local(named)
     if problem.dtype == "fp8":
         why_not = "torch's own operations, which the steps are timed with, take no fp8"
-    elif problem.lengths is not None:
-        why_not = "packed sequences have no steps to time one by one; `flashtune bench --packed` times them whole"
     elif problem.direction == "bwd":
         why_not = "a backward's steps aren't timed one by one; `flashtune bench --direction bwd` times it whole"
     wanted = Profile(

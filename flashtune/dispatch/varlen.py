@@ -22,7 +22,7 @@ from flashtune.dispatch import paged as pages
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
-from flashtune.dispatch.inspection import GRADIENTS, autocast, perhaps_fake, prepared, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, autocast, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
 from flashtune.dispatch.paged import Paged
@@ -100,6 +100,8 @@ def attention_varlen(
         raise InputError(
             "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
         )
+    # Models' positions leave queries and keys in float32 under autocast, and values in its dtype.
+    query, key, value = _cast(query, key, value)
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     signature = None if torch.compiler.is_compiling() else _signature(given, options, max_seqlen_q, max_seqlen_k)
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
@@ -111,6 +113,14 @@ def attention_varlen(
         slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, -1)
         out, lse = _planned(plan, Packed(query, key, value, cu_seqlens_q, given[4], seqused_k, slopes, sinks), seed)
     return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+
+
+def _cast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value in autocast's dtype, where it is on; as they are where one is in fp8 or no tensor, which is refused later."""
+    given = query, key, value
+    if not all(isinstance(x, Tensor) for x in given) or not autocasting(query.device.type) or any(x.dtype in pages.NARROW for x in given):
+        return given
+    return autocast(*given, None)[:3]
 
 
 def _paged(
@@ -163,7 +173,8 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
         names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes", "sinks", "k_descale", "v_descale")
         paged = _with_lengths(Paged(*(given[name] for name in names)), given["cu_seqlens_k"])
         return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), given["num_splits"])
-    packed, numbers = _parsed(Packed(*(given[name] for name in _NAMES)), options, given["max_seqlen_q"], given["max_seqlen_k"])
+    tensors = [given[name] for name in _NAMES]
+    packed, numbers = _parsed(Packed(*_cast(*tensors[:3]), *tensors[3:]), options, given["max_seqlen_q"], given["max_seqlen_k"])
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:
         found = explained(packed, numbers, None if _trains(packed, numbers, why_torch) else why_torch)
@@ -172,7 +183,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
 
 
 def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[Packed, Numbers]:
-    """Checked tensors, in autocast's dtype, and the numbers of a call."""
+    """Checked tensors and the numbers of a call."""
     query, key, value, cu_q, cu_k, used, slopes, sinks = packed
     for place, (name, x) in enumerate(zip(_NAMES, packed, strict=True)):
         if place >= _REQUIRED and x is None:
@@ -213,10 +224,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
     dropout_p, softcap, scale = scalars(options, wide=query.dtype == torch.float64)
     (left, right), bottom_right = Sides.of(options.window, options.is_causal, "top_left").window, options.causal_alignment == "bottom_right"
     left, right = (-1 if side is None else side for side in (left, right))
-    if torch.compiler.is_compiling():
-        query, key, value, _ = autocast(query, key, value, None)
-    else:
-        query, key, value, _ = prepared(query, key, value, None)
+    if not torch.compiler.is_compiling():
+        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     cu_q, cu_k, used = cu_q.contiguous(), cu_k.contiguous(), None if used is None else used.contiguous()
     scale = 1.0 / math.sqrt(query.shape[2] or 1) if scale is None else scale
     numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, options.allow_tf32, options.deterministic)
@@ -265,7 +274,7 @@ def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max
     query, key, value, cu_q, cu_k, used, slopes, sinks = given
     try:
         why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
-        if (why_torch is not None and why_torch not in GRADIENTS) or autocasting(query.device.type):
+        if why_torch is not None and why_torch not in GRADIENTS:
             return None
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | cu_q.data_ptr() | cu_k.data_ptr()
         more = None

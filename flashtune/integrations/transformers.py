@@ -4,13 +4,13 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=tuned.register())
 
+Padding-free batches (DataCollatorWithFlattening) are packed sequences then, forward and backward: nothing else has to be said.
+
 Importing this module imports transformers (5.10 or newer).
 """
 
 import functools
 import inspect
-import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +23,8 @@ from transformers.utils.import_utils import is_tracing
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.integrations import flattened
+from flashtune.integrations.sources import arguments_of_attention
 
 NAME = "tuned_attention"
 """Default name for `attn_implementation`."""
@@ -71,12 +73,19 @@ def attention_mask(
     Causal attention and sliding windows are left to the kernel. Returns the rest:
         None: nothing is padded.
         (B, n) boolean: True for each of the first n keys that counts. Keys from n on don't exist yet, as in a static cache.
+        (B, 1, 1, N) integers: positions of causal sequences that are flattened into rows; each sees itself alone.
         (B, 1, N_q, N_kv) boolean: the whole mask, for any other rule; also where a position is known on the GPU alone.
     """
     everything: Callable[[], torch.Tensor | None] = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, False, False,
         device=device, **others,
     )  # fmt: skip
+    if attention_mask is None and q_length == kv_length and not is_tracing():
+        positions = flattened.positions_as_mask(
+            mask_function, local_size if _window_reaches(local_size, kv_length, config) else None, config
+        )
+        if positions is not None:
+            return positions
     if allow_is_causal_skip and _left_to_the_kernel(mask_function, local_size, kv_length, config):
         if isinstance(q_offset, torch.Tensor):
             if is_tracing(q_offset):
@@ -121,9 +130,12 @@ def attention_forward(
 
     `attention_mask` is a result of this module's `attention_mask`, or a caller's own of four dimensions, boolean or added to the scores.
     `sliding_window` counts the query's own key. `s_aux` (Hq,) are attention sinks: one more logit for each head, with no value behind it.
-    `position_bias` is added to the scores. Sequences that are packed into one row come with `cu_seq_lens_q` and `cu_seq_lens_k`, where each
-    begins, and `max_length_q` and `max_length_k`, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them; no mask is read
-    then. Raises InputError for a paged cache.
+    `position_bias` is added to the scores.
+
+    Sequences that are flattened into one row, as DataCollatorWithFlattening makes it, are packed sequences (`dispatch.attention_varlen`),
+    and no mask is made. `cu_seq_lens_q` and `cu_seq_lens_k`, where each begins, with `max_length_q` and `max_length_k` say so without a
+    wait for the GPU (return_flash_attn_kwargs=True). Without them `position_ids` that begin again do, where there is no padding: the host
+    waits for them once a step; under a compiler only a mask from transformers tells. Raises InputError for a paged cache.
     """
     if cache is not None:
         raise InputError(
@@ -131,16 +143,18 @@ def attention_forward(
         )
     if others.get("output_attentions"):
         logger.warning_once("tuned attention computes no attention weights: output_attentions=True needs attn_implementation='eager'")
-    mask, window = attention_mask, None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    band = (None if sliding_window is None else sliding_window - 1, 0) if causal else None
-    if others.get("cu_seq_lens_q") is not None and len(query) == 1 and position_bias is None:
-        return _packed(
-            query, key, value, others, window_size=band, dropout_p=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux
-        ), None
+    sinks = None if s_aux is None else s_aux.float()
+    bounds = _bounds(query, key, attention_mask, causal, others) if position_bias is None else None
+    if bounds is not None:
+        left = None if sliding_window is None else sliding_window - 1
+        options = {"window_size": (left, 0 if causal else left), "dropout_p": dropout, "scale": scaling, "softcap": softcap or 0.0}
+        return _packed(query, key, value, bounds, sinks=sinks, **options), None
+    mask = flattened.whole_mask(attention_mask, sliding_window) if flattened.is_positions(attention_mask) else attention_mask
+    window = None
     if mask is None or mask.dim() == 2:
         # Masks of four dimensions include the diagonal.
-        window = band
+        window = (None if sliding_window is None else sliding_window - 1, 0) if causal else None
         if mask is not None:
             n = mask.shape[1]
             key, value = key[:, :, :n], value[:, :, :n]
@@ -153,7 +167,6 @@ def attention_forward(
     if position_bias is not None:
         mask = reference.joined(position_bias.to(query.dtype), mask)
     shared = query.shape[1] != key.shape[1]
-    sinks = None if s_aux is None else s_aux.float()
     # Positional where possible: keyword arguments cost the host more.
     out = dispatch.attention(
         query, key, value, mask, dropout, False, scaling, shared, window=window, softcap=softcap or 0.0,
@@ -162,37 +175,43 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: dict[str, Any], *, sinks: torch.Tensor | None, **words: Any
-) -> torch.Tensor:
-    """Attention of sequences that are packed into the only row of a batch: (1, N_q, Hq, D_v)."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    bounds = [lengths[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
-    out = dispatch.attention_varlen(q, k, v, *bounds, enable_gqa=True, sinks=None if sinks is None else sinks.float(), **words)
-    return out[None]  # type: ignore[no-any-return]
+def _bounds(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, others: dict[str, Any]
+) -> flattened.Bounds | None:
+    """Bounds of the flattened sequences of a call; None where its rows are sequences themselves."""
+    given = flattened.given_bounds(others)
+    if given is not None:
+        return given
+    if flattened.is_positions(mask):
+        return flattened.bounds_in_mask(mask)
+    # Beside a cache transformers makes no mask of positions.
+    if mask is None and causal and len(query) == 1 and query.shape[2] == key.shape[2]:
+        return flattened.bounds_at_restarts(others.get("position_ids"), query.shape[2])
+    return None
+
+
+def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: flattened.Bounds, **options: Any) -> torch.Tensor:
+    """Attention of sequences that are flattened into the rows of a batch: (B, N_q, Hq, D_v)."""
+    # Views, as models make query, key and value.
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = dispatch.attention_varlen(q, k, v, *bounds, enable_gqa=True, **options)
+    return out.unflatten(0, (len(query), query.shape[2]))  # type: ignore[no-any-return]
 
 
 def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: int, config: Any) -> bool:
     """True for causal attention, or a sliding window that `attention_forward` gets as an argument, too."""
     if mask_function is causal_mask_function:
         return True
-    if local_size is None:
-        return False
-    cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
-    rules = cells[0] if len(cells) == 1 and isinstance(cells[0], tuple) else ()
-    names = sorted(getattr(rule, "__qualname__", "") for rule in rules)
-    if names != ["causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"]:
-        return False
-    return kv_length <= local_size or _says_its_window(type(config).__module__)
+    return flattened.is_window(mask_function) and _window_reaches(local_size, kv_length, config)
+
+
+def _window_reaches(local_size: int | None, kv_length: int, config: Any) -> bool:
+    """True where `attention_forward` gets a sliding window as an argument, or the window hides nothing."""
+    return local_size is not None and (kv_length <= local_size or _says_its_window(type(config).__module__))
 
 
 @functools.cache
 def _says_its_window(configuration: str) -> bool:
     """True where the model of a configuration's module passes its window to its attention: a few leave that to the mask alone."""
-    module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
-    try:
-        text = inspect.getsource(module) if module is not None else ""
-    except OSError:
-        return False
-    calls = re.findall(r"attention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", text)
+    calls = arguments_of_attention(configuration)
     return bool(calls) and all("sliding_window=" in call for call in calls)

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashtune.bench.accounting import at_length
 from flashtune.bench.profiling import Profile
 from flashtune.bench.report import KINDS, parts
 from flashtune.bench.steps import FITTED_POINTS, Bench, averaging, eager, exponent, measure, scaling_grid
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.lengths import Lengths
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Measurement
 from flashtune.core.target import find_target
@@ -171,3 +173,31 @@ def test_causal_shared_heads_and_decoding_are_measured_and_exact(
     assert ("low_rank" in errors) is not causal
     assert names(measured["attention"]) == ["eager", "framework", "tuned"] and measured["layer"] is not None
     assert all(point["n"] >= n_q for series in measured["scaling"] for point in series["points"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_measured_whole_and_exact(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(
+        batch=3, heads=2, kv_heads=1, n_q=96, n_kv=96, d=32, d_v=32, dtype="fp32", features=Features(causal=causal, packed=True),
+        lengths=Lengths.of("one_long", 3, 3 * 96),
+    )  # fmt: skip
+    found = measured_with(1 << 30, monkeypatch, small(problem=problem))
+    errors, measured = errors_of(found), found["measured"]
+    assert errors["fused"] < 1e-5 and errors["window"] > 0.01 and errors["standard"] is None and "low_rank" not in errors
+    assert measured["steps"] == [] and names(measured["attention"]) == ["framework", "tuned"]
+    assert names(measured["scaling"]) == ["framework", "tuned", "projections"] and len(measured["scaling"][0]["points"]) == 3
+    assert set(measured["layer"]["attention"]) == {"framework", "tuned"}
+    assert measured["skipped"] == ["the standard pipeline and its steps: packed sequences would have one each"]
+    text = text_of(found)
+    assert "packed one_long with N at most 144" in text and "a call of its own" in measured["served_by"]
+
+
+def test_longer_packed_sequences_keep_their_law() -> None:
+    problem = Problem(
+        batch=4, heads=2, kv_heads=2, n_q=64, n_kv=64, d=32, d_v=32, dtype="fp32", features=Features(packed=True),
+        lengths=Lengths.of("lognormal", 4, 4 * 64),
+    )  # fmt: skip
+    longer = at_length(problem, 256)
+    assert longer.lengths is not None and problem.lengths is not None
+    assert (longer.lengths.law, longer.lengths.longest) == ("lognormal", 4 * problem.lengths.longest)
+    assert sum(n for n, _ in longer.sequences()) == 4 * 256

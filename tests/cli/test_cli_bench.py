@@ -61,6 +61,14 @@ def test_bench_shows_both_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["call_us"] == {"tuned": 125.0, "default": 150.0} and row["median_us"] == {"tuned": 100.0, "default": 160.0}
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_bench_times_packed_sequences_in_both_directions(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = json.loads(bench(monkeypatch, OnTheGpu.called, "--packed", "one_long", "--direction", direction, "--json").stdout)["rows"]
+    assert (row["direction"], row["law"], row["longest"], row["batch"]) == (direction, "one_long", 8192, 4)
+    assert row["template"] == f"flash_{direction}_hopper" and row["problem"].startswith("n4096-4one_long")
+    assert row["call_us"] == {"tuned": 125.0, "default": 150.0}
+
+
 def test_without_whole_calls_bench_says_why_and_shows_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     found = bench(monkeypatch, Failed(fate=Fate.RUNTIME, reason="out of memory"), "--json")
     assert "no whole calls: out of memory" in found.stderr

@@ -57,6 +57,26 @@ def test_the_lse_has_a_row_for_each_head_and_comes_on_request() -> None:
     torch.testing.assert_close(both[1].double(), wanted(given, SQUARE)[1], atol=1e-5, rtol=1e-5)
 
 
+def test_autocast_brings_queries_keys_and_values_to_one_dtype() -> None:
+    given = inputs({"sinks": True}, SQUARE)
+    query, key, value = given.tensors
+    mixed = given._replace(tensors=[query, key, value.detach().bfloat16().requires_grad_()])
+    with pytest.raises(InputTypeError, match="give them one"):
+        mixed.call()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, lse = mixed.call()
+        wide = mixed._replace(tensors=[query.double(), *mixed.tensors[1:]])
+        narrow = mixed._replace(tensors=[query, key, value.to(torch.float8_e5m2)])
+        with pytest.raises(InputTypeError, match="float8_e5m2: give them one"):
+            narrow.call()
+        with pytest.raises(InputTypeError, match=r"float64, torch\.bfloat16"):
+            wide.call()
+    out, sums = given._replace(tensors=[x.bfloat16() for x in given.tensors]).call()
+    assert found.dtype == torch.bfloat16 and torch.equal(found, out) and torch.equal(lse, sums)
+    for x, gradient in zip(mixed.tensors, torch.autograd.grad(found.sum(), mixed.tensors), strict=True):
+        assert gradient.dtype == x.dtype and gradient.isfinite().all()
+
+
 def test_a_window_that_ends_at_the_diagonal_is_causal() -> None:
     given = inputs({}, RAGGED)
     outs = [

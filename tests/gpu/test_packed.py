@@ -164,6 +164,7 @@ def test_a_packed_search_measures_and_its_record_serves(direction: Direction, tm
     assert result.exit_code == 0, result.output
     [row] = json.loads(result.stdout)
     assert (row["source"], row["fate"], row["law"]) == ("measured", "correct", "uniform") and row["framework"] == "varlen"
+    assert row["call_us"] > 0 and row["framework_call_us"] > 0, "whole calls, of a backward training steps"
     of_each = lengths.drawn(8, 8 * 512)
     given = inputs({"is_causal": True}, (of_each, of_each), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
     tensors = [torch.randn_like(x[:, :1].expand(-1, 4, -1)).requires_grad_(direction == "bwd") for x in given.tensors]

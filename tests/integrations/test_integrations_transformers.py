@@ -3,7 +3,6 @@
 The models are tiny and random, in float32; nothing is downloaded.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -58,29 +57,6 @@ def of_all(function: Callable[..., None]) -> Any:
 
 def of(*names: str) -> Any:
     return pytest.mark.parametrize("model", names, indirect=True)
-
-
-@of("llama")
-def test_sequences_packed_into_one_row_are_as_each_alone(model: "PreTrainedModel", monkeypatch: pytest.MonkeyPatch) -> None:
-    model.set_attn_implementation(NAME)
-    calls: list[Any] = []
-    attend = dispatch.attention_varlen
-    monkeypatch.setattr(dispatch, "attention_varlen", lambda *given, **words: calls.append(given) or attend(*given, **words))
-    lengths = (5, 11, 1, 6)
-    parts = TOKENS[:1].split(lengths, dim=1)
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    words = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 11, "max_length_k": 11}
-    packed = run_of(model, TOKENS[:1], position_ids=positions, **words)
-    torch.testing.assert_close(packed, torch.cat([run_of(model, part) for part in parts], 1), atol=1e-5, rtol=1e-4)
-    assert len(calls) == model.config.num_hidden_layers
-    without = run_of(model, TOKENS[:1], position_ids=positions)
-    torch.testing.assert_close(packed, without, atol=1e-5, rtol=1e-4)
-
-
-def run_of(model: "PreTrainedModel", tokens: torch.Tensor, **words: Any) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=tokens, use_cache=False, **words).logits
-    return found
 
 
 @of_all

@@ -9,6 +9,7 @@ from interpreting import failures_of
 from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs
 
 from flashtune import dispatch
+from flashtune.dispatch import context
 
 warnings.filterwarnings("ignore")
 
@@ -19,6 +20,19 @@ def of_case(name: str) -> None:
 
 def of_halves() -> None:
     agrees(inputs({"is_causal": True}, SQUARE, dtype=torch.float16, d=64), SQUARE, kind="fp16")
+
+
+def of_autocast() -> None:
+    """Tensors of several dtypes are brought to autocast's, and the second call has the first one's plan."""
+    given = inputs({"is_causal": True}, SQUARE, d=64)
+    mixed = given._replace(tensors=[*given.tensors[:2], given.tensors[2].detach().half().requires_grad_()])
+    out, lse = given._replace(tensors=[x.half() for x in given.tensors]).call()
+    plans = context.current().plans
+    with torch.autocast("cpu", torch.float16):
+        mixed.call()
+        known = len(plans)
+        found, sums = mixed.call()
+    assert known == len(plans) > 0 and torch.equal(found, out) and torch.equal(sums, lse)
 
 
 def of_long_bounds() -> None:

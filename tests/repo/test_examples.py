@@ -46,6 +46,13 @@ def test_an_llm_of_transformers_writes_the_same_text(capsys: pytest.CaptureFixtu
     assert "the same text: True" in run("llm_transformers.py", capsys)
 
 
+def test_padding_free_steps_have_the_loss_of_each_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run("padding_free_training.py", capsys)
+    assert "57% of the batch would be empty" in printed and "the loss of each text alone: True" in printed
+    first, *_, last = (float(found) for found in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE))
+    assert last < first
+
+
 def test_a_diffusion_block_says_what_serves_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "serves it" in run("diffusion_block.py", capsys)
 

@@ -13,9 +13,12 @@ from click.testing import CliRunner
 from varlen_cases import SQUARE, inputs
 
 from flashtune import dispatch
+from flashtune.bench import time_calls
+from flashtune.bench.whole_calls import training_step
 from flashtune.cli.main import main
 from flashtune.core import reference
 from flashtune.core.calls import read
+from flashtune.core.config import Config, Direction
 from flashtune.core.lengths import Lengths
 from flashtune.core.oracles import Place
 from flashtune.core.problem import Features, Problem
@@ -24,6 +27,8 @@ from flashtune.db.store import Store
 from flashtune.dispatch import context, packed_configs
 from flashtune.dispatch.calls import CALLS
 from flashtune.templates import families
+from flashtune.tuner.children import tasks
+from flashtune.tuner.replies import Called
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
@@ -138,13 +143,22 @@ def test_pytorch_serves_packed_sequences_one_by_one(direction: str) -> None:
 # --- records ----------------------------------------------------------------------------------------------------------------------
 
 
+def configs_for(direction: Direction) -> tuple[str, list[Config]]:
+    """Hopper's family of a pass, and configs that packed sequences allow."""
+    name, spec = f"flash_{direction}_hopper", replace(PACKED, direction=direction).spec()
+    family = families()[name]
+    if direction == "fwd":
+        return name, [config for config in family.starts(spec, H200) if config["BLOCK_M"] == 128]
+    first = next(config for config in family.starts(spec, H200) if family.violated(config, spec, H200) is None)
+    return name, [first.replace(exp_poly=on) for on in (True, False)]
+
+
 def database(path: Path, *problems: Problem) -> Path:
     """Measured records of these, each with a config that no other has and that packed sequences allow."""
-    family = families()["flash_fwd_hopper"]
-    configs = [config for config in family.starts(PACKED.spec(), H200) if config["BLOCK_M"] == 128]
     made = []
     for place, problem in enumerate(problems):
-        outcome = samples.outcome(f"{place:016x}", 5000.0, template="flash_fwd_hopper", config=configs[place], finalist=True, rank=1)
+        template, configs = configs_for(problem.direction)
+        outcome = samples.outcome(f"{place:016x}", 5000.0, template=template, config=configs[place], finalist=True, rank=1)
         made.append(samples.result(outcome, framework_us=6000.0, of=problem))
     return samples.write(path, tuple(made))
 
@@ -181,22 +195,63 @@ def test_a_packed_record_serves_before_a_dense_one(tmp_path: Path) -> None:
         assert said.kind == "stand_in" and said.differences == ("packed=False for True",)
 
 
-def test_a_predicted_packed_record_serves_where_unmeasured_ones_may(tmp_path: Path) -> None:
-    config = families()["flash_fwd_hopper"].starts(PACKED.spec(), H200)[0]
-    outcome = samples.outcome("0" * 16, 5000.0, template="flash_fwd_hopper", config=config, source="predicted", finalist=True, rank=1)
-    path = samples.write(tmp_path / "a.sqlite", (samples.result(outcome, framework_us=None, of=PACKED),))
+def test_a_packed_record_of_gradients_serves_gradients_alone(tmp_path: Path) -> None:
+    gradients = replace(PACKED, direction="bwd")
+    dense = replace(gradients, lengths=None, features=Features(causal=True), batch=2, n_q=8192, n_kv=8192)
+    with dispatch.use(database(tmp_path / "a.sqlite", dense, gradients), alone=True):
+        record, config = chosen(gradients)
+        assert record.key == gradients.key("h200") and config == record.outcome.config
+        assert dispatch.explain_problem(gradients, "h200").kind == "exact"
+        assert dispatch.explain_problem(PACKED, "h200").kind == "default", "gradients tell nothing of the forward"
+        shorter = dispatch.explain_problem(replace(gradients, n_q=512, n_kv=512, batch=32), "h200")
+        assert (shorter.kind, shorter.record_key) == ("near_n", gradients.key("h200"))
+    with dispatch.use(database(tmp_path / "b.sqlite", PACKED), alone=True):
+        assert dispatch.explain_problem(gradients, "h200").kind == "default", "nor does the forward of gradients"
+    with dispatch.use(database(tmp_path / "c.sqlite", dense), alone=True):
+        assert dispatch.explain_problem(gradients, "h200").differences == ("packed=False for True",)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_predicted_packed_record_serves_where_unmeasured_ones_may(direction: Direction, tmp_path: Path) -> None:
+    template, configs = configs_for(direction)
+    problem = replace(PACKED, direction=direction)
+    outcome = samples.outcome("0" * 16, 5000.0, template=template, config=configs[0], source="predicted", finalist=True, rank=1)
+    path = samples.write(tmp_path / "a.sqlite", (samples.result(outcome, framework_us=None, of=problem),))
     with dispatch.use(path, alone=True):
-        assert dispatch.explain_problem(PACKED, "h200").kind == "default"
+        assert dispatch.explain_problem(problem, "h200").kind == "default"
     with dispatch.use(path, alone=True, unmeasured=True):
-        said = dispatch.explain_problem(PACKED, "h200")
+        said = dispatch.explain_problem(problem, "h200")
         assert (said.kind, said.source) == ("exact", "predicted")
 
 
-def test_explain_names_the_packed_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_explain_names_the_packed_record(direction: Direction, tmp_path: Path) -> None:
     words = ("explain", "--gpu-name", "h200", "--packed", "one_long", "--n", "1024", "--d", "128", "--heads", "16", "--causal", "--json")
-    result = CliRunner().invoke(main, [*words, "--db", str(database(tmp_path / "a.sqlite", PACKED))])
+    path = database(tmp_path / "a.sqlite", replace(PACKED, direction=direction))
+    result = CliRunner().invoke(main, [*words, "--direction", direction, "--db", str(path)])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["kind"] == "exact"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_whole_calls_of_packed_sequences_are_timed(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(SMALL, direction=direction, features=Features(causal=True, packed=True))
+    monkeypatch.setattr(tasks, "inputs_on_device", lambda *_: make_inputs(problem, device="cpu", seed=1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timed = time_calls([], problem, H200, 1, 0.01)
+    assert isinstance(timed, Called), timed
+    assert timed.pytorch is not None and timed.pytorch > 0 and not timed.providers, "no other provider takes packed sequences"
+
+
+def test_a_whole_call_with_gradients_is_pytorchs() -> None:
+    inputs = make_inputs(replace(SMALL, direction="bwd", features=Features(causal=True, packed=True)), device="cpu", seed=1)
+    step, torchs = training_step(inputs), pytorch_call(inputs, step=True)
+    assert torchs is not None
+    ours: Any = step()
+    theirs: Any = torchs()
+    for place, gradient in enumerate(ours):
+        wanted = torch.cat([one[place][0].transpose(0, 1) for one in theirs])
+        torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------------------
@@ -234,4 +289,6 @@ def test_profile_counts_packed_sequences() -> None:
     words = ["profile", "--packed", "one_long", "--batch", "16", "--heads", "16", "--n", "1024", "--causal", "--dtype", "bf16", "--json"]
     result = CliRunner().invoke(main, [*words, "--gpu-name", "h200"])
     assert result.exit_code == 0, result.output
-    assert str(PACKED.flops()) in result.stdout and "bench --packed" in result.stdout
+    found = json.loads(result.stdout)
+    assert found["fused"]["matmul_flops"] == PACKED.flops()
+    assert (found["problem"]["law"], found["problem"]["longest"]) == ("one_long", 8192)

@@ -1,0 +1,134 @@
+"""Sequences that are flattened into rows of a batch, as padding-free training has them: where each begins, from arguments or positions."""
+
+import functools
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.masking_utils import causal_mask_function
+from transformers.utils.import_utils import is_tracing
+
+from flashtune.integrations.sources import arguments_of_attention, source_of
+
+_FOUND: MutableMapping[Tensor, dict[Any, "Bounds"]] = WeakTensorKeyDictionary()
+"""Bounds of the positions that a step's layers share, so that the host waits for them once."""
+
+
+class Bounds(NamedTuple):
+    """Rows where sequences begin, with their number at the end, int32 (sequences + 1,), and most rows of one: of queries and of keys."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+def given_bounds(arguments: Mapping[str, Any]) -> Bounds | None:
+    """Bounds among an attention's arguments (transformers' FlashAttentionKwargs); None where one of them is missing. Nothing is read."""
+    given: list[Any] = [arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    if any(one is None for one in given):
+        return None
+    # Some callers leave a length in a tensor; the collator gives numbers.
+    longest_q, longest_k = (int(one) if isinstance(one, Tensor) else one for one in given[2:])
+    return Bounds(given[0], given[1], longest_q, longest_k)
+
+
+def is_positions(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """True if a mask is a result of `positions_as_mask`."""
+    return mask is not None and mask.dim() == 4 and not (mask.dtype == torch.bool or mask.is_floating_point())
+
+
+def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -> Tensor | None:
+    """Positions (B, 1, 1, N), integers, in place of a mask of causal sequences, which begin where a step isn't 1; None for any other rule.
+
+    A sliding window of `local_size` is left to the attention. Four dimensions are what transformers hands on as it is.
+    """
+    rules = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", ())
+    names = [getattr(rule, "__qualname__", "") for rule in rules]
+    if names != ["remap_positions_for_packed_sequence.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask"]:
+        return None
+    of_rows = _closed_over(rules[0], names[0])
+    positions, inner = of_rows.get("position_ids"), of_rows.get("mask_function")
+    if (
+        positions is None
+        or not (inner is causal_mask_function or (local_size is not None and is_window(inner)))
+        or not _hands_on(type(config).__module__)
+    ):
+        return None
+    return None if is_tracing(positions) or positions.is_meta else positions[:, None, None]
+
+
+def is_window(mask_function: Any) -> bool:
+    """True for transformers' causal sliding window."""
+    rules = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", ())
+    names = sorted(getattr(rule, "__qualname__", "") for rule in rules)
+    return names == ["causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"]
+
+
+def _closed_over(function: Any, name: str) -> dict[str, Any]:
+    """Values by name that a function closes over, if that is its own name."""
+    if getattr(function, "__qualname__", "") != name:
+        return {}
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+
+
+@functools.cache
+def _hands_on(configuration: str) -> bool:
+    """True where the model of a configuration's module only hands its masks on to attention: a few add to them, and ask for whole ones."""
+    return bool(arguments_of_attention(configuration)) and "allow_is_causal_skip=False" not in source_of(configuration)
+
+
+def bounds_in_mask(positions: Tensor) -> Bounds:
+    """Bounds of sequences by a result of `positions_as_mask`."""
+    return _shared(positions[:, 0, 0], "steps")
+
+
+def bounds_at_restarts(positions: Any, rows: int) -> Bounds | None:
+    """Bounds of sequences in the only row of a batch whose positions (1, `rows`) begin again; None if they never do, or aren't known.
+
+    As flash attention has it in transformers, which makes no mask of them beside a cache. The host waits for the positions once a step;
+    a compiler or a CUDA graph can't, and sees one sequence.
+    """
+    if not isinstance(positions, Tensor) or positions.shape != (1, rows) or rows < 2 or positions.is_meta or is_tracing(positions):
+        return None
+    found = _shared(positions, "restarts")
+    return found if len(found.cu_q) > 2 else None
+
+
+def _shared(positions: Tensor, rule: str) -> Bounds:
+    """Bounds by a rule, computed once for positions that several layers get, as views of one tensor or itself."""
+    if positions.is_inference():
+        # Nothing says whether it was written since.
+        return _computed(positions, rule)
+    base = positions if positions._base is None else positions._base
+    known = _FOUND.setdefault(base, {})
+    key = rule, positions._version, positions.shape, positions.stride(), positions.storage_offset()
+    if key not in known:
+        # Of older versions nobody asks again.
+        for old in [one for one in known if one[1] != key[1]]:
+            known.pop(old, None)
+        known[key] = _computed(positions, rule)
+    return known[key]
+
+
+def _computed(positions: Tensor, rule: str) -> Bounds:
+    """Bounds by a rule, from positions (B, N) of rows that follow one another."""
+    # One copy, since each number that is read from the device waits for it.
+    host = positions.detach().cpu()
+    later, before = host[:, 1:], host[:, :-1]
+    begins = torch.ones_like(host, dtype=torch.bool)
+    begins[:, 1:] = later - before != 1 if rule == "steps" else (later < before) | (later == host[:, :1])
+    bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([host.numel()])])
+    longest = int(bounds.diff().max())
+    cu = bounds.to(torch.int32).to(positions.device, non_blocking=True)
+    return Bounds(cu, cu, longest, longest)
+
+
+def whole_mask(positions: Tensor, window: int | None) -> Tensor:
+    """The mask (B, 1, N, N), boolean, that a result of `positions_as_mask` stands for, with a sliding window of so many keys."""
+    rows = positions[:, 0, 0]
+    sequence = (rows.diff(dim=1, prepend=rows[:, :1] - 1) != 1).cumsum(1)
+    seen = (sequence[:, :, None] == sequence[:, None]).tril()
+    return (seen if window is None else seen.triu(1 - window))[:, None]

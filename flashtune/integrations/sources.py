@@ -1,0 +1,21 @@
+"""Source text of transformers' models by the modules of their configurations."""
+
+import functools
+import inspect
+import re
+import sys
+
+
+@functools.cache
+def source_of(configuration: str) -> str:
+    """Source text of the model of a configuration's module; empty where it isn't imported or has no file."""
+    module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
+    try:
+        return inspect.getsource(module) if module is not None else ""
+    except OSError:
+        return ""
+
+
+def arguments_of_attention(configuration: str) -> list[str]:
+    """Texts of the arguments with which the model of a configuration's module calls its attention."""
+    return re.findall(r"attention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", source_of(configuration))

@@ -1,0 +1,209 @@
+"""Padding-free training of transformers: sequences in one row of a batch are as each alone, by their bounds and by their positions."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tiny_models import made
+
+from flashtune import dispatch
+from flashtune.core.tolerances import TOLERANCES
+
+# Not else: every worker collects this file, and few run it.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODELS = ("llama", "mistral", "gemma2", "gpt_oss", "qwen3", "gpt2")
+LENGTHS = (5, 11, 1, 9)
+TOKENS = torch.randint(1, 61, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
+BOUND = TOLERANCES["fp32"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> "PreTrainedModel":
+    from flashtune.integrations import transformers as tuned
+
+    found = made(request.param)
+    found.set_attn_implementation(tuned.register())
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Positional arguments of the packed calls, in order."""
+    found: list[Any] = []
+    attend = dispatch.attention_varlen
+    monkeypatch.setattr(dispatch, "attention_varlen", lambda *given, **options: found.append(given) or attend(*given, **options))
+    return found
+
+
+def collated(way: str, tokens: torch.Tensor = TOKENS) -> dict[str, Any]:
+    """A flattened batch as transformers' collator makes it; `way` is what tells of its sequences, a cache beside it or not."""
+    from transformers import DataCollatorWithFlattening
+
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs="bounds" in way)
+    batch = collator([{"input_ids": part.tolist()} for part in tokens[0].split(LENGTHS)], return_tensors="pt")
+    if way == "bounds alone":
+        del batch["position_ids"]
+    return {name: x for name, x in batch.items() if name != "labels"} | {"use_cache": "cache" in way}
+
+
+WAYS = pytest.mark.parametrize("way", ["bounds and positions", "bounds beside a cache", "positions", "positions beside a cache"])
+
+
+def logits_of(model: "PreTrainedModel", **batch: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**batch).logits[0]
+    return found
+
+
+def alone(model: "PreTrainedModel", tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """Logits of each sequence by itself, one after the other."""
+    return torch.cat([logits_of(model, input_ids=part, use_cache=False) for part in tokens.split(LENGTHS, 1)])
+
+
+def gradients(model: "PreTrainedModel", logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * weights).mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@WAYS
+def test_logits_and_gradients_are_those_of_each_sequence_alone(model: "PreTrainedModel", way: str, calls: list[Any]) -> None:
+    flat = logits_of(model, **collated(way))
+    assert len(calls) == model.config.num_hidden_layers, "every layer is a packed call"
+    found = gradients(model, flat)
+    separate = alone(model)
+    assert (flat - separate).norm() < BOUND.relative_norm * separate.norm()
+    torch.testing.assert_close(flat, separate, atol=BOUND.atol * float(separate.abs().max()), rtol=BOUND.rtol)
+    wanted = gradients(model, separate)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, atol=BOUND.atol * scale + 1e-9, rtol=BOUND.rtol, msg=name)
+
+
+@WAYS
+@torch.no_grad()
+def test_a_sequence_changes_no_bit_of_its_neighbours(model: "PreTrainedModel", way: str) -> None:
+    other = TOKENS.clone()
+    other[0, LENGTHS[0] : sum(LENGTHS[:2])] = 61 - other[0, LENGTHS[0] : sum(LENGTHS[:2])]
+    before, after = (logits_of(model, **collated(way, tokens)).split(LENGTHS) for tokens in (TOKENS, other))
+    assert [torch.equal(x, y) for x, y in zip(before, after, strict=True)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("model", ["gemma2"], indirect=True)
+def test_positions_are_read_once_a_step_and_given_bounds_never(
+    model: "PreTrainedModel", calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashtune.integrations import flattened
+
+    read: list[str] = []
+    computed = flattened._computed
+    monkeypatch.setattr(flattened, "_computed", lambda positions, rule: read.append(rule) or computed(positions, rule))
+    batch = collated("positions")
+    logits_of(model, **batch).sum().backward()
+    assert read == ["steps"], "of masks of both kinds and two layers"
+    assert len({id(given[3]) for given in calls}) == 1 and all(given[5:] == (11, 11) for given in calls)
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in (5, 12, 9)])[None]
+    logits_of(model, **batch)
+    batch["position_ids"][0, 5:] = torch.arange(21)
+    logits_of(model, **batch)
+    assert read == ["steps"] * 3 and calls[-1][3].tolist() == [0, 5, 26], "positions that were written are read again"
+    for way in ("bounds and positions", "bounds beside a cache", "bounds alone"):
+        logits_of(model, **collated(way))
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+@torch.no_grad()
+def test_one_sequence_is_no_packed_call(model: "PreTrainedModel", calls: list[Any]) -> None:
+    for words in ({}, {"position_ids": torch.arange(26)[None] + 7}, {"use_cache": True}, {"attention_mask": torch.ones_like(TOKENS)}):
+        logits_of(model, input_ids=TOKENS, **{"use_cache": False, **words})
+    model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert not calls
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"], indirect=True)
+def test_autocast_and_checkpoints_change_nothing(model: "PreTrainedModel", calls: list[Any]) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        flat, separate = logits_of(model, **collated("positions")), alone(model)
+    assert {given[0].dtype for given in calls} == {torch.float32}, "rotary positions are in float32"
+    assert (flat - separate).norm() < 2 * TOLERANCES["bf16"].relative_norm * separate.norm()
+    wanted = gradients(model, logits_of(model, **collated("positions")))
+    model.train()
+    model.gradient_checkpointing_enable()
+    found = gradients(model, logits_of(model, **collated("positions")))
+    model.gradient_checkpointing_disable()
+    model.eval()
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+@torch.no_grad()
+def test_several_rows_of_sequences_are_packed_together(model: "PreTrainedModel", calls: list[Any]) -> None:
+    rows = TOKENS.view(2, 13)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((4, 9), (6, 7))])
+    found = model(input_ids=rows, position_ids=positions, use_cache=False).logits
+    assert calls[0][3].tolist() == [0, 4, 13, 19, 26] and calls[0][5] == 9
+    parts = [row[None] for tokens, cut in zip(rows, (4, 6), strict=True) for row in (tokens[:cut], tokens[cut:])]
+    wanted = torch.cat([logits_of(model, input_ids=part, use_cache=False) for part in parts])
+    torch.testing.assert_close(found.flatten(0, 1), wanted, atol=BOUND.atol * float(wanted.abs().max()), rtol=BOUND.rtol)
+
+
+@torch.no_grad()
+def test_a_window_that_attention_isnt_told_stays_in_the_mask(calls: list[Any]) -> None:
+    from flashtune.integrations import transformers as tuned
+
+    model = made("qwen2_moe")
+    wanted = logits_of(model, **collated("positions"))
+    model.set_attn_implementation(tuned.register())
+    found = logits_of(model, **collated("positions"))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_models_that_change_their_masks_get_whole_ones() -> None:
+    import transformers
+    from transformers.masking_utils import create_causal_mask
+
+    from flashtune.integrations import transformers as tuned
+
+    positions = collated("positions")["position_ids"]
+    for name, shape in (("Llama", (1, 1, 1, 26)), ("Falcon", (1, 1, 26, 26))):
+        config, _ = getattr(transformers, f"{name}Config")(), getattr(transformers, f"{name}Model")
+        config._attn_implementation = tuned.register()
+        mask = create_causal_mask(config, torch.zeros(1, 26, 32), None, None, position_ids=positions)
+        assert mask is not None and mask.shape == shape
+
+
+def test_bounds_windows_and_position_biases_of_plain_calls(calls: list[Any]) -> None:
+    from flashtune.integrations import flattened
+    from flashtune.integrations import transformers as tuned
+
+    q, k = torch.randn(1, 4, 26, 16), torch.randn(1, 2, 26, 16)
+    bounds = torch.tensor([0, 5, 16, 17, 26], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None, None, None]
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": torch.tensor(11), "max_length_k": torch.tensor(11)}
+    module = torch.nn.Module()
+    same = flattened.whole_mask(positions, None).tril() | flattened.whole_mask(positions, None).mT
+    near = torch.ones(26, 26, dtype=torch.bool).triu(-3)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for causal, seen in ((True, same.tril() & near), (False, same & near & near.T)):
+        out, _ = tuned.attention_forward(module, q, k, k, None, sliding_window=4, is_causal=causal, **lengths)
+        torch.testing.assert_close(out, attend(q, k, k, seen, enable_gqa=True).transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
+    assert len(calls) == 2
+    bias = torch.randn(1, 4, 26, 26)
+    out, _ = tuned.attention_forward(module, q, k, k, positions, sliding_window=4, position_bias=bias)
+    wanted = attend(q, k, k, bias.masked_fill(~(same.tril() & near), -torch.inf), enable_gqa=True)
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
+
+
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+@torch.no_grad()
+def test_a_compiled_model_reads_bounds_and_separates_positions(model: "PreTrainedModel") -> None:
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    wanted = alone(model)
+    for way in ("bounds and positions", "positions"):
+        found = logits_of(compiled, **collated(way))
+        torch.testing.assert_close(found, wanted, atol=BOUND.atol * float(wanted.abs().max()), rtol=BOUND.rtol)
