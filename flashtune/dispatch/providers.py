@@ -20,6 +20,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.core.torch_attention import readable
 from flashtune.dispatch.call import Call, Outputs, PerHead
+from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.plan import capturing
 from flashtune.dispatch.pytorch import TorchPlan, as_bias, no_autocast, only, readable_inputs, sound_backends_of
 
@@ -61,8 +62,8 @@ class Provider:
         lacking = [feature for feature in features_of(call, per_head) if feature not in self.takes]
         return f"it doesn't take {' or '.join(lacking)}" if lacking else None
 
-    def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":
-        """Plan of a call that it doesn't refuse."""
+    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
+        """Plan of a call that it doesn't refuse; `tuned` are FlexAttention's options."""
         return ProviderPlan.of(call, self.name, self.function(call), tensors)
 
     def function(self, call: Call) -> Function:
@@ -123,7 +124,7 @@ class TorchBackend(Provider):
             return "PyTorch doesn't give it a call of these sizes, types and gradients on this device"
         return why
 
-    def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":
+    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
         """PyTorch's plan, with this backend first; unchanged where PyTorch chooses it anyway."""
         torchs = TorchPlan.of(call, *tensors)
         if _choice(call, tensors) == self.backend:
@@ -246,8 +247,23 @@ class Flex(Provider):
 
     takes = frozenset({OTHER_BANDS, AT_THE_START, "a soft cap", "float32 or float64"})
 
-    def function(self, call: Call) -> Function:
+    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
         """As the base class; blocks of hidden pairs are found once."""
+        functions = self._functions(call)
+
+        def run(options: dict[str, int] | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            words = {"scale": call.scale, "enable_gqa": call.shared, "kernel_options": options, **functions}
+            found: Tensor = compiled_flex(dynamic=False)(query, key, value, **words)
+            return found
+
+        if tuned is None:
+            return ProviderPlan.of(call, self.name, lambda query, key, value, _: run(None, query, key, value), tensors)
+        plan = ProviderPlan.of(call, self.name, lambda query, key, value, _: tuned.run(run, query, key, value, **functions), tensors)
+        plan.note = lambda: tuned.said(*call.views(*tensors[:3]), **functions)
+        return plan
+
+    def _functions(self, call: Call) -> dict[str, Any]:
+        """Arguments for the band and the soft cap of a call."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         band, cap = call.band, call.softcap
@@ -264,8 +280,7 @@ class Flex(Provider):
         def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return cap * torch.tanh(score / cap)
 
-        words = {"block_mask": blocks, "scale": call.scale, "enable_gqa": call.shared, "score_mod": capped if cap else None}
-        return lambda query, key, value, _: compiled_flex(dynamic=False)(query, key, value, **words)
+        return {"block_mask": blocks, "score_mod": capped if cap else None}
 
 
 @functools.cache
@@ -301,12 +316,14 @@ def traced_backend(name: str | None) -> contextlib.AbstractContextManager[object
 class ProviderPlan:
     """Plan that calls a provider; `direct` is the whole call where nothing else is to be done."""
 
-    __slots__ = ("_compiles", "_served", "call", "direct", "provider")
+    __slots__ = ("_compiles", "_served", "call", "direct", "note", "provider")
 
     def __init__(
         self, call: Call, provider: str, served: Callable[..., Outputs], direct: Callable[..., Tensor] | None, *, compiles: bool = False
     ) -> None:
         self.call, self.provider, self._served, self.direct, self._compiles = call, provider, served, direct, compiles
+        self.note: Callable[[], str] = str
+        """The origin of its options, in words for explanations."""
 
     @classmethod
     def of(cls, call: Call, provider: str, function: Function, tensors: Tensors) -> "ProviderPlan":
@@ -340,10 +357,10 @@ def variant_of(name: str, problem: Problem | None) -> Variant | None:
     return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 
-def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None) -> ProviderPlan:
+def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None, tuned: TunedOptions | None = None) -> ProviderPlan:
     """Plan of a provider; raises InputError, with the cause and the remedy, where it can't serve the call."""
     provider = PROVIDERS[name]
     if (why := provider.refusal(call, tensors, per_head)) is not None:
         remedy = "" if ": pip" in why else ": leave implementation out, or name another"
         raise InputError(f"implementation={name!r} ({provider.title}) can't serve this call, since {why}{remedy}")
-    return provider.plan(call, tensors)
+    return provider.plan(call, tensors, tuned)
