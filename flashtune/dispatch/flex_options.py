@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,14 +142,13 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, score
 
 def _failure(call: Run, options: dict[str, int], *tensors: Tensor) -> str | None:
     """The error of a first run with these options, forward and backward where gradients are needed, in one line; None where it succeeds."""
-    trains = _trains(*tensors)
+    # Compiled code is for one state of gradients, and the call's own run is to find it.
+    copies = [x.detach().requires_grad_() if x.requires_grad else x.detach() for x in tensors]
     try:
-        with nullcontext() if trains else torch.no_grad():
-            copies = [x.detach().requires_grad_(trains and x.requires_grad) for x in tensors]
-            found = call(options, *copies)
-            out = found[0] if isinstance(found, tuple) else found
-            if trains:
-                torch.autograd.grad(out, [x for x in copies if x.requires_grad], torch.zeros_like(out), allow_unused=True)
+        found = call(options, *copies)
+        out = found[0] if isinstance(found, tuple) else found
+        if _trains(*copies):
+            torch.autograd.grad(out, [x for x in copies if x.requires_grad], torch.zeros_like(out), allow_unused=True)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
