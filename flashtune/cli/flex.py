@@ -36,7 +36,7 @@ def search_flex(
 ) -> None:
     """Tune FlexAttention for each problem, and store the options that gain."""
     from flashtune.cli.search import choose_source
-    from flashtune.tuner.timing.flex import refuse_untunable
+    from flashtune.tuner.propose.flex import refuse_untunable
 
     if given := [name for name in BESIDE if getattr(options, name)]:
         raise InputError(

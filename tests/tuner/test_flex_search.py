@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library
 from flashtune.db.store import Store
 from flashtune.tuner import machine
-from flashtune.tuner.propose.flex import Options, Proposals, finals, space
-from flashtune.tuner.replies import Failed, FlexCompiled, FlexTimed
+from flashtune.tuner.propose.flex import Options, Proposals, finals, refuse_untunable, space
+from flashtune.tuner.replies import Failed, FlexCompiled, FlexReady, FlexTimed
 from flashtune.tuner.search import flex
-from flashtune.tuner.timing.flex import FlexBench, eager, mask_mod_of, refuse_untunable
+from flashtune.tuner.timing.flex import FlexBench, eager, mask_mod_of
 
 H100 = find_target("h100")
 BWD = Problem(
@@ -231,6 +232,32 @@ def test_a_search_in_which_nothing_works_says_why() -> None:
         tune(Broken(), trials=8)
 
 
+class Machine:
+    """A stand-in for `Workers`, which notes the tasks of each process, and answers those of preparation."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies, self.seen = list(replies), list[tuple[str, int]]()
+
+    def submit(self, crew: str, task: Any, *arguments: Any, limit_s: float, device: int = 0) -> Any:
+        self.seen.append((task.__name__, device))
+        answer = self.replies.pop(0) if self.replies else FlexReady(processes=9)
+        return SimpleNamespace(reply=lambda: answer)
+
+
+def test_each_process_prepares_before_it_compiles_and_as_many_run_as_fit() -> None:
+    machine = Machine(FlexReady(processes=3))
+    lanes = flex.ProcessLanes(machine, BWD, H100, 0, 8)  # type: ignore[arg-type]
+    assert lanes.prepare() == 3 and machine.seen == [("prepare_flex", lane) for lane in range(3)]
+    machine.seen.clear()
+    lanes.compile([{"a": 1}, {"a": 2}])
+    assert machine.seen == [("prepare_flex", 0), ("prepare_flex", 1), ("compile_flex", 0), ("compile_flex", 1)]
+    lanes.time(1, {"a": 2}, 0.1, calls=False)
+    assert machine.seen[-1] == ("time_flex", 1)
+    failing = Machine(Failed(fate=Fate.RUNTIME, reason="OutOfMemoryError: CUDA out of memory"))
+    with pytest.raises(NoKernelFound, match=r"FlexAttention can't take .*out of memory.*: free the GPU"):
+        flex.ProcessLanes(failing, BWD, H100, 0, 8).prepare()  # type: ignore[arg-type]
+
+
 def search(*words: str, **settings: Any) -> Any:
     return CliRunner().invoke(main, ["search", "--implementation", "flex", "--d", "64", "--dtype", "bf16", *words], **settings)
 
@@ -260,5 +287,7 @@ def test_the_command_tunes_stores_and_prints(monkeypatch: pytest.MonkeyPatch, ow
     assert "8 candidates of FlexAttention's options" in shown.stderr
     listed = CliRunner().invoke(main, ["show", "--db", str(own_database), "--json"])
     assert json.loads(listed.stdout)[0]["providers_call_us"] == {"flex": pytest.approx(record.outcome.call_us, abs=1e-3)}
+    checked = CliRunner().invoke(main, ["verify", "--db", str(own_database)])
+    assert checked.exit_code == 4 and "1 skipped: flex is no kernel of flashtune" in checked.stderr
     refused = search(*words, "--template", "flash_fwd")
     assert refused.exit_code == 2 and "--template is for kernels of flashtune" in refused.stderr

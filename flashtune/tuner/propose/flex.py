@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import optuna
 
 from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.flex_options import PARTS, refusal
+from flashtune.core.errors import InputError
+from flashtune.core.flex_options import PARTS, SHORTEST, refusal
 from flashtune.core.problem import Problem, padded
 from flashtune.core.target import Target
 
@@ -26,6 +27,22 @@ STARTS: Mapping[str, Sequence[tuple[int, ...]]] = {
     ],
 }
 """First candidates, values in the order of `PARTS`: PyTorch's defaults on several GPUs, and those that its own autotuning tries."""
+
+
+TAKES = ("causal", "packed", "softcap")
+"""Flags of problems that FlexAttention is tuned for, beside windows."""
+
+
+def refuse_untunable(problem: Problem) -> None:
+    """Raise InputError for a problem that FlexAttention isn't tuned for."""
+    features = problem.features
+    other = [name for name, on in features.flags().items() if on and name not in TAKES] + [features.mask] * (features.mask != "none")
+    if other or problem.dtype == "fp8":
+        lacking = other[0] if other else "fp8"
+        raise InputError(f"FlexAttention is tuned for bands, soft caps and packed sequences, not with {lacking}: leave it out")
+    rows = problem.n_q * (1 if problem.lengths is None else problem.batch)
+    if rows < SHORTEST:
+        raise InputError(f"FlexAttention has a kernel without these options for {rows} queries: give at least {SHORTEST}")
 
 
 def space(which: str, problem: Problem, target: Target) -> list[Options]:
@@ -59,7 +76,9 @@ class Proposals:
     def __init__(self, which: str, problem: Problem, target: Target, seed: int | None) -> None:
         self.which, self.best = which, list[tuple[float, Options]]()
         """Ratios of times to the defaults' and options that were timed, the fastest first."""
-        self._axes = {name: optuna.distributions.CategoricalDistribution(values) for name, values in PARTS[which].items()}
+        self._axes: dict[str, optuna.distributions.BaseDistribution] = {
+            name: optuna.distributions.CategoricalDistribution(values) for name, values in PARTS[which].items()
+        }
         self._left = {tuple(options.values()): options for options in space(which, problem, target)}
         self._starts = [values for values in STARTS[which] if values in self._left]
         with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):

@@ -22,7 +22,7 @@ from flashtune.tuner.replies import Failed, FlexCompiled, FlexReady, FlexTimed
 COMPILE_S, PREPARE_S, TIME_S = 90.0, 240.0, 60.0
 """Seconds after which a process is killed that compiles a candidate, prepares, or times one."""
 
-LOOK_S, RACE_S = 0.15, 1.0
+LOOK_S, RACE_S = 0.15, 0.7
 """Seconds for which each kernel of a candidate is timed in the search, and in the closing race."""
 
 NO_GAIN = 0.99
@@ -33,13 +33,16 @@ class Lanes(Protocol):
     """Processes that hold a candidate each."""
 
     def prepare(self) -> int:
-        """Number of processes, after the defaults ran in the first; raises NoKernelFound where they fail."""
+        """Number of processes, after the defaults ran in each; raises NoKernelFound where they fail."""
+        ...
 
     def compile(self, wave: Sequence[Options]) -> list[FlexCompiled | Failed]:
         """Compile a candidate in each process, side by side."""
+        ...
 
     def time(self, lane: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
         """Time a process's candidate, while no other one runs."""
+        ...
 
 
 class ProcessLanes:
@@ -53,7 +56,10 @@ class ProcessLanes:
         reply = self._preparing(0).reply()
         if isinstance(reply, Failed):
             raise NoKernelFound(f"FlexAttention can't take {self._problem.label()} ({reply.reason}): free the GPU, or give a smaller batch")
-        return max(1, min(self._most, reply.processes))
+        wide = max(1, min(self._most, reply.processes))
+        for one in [self._preparing(lane) for lane in range(1, wide)]:
+            one.reply()
+        return wide
 
     def compile(self, wave: Sequence[Options]) -> list[FlexCompiled | Failed]:
         """As the protocol says; a process that was killed is prepared anew first."""
@@ -104,8 +110,9 @@ def tune(
     """
     found = FlexFound(problem=problem)
     parts = [Proposals(which, problem, target, provenance.seed) for which in (("fwd", "bwd") if problem.direction == "bwd" else ("fwd",))]
-    wide, longest = lanes.prepare(), 0.0
-    while found.tried < trials and not (deadline is not None and found.tried and time.monotonic() + 2 * longest > deadline):
+    wide, last = lanes.prepare(), 0.0
+    # The closing race takes about as long as a wave.
+    while found.tried < trials and not (deadline is not None and found.tried and time.monotonic() + 2 * last > deadline):
         begun = time.monotonic()
         wave: list[Options] = []
         while len(wave) < min(wide, trials - found.tried) and any(one.left for one in parts) and (options := _joined(parts)):
@@ -115,7 +122,7 @@ def tune(
         for options, reply in _run(lanes, wave, LOOK_S, calls=False):
             _observe(parts, options, reply, found)
         found.tried += len(wave)
-        longest = max(longest, time.monotonic() - begun)
+        last = time.monotonic() - begun
         listener(found.tried, parts[-1].best[0][0] if parts[-1].best else None)
     best: tuple[float, Options, FlexTimed] | None = None
     closing = list(finals(parts))[: max(1, wide)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtune.core.band import diagonal_of
 from flashtune.core.errors import InputError
-from flashtune.core.flex_options import SHORTEST, extent
+from flashtune.core.flex_options import extent
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.torch_dtypes import TORCH_DTYPES
@@ -20,24 +20,9 @@ from flashtune.tuner.verify.inputs import SOFTCAP
 
 Run = Callable[[], Any]
 
-TAKES = ("causal", "packed", "softcap")
-"""Flags of problems that FlexAttention is tuned for, beside windows."""
-
 RELATIVE, OF_RMS = 0.02, 0.05
 """Largest difference from the defaults' numbers: a share of the number, and of the tensor's root mean square. Both round to the same type,
 and sum in another order."""
-
-
-def refuse_untunable(problem: Problem) -> None:
-    """Raise InputError for a problem that FlexAttention isn't tuned for."""
-    features = problem.features
-    other = [name for name, on in features.flags().items() if on and name not in TAKES] + [features.mask] * (features.mask != "none")
-    if other or problem.dtype == "fp8":
-        lacking = other[0] if other else "fp8"
-        raise InputError(f"FlexAttention is tuned for bands, soft caps and packed sequences, not with {lacking}: leave it out")
-    rows = problem.n_q * (1 if problem.lengths is None else problem.batch)
-    if rows < SHORTEST:
-        raise InputError(f"FlexAttention has a kernel without these options for {rows} queries: give at least {SHORTEST}")
 
 
 def mask_mod_of(problem: Problem, device: torch.device) -> Callable[..., Tensor] | None:
