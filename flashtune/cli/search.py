@@ -168,10 +168,13 @@ def search(
     Commands are the same if GPU, problems, templates, --trials, --until, --sampler, --pruner and --seed are; the others (--budget, --jobs,
     --gpus, --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
 
+    With --implementation flex the kernels of PyTorch's FlexAttention are tuned: their options serve where it does. --trials, --budget,
+    --jobs, --seed and --db apply; an interruption keeps the problems that ended.
+
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
     if implementation == "flex":
-        from flashtune.cli.flex import require_gpu, search_flex
+        from flashtune.cli.flex import require_gpu
 
         require_gpu()
     target = gpu_of(gpu_name)
@@ -182,6 +185,8 @@ def search(
         notes = lines or (silent() if quiet else messages())
         with _logged(lines, resumes=implementation != "flex"):
             if implementation == "flex":
+                from flashtune.cli.flex import search_flex
+
                 command = command_line(["flashtune", *sys.argv[1:]])
                 search_flex(target, problems, options, command=command, notes=notes, out=not quiet, as_json=as_json)
                 return

@@ -12,7 +12,7 @@ from flashtune.core import kernel_cache
 from flashtune.core.binaries import machine_arch, source_digest
 from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.results import PROVIDERS, Fate, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import variant_of
