@@ -60,6 +60,8 @@ def unservable(record: TuningRecord) -> str | None:
     """The reason why this version's templates can't serve a record, perhaps of an earlier version, on its own GPU; None where they can.
     Of an unknown GPU only the config is checked."""
     target = targets().get(record.key.gpu)
+    if record.tunes_flex:
+        return "it holds FlexAttention's options, which exports of databases keep, and no kernel"
     if record.outcome.template in PROVIDERS:
         return f"its run had no kernel, and {record.outcome.template} serves it"
     try:

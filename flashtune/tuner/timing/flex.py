@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -94,6 +94,10 @@ class FlexBench:
         self.options: Mapping[str, int] | None = None
         self.candidate: dict[str, Run] = {}
 
+    @cached_property
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self._device, self._l2_bytes)
+
     def loaded(self, options: Mapping[str, int] | None) -> tuple[dict[str, Run], dict[str, str]]:
         """The forward and, for a backward, the gradients of a kept forward, and whole steps (`call`), as functions, after a first run of
         each and a comparison with the defaults; and the reason for each kernel (`fwd`, `bwd`) that fails."""
@@ -151,8 +155,7 @@ class FlexBench:
         """Times of the candidate and of the defaults, interleaved: on the GPU alone of each kernel, and with `calls` of whole calls, or
         training steps, host included."""
         both = {which: [runs[which] for runs in (self.candidate, self.default)] for which in self.candidate}
-        watch = Stopwatch(self._device, self._l2_bytes)
-        found = {which: watch.samples(runs, budget_s=budget_s) for which, runs in both.items() if which != "call"}
+        found = {which: self._watch.samples(runs, budget_s=budget_s) for which, runs in both.items() if which != "call"}
         if calls and "call" in both:
             found["call"] = eager(both["call"], budget_s, torch.cuda.synchronize)
         return {which: (Measurement.of(times[0]), Measurement.of(times[1])) for which, times in found.items()}
