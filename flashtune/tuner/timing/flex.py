@@ -1,7 +1,9 @@
 """FlexAttention on random inputs of a problem, by PyTorch's defaults and by a candidate's kernel options, compared and timed."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
@@ -206,5 +208,10 @@ def _compiled() -> Callable[..., Any]:
     ):
         if hasattr(module, name):
             setattr(module, name, value)
+    with suppress(ImportError):
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        # PyTorch's progress bars would make one for all processes, which a killed process leaves behind.
+        tqdm.set_lock(threading.RLock())
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     return compiled
