@@ -77,7 +77,7 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "ended_by": record.ending.reason if record.ending else None,
         "expected_regret": record.ending.regret if record.ending else None,
         "provider": record.fastest(lambda name: True),
-        "providers_call_us": {one.template: _rounded(one.call_us) for one in record.providers},
+        "providers_call_us": {name: _rounded(us) for name, us in record.provider_times().items()},
     }
 
 
@@ -91,9 +91,11 @@ def predicted_only(location: str | None) -> str:
 
 
 def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
-    """Records that this version can serve; the others are listed with the reason on standard error."""
+    """Records of kernels that this version can serve; the others are listed with the reason on standard error."""
     found = []
     for record in records:
+        if record.tunes_flex:
+            continue
         if why := unservable(record):
             messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
         else:

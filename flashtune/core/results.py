@@ -122,10 +122,13 @@ class Outcome:
     """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
 
     @classmethod
-    def of_provider(cls, name: str, variant_id: str, time_us: Measurement) -> "Outcome":
-        """Outcome of another provider's whole calls."""
-        words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id, "config": Config.of()}
-        return cls(**words, fate=Fate.CORRECT, source="measured", measurement=time_us, call_us=time_us.median_us, finalist=True)
+    def of_provider(
+        cls, name: str, variant_id: str, time_us: Measurement, *, config: Config | None = None, rank: int | None = None
+    ) -> "Outcome":
+        """Outcome of another provider's whole calls; `config` are tuned options of FlexAttention."""
+        words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id, "rank": rank}
+        words |= {"config": config or Config.of(), "call_us": time_us.median_us}
+        return cls(**words, fate=Fate.CORRECT, source="measured", measurement=time_us, finalist=True)
 
 
 GRAPH_GAIN = 0.02
@@ -262,6 +265,18 @@ class TuningRecord:
     """Precedence of its layer among the requested ones; 0 for the user's own results and the shipped ones."""
     refuted: str = ""
     """Cause of a later failure of its kernel on its GPU (`Finding`), because of which it doesn't serve."""
+
+    @property
+    def tunes_flex(self) -> bool:
+        """True for a run that tuned FlexAttention's options and timed nothing else: it says nothing of who is the fastest."""
+        return self.outcome.template == "flex" and bool(self.outcome.config.items)
+
+    def provider_times(self) -> dict[str, float]:
+        """Microseconds of whole calls by provider, the shortest of each: FlexAttention's options and its defaults are two outcomes."""
+        found: dict[str, float] = {}
+        for one in self.providers:
+            found[one.template] = min(found.get(one.template, math.inf), one.call_us or math.inf)
+        return found
 
     def as_fallback(self) -> "TuningRecord | None":
         """The record of its fallback kernel; None where it has none."""

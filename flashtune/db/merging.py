@@ -8,7 +8,7 @@ from pathlib import Path
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.library import Layer, Library
-from flashtune.db.preference import ALL_REPEAT, by_key, key_order, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, flex_tuned, key_order, serve_all, worth_keeping
 from flashtune.db.store import sqlite_path
 from flashtune.db.writing import write_file
 
@@ -52,11 +52,12 @@ def merge(
     found = by_key(record for location in locations for record in Library([Layer(location=location)]).winners())
     for key in sorted(found, key=key_order):
         stay = worth_keeping(found[key], passed_over, bits)
+        tuned = flex_tuned(found[key])
+        kept += stay + tuned
         if not stay:
-            refused.append(found[key][0])
+            refused += [] if tuned else found[key][:1]
             continue
-        kept += stay
-        runs = [_run(record) for record in stay]
+        runs = [_run(record) for record in stay + tuned]
         lost += [(record, stay[-1] if bits.repeats(record) else stay[0]) for record in found[key] if _run(record) not in runs]
     if not kept:
         raise NoKernelFound("these databases hold no record that could be served: search first, or name others")

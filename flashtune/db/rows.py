@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from flashtune.core import limits
+from flashtune.core import flex_options, limits
 from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
@@ -302,8 +302,12 @@ def read_outcome(row: Row) -> Outcome:
             raise RowError(column, "is set, but the trial has no time")
     if not row.missing("call_us") and source != "measured":
         raise RowError("call_us", f"is set, but the trial's source is {source}")
-    if row.values["template"] in PROVIDERS and (row.missing("call_us") or row.json("config", TEXT_LENGTH)):
-        raise RowError("template", f"is {row.values['template']}, which has measured times of whole calls alone, and no config")
+    if (name := row.values["template"]) in PROVIDERS:
+        options = row.json("config", TEXT_LENGTH)
+        if row.missing("call_us") or (options and name != "flex"):
+            raise RowError("template", f"is {name}, which has measured times of whole calls alone, and no config")
+        if (why := flex_options.refusal(options)) is not None:
+            raise RowError("config", why)
     return Outcome(
         template=row.text("template", limit=NAME_LENGTH, pattern=IDENTIFIER),
         template_hash=row.word("template_hash"),

@@ -24,6 +24,7 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.dispatch.choose import Choice, Pool, group_of
+from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.gradients import Backward
 from flashtune.dispatch.kernels import Kernels
 from flashtune.dispatch.plan import Plan, Plans
@@ -59,7 +60,8 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, and `kernels`.
+    """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, `kernels`, and
+    FlexAttention's options (`flex`).
 
     `pinned` is a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing
     one holds `lock`.
@@ -74,6 +76,7 @@ class Memo:
         self.packed: dict[Hashable, Any] = {}
         self.confirmed: set[ProblemKey] = set()
         self.kernels = Kernels(self.warn_once, self.forget)
+        self.flex = TunedOptions(self.library, self.warn_once)
         self.settings = settings
         self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
@@ -117,9 +120,16 @@ class Memo:
 
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
 
+    def library(self) -> "Library":
+        """The library, read where that wasn't done."""
+        self.read()
+        assert self._library is not None, "it was just read"
+        return self._library
+
     def renew(self) -> None:
         """Read the library anew at the next choice; plans stay."""
         self._library = None
+        self.flex.clear()
         self._pools.clear()
         self.deciding.clear()
 
@@ -140,16 +150,15 @@ class Memo:
 
     def pool(self, key: ProblemKey, target: Target) -> Pool:
         """Records that may serve `key` on this GPU; the first call reads the library."""
-        self.read()
-        assert self._library is not None, "it was just read"
+        library = self.library()
         # A large library is read per key, since looking at all of it would take too long.
-        group: Hashable = key if self._library.large else group_of(key)
+        group: Hashable = key if library.large else group_of(key)
         if group not in self._pools:
             while len(self._pools) >= MOST_POOLS:
                 del self._pools[next(iter(self._pools))]
             with held_off():
                 gpus = [gpu for gpu, known in targets().items() if known.arch == target.arch] or [target.slug]
-                self._pools[group] = Pool(key, target, self._library.near(key, gpus), families(), self._library.findings)
+                self._pools[group] = Pool(key, target, library.near(key, gpus), families(), library.findings)
         return self._pools[group]
 
     def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
-from flashtune.dispatch.flex_torch import torchs
+from flashtune.dispatch.flex_torch import options_said, torchs
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
@@ -56,7 +56,7 @@ def flex_attention(
         scale: factor of scores before score_mod; None is 1/sqrt(E).
         enable_gqa: allow fewer key heads than query heads.
         return_lse: return (output, lse), lse (B, Hq, L) float32, the natural logarithm of the softmax's denominator.
-        kernel_options: options of PyTorch's kernels where these serve.
+        kernel_options: options of PyTorch's kernels where these serve, in place of those that a search tuned.
         return_aux: an AuxRequest, for (output, AuxOutput).
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
@@ -97,7 +97,8 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
-        return f"PyTorch's flex_attention: {call}"
+        options = options_said(*(given[name] for name in (*names[:5], "kernel_options")))
+        return f"PyTorch's flex_attention: {call}" + f"; {options}" * bool(options)
     if isinstance(call, dict):
         served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)

@@ -29,7 +29,7 @@ def offers(record: TuningRecord | None, refusal: Callable[[str], str | None]) ->
         times[TORCHS] = record.framework_call_us or record.framework_us
         if record.baseline is not None:
             times[record.baseline.backend] = times[TORCHS]
-        times |= {one.template: one.call_us for one in record.providers}
+        times |= record.provider_times()
         if record.outcome.template not in PROVIDERS:
             times[OURS] = record.outcome.call_us or record.median_us
     others = (Offer(name=name, us=times.get(name), why=refusal(name)) for name in PROVIDERS)

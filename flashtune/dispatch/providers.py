@@ -19,6 +19,7 @@ from flashtune.core.config import Config, Variant
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.dispatch.call import Call, PerHead
+from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.provider import AT_THE_START, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.torch_backends import TorchBackend, choice
 
@@ -93,8 +94,23 @@ class Flex(Provider):
 
     takes = frozenset({OTHER_BANDS, AT_THE_START, "a soft cap", "float32 or float64"})
 
-    def function(self, call: Call) -> Function:
+    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
         """As the base class; blocks of hidden pairs are found once."""
+        functions = self._functions(call)
+
+        def run(options: dict[str, int] | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            words = {"scale": call.scale, "enable_gqa": call.shared, "kernel_options": options, **functions}
+            found: Tensor = compiled_flex(dynamic=False)(query, key, value, **words)
+            return found
+
+        if tuned is None:
+            return ProviderPlan.of(call, self.name, lambda query, key, value, _: run(None, query, key, value), tensors)
+        plan = ProviderPlan.of(call, self.name, lambda query, key, value, _: tuned.run(run, query, key, value, **functions), tensors)
+        plan.note = lambda: tuned.said(*call.views(*tensors[:3]), **functions)
+        return plan
+
+    def _functions(self, call: Call) -> dict[str, Any]:
+        """Arguments for the band and the soft cap of a call."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         band, cap = call.band, call.softcap
@@ -111,8 +127,7 @@ class Flex(Provider):
         def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return cap * torch.tanh(score / cap)
 
-        words = {"block_mask": blocks, "scale": call.scale, "enable_gqa": call.shared, "score_mod": capped if cap else None}
-        return lambda query, key, value, _: compiled_flex(dynamic=False)(query, key, value, **words)
+        return {"block_mask": blocks, "score_mod": capped if cap else None}
 
 
 @functools.cache
@@ -167,9 +182,9 @@ def variant_of(name: str, problem: Problem | None) -> Variant | None:
     return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 
-def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None) -> ProviderPlan:
+def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None, tuned: TunedOptions | None = None) -> ProviderPlan:
     """Plan of a provider; raises InputError, with the cause and the remedy, where it can't serve the call."""
     provider = PROVIDERS[name]
     if (why := provider.refusal(call, tensors, per_head)) is not None:
         raise refused(provider, why)
-    return provider.plan(call, tensors)
+    return provider.plan(call, tensors, tuned)

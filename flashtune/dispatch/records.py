@@ -117,7 +117,8 @@ class Pool:
     def _of(self, key: ProblemKey) -> list["_Entry"]:
         """Records of a key, sorted as ties are."""
         if key not in self._known:
-            records = self._rows[key]
+            # Runs that tuned FlexAttention timed no kernel.
+            records = [record for record in self._rows[key] if not record.tunes_flex]
             places = _places(records)
             entries = [
                 _Entry(

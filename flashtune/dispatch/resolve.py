@@ -232,9 +232,9 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
         return
     why: str | None = None
     if name in PROVIDERS:
-        plan, variant = plan_of(name, call, tensors, per_head), variant_of(name, call.problem)
-        yield Candidate(plan, "provider", functools.partial(said, kind="provider", provider=name), variant)
-        why = None if variant is None else memo.kernels.failure(variant, call.device)
+        found = _provided(memo, call, call.problem, name, tensors, per_head, functools.partial(said, kind="provider", provider=name))
+        yield found
+        why = None if found.variant is None else memo.kernels.failure(found.variant, call.device)
     else:
         for one in candidates(memo, call, *tensors, torch_only, ours=True):
             if one.kind == "framework":
@@ -269,7 +269,26 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
     if found.provider is None:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
     else:
-        yield Candidate(plan_of(found.provider, call, tensors, per_head), "provider", said, variant_of(found.provider, problem))
+        yield _provided(memo, call, problem, found.provider, tensors, per_head, said)
+
+
+def _provided(
+    memo: Memo,
+    call: Call,
+    problem: Problem | None,
+    name: str,
+    tensors: Tensors,
+    per_head: PerHead | None,
+    said: Callable[[], Explanation],
+) -> Candidate:
+    """Plan of a provider for a problem of a call; its explanation ends with FlexAttention's tuned options, where it has some."""
+    plan = plan_of(name, call, tensors, per_head, memo.flex)
+
+    def whole() -> Explanation:
+        found, note = said(), plan.note()
+        return replace(found, reason=f"{found.reason}; {note}") if note else found
+
+    return Candidate(plan, "provider", whole, variant_of(name, problem))
 
 
 def _trained(

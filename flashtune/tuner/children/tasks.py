@@ -163,7 +163,7 @@ def _torch_call_if_it_runs(inputs: "Inputs") -> _TorchCall:
     try:
         return _torch_call(inputs)
     except Exception as error:
-        if _failed(error).poisoned:
+        if failed_on_device(error).poisoned:
             raise
         return None
 
@@ -193,7 +193,7 @@ def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = 
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:
-        failed = _failed(error)
+        failed = failed_on_device(error)
     with _spent.on("wait for triton and pytorch"):
         wait(beside)
     return failed or _broken() or Ready(gpu=gpu_id(), spent=_spent.take())
@@ -206,7 +206,7 @@ def _broken() -> Failed | None:
     try:
         torch.cuda.synchronize()
     except Exception as error:
-        return _failed(error)
+        return failed_on_device(error)
     return None
 
 
@@ -277,7 +277,7 @@ def evaluate_candidate(
                     # Whoever leads races again: the best of many noisy times is chosen for its luck, and later times are in its scale.
                     times = bench.stopwatch.race(runs, budget_s=2 * budget_s, seen=look)
     except Exception as error:
-        return _failed(error)
+        return failed_on_device(error)
     return Timed(time=times[0], error=checked.error, incumbent=None if incumbent is None else times[1], spent=_spent.take())
 
 
@@ -297,7 +297,7 @@ def race_finalists(
             times = bench.stopwatch.samples(racers, budget_s=budget_s, least=15, most=MOST_ROUNDS)
         ended = time.time()
     except Exception as error:
-        return _failed(error)
+        return failed_on_device(error)
     backend = pytorch[1] if pytorch else None
     return Rounds(times=tuple(map(tuple, times)), backend=backend, began=began, ended=ended, pid=os.getpid(), spent=_spent.take())
 
@@ -308,7 +308,8 @@ def _judged(verdict: "Verdict") -> Checked | Failed:
     return Checked(error=verdict.error)
 
 
-def _failed(error: Exception) -> Failed:
+def failed_on_device(error: Exception) -> Failed:
+    """Failure of a task on the GPU, `poisoned` where the process can't use its GPU any more."""
     sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
     compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
     fate = Fate.COMPILE if compiling else Fate.RUNTIME
@@ -335,7 +336,7 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
         runs: dict[str, Any] = {"tuned": launch_of(source, bench.inputs)}
         runs["tuned"]()
     except Exception as error:
-        return _failed(error)
+        return failed_on_device(error)
     left_out = {}
     for name in ("default", *BACKENDS):
         call = pytorch_call(bench.inputs, None if name == "default" else name)
@@ -358,5 +359,5 @@ def recheck_on_device(source: Source, problem: Problem, target: Target, seed: in
     try:
         verdict = bench.verifier.verdict(_loaded(source)[1], repeats=source.repeats)
     except Exception as error:
-        return _failed(error)
+        return failed_on_device(error)
     return _judged(verdict)

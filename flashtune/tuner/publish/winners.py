@@ -12,7 +12,7 @@ from flashtune.core import kernel_cache
 from flashtune.core.binaries import machine_arch, source_digest
 from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.results import Fate, TuningRecord
+from flashtune.core.results import PROVIDERS, Fate, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import variant_of
@@ -41,6 +41,8 @@ def source_for(record: TuningRecord) -> Source:
 
 def unchecked_here(record: TuningRecord, here: Target | None) -> str:
     """The reason why a record can't be checked on the GPU `here`, or without one in Triton's interpreter, or ""."""
+    if record.outcome.template in PROVIDERS:
+        return f"{record.outcome.template} is no kernel of flashtune"
     if here is None:
         return "" if family(record.outcome.template).interpretable else f"no interpreter runs {record.outcome.template}"
     measured_on = targets().get(record.key.gpu)
