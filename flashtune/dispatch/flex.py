@@ -24,9 +24,9 @@ from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.emit import Captured, emitted
-from flashtune.templates.mods.graph import INDICES, Node
+from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.scores import known_structure, slopes_of
-from flashtune.templates.mods.trace import Unsupported, recaptured, traced
+from flashtune.templates.mods.trace import Unsupported, traced_together
 
 Mod = Callable[..., Tensor]
 
@@ -313,23 +313,11 @@ def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -
 
 
 def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, walked: Sequence[Tensor]) -> Functions:
-    parts = [
-        None if function is None else traced(function, score=score, device=device)
-        for function, score in ((score_mod, True), (mask_mod, False))
-    ]
-    captured: list[Tensor] = []
-    outputs: list[Node | None] = []
-    for part in parts:
-        places = []
-        for x in () if part is None else part.captured:
-            at = next((place for place, y in enumerate(captured) if y is x), len(captured))
-            captured += [x] * (at == len(captured))
-            places.append(at)
-        outputs.append(None if part is None else recaptured(part.output, places))
+    score, mask, captured = traced_together(score_mod, mask_mod, device)
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
-    fresh = tuple(captured) if -1 in among else ()
-    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh, known=known_structure(*outputs))  # type: ignore[arg-type]
+    fresh = captured if -1 in among else ()
+    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known_structure(score, mask))  # type: ignore[arg-type]
 
 
 def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:

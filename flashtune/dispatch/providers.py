@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
-from flashtune.core.torch_attention import readable
+from flashtune.core.torch_attention import compiled_flex, readable
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.plan import capturing
 from flashtune.dispatch.pytorch import TorchPlan, as_bias, no_autocast, only, readable_inputs, sound_backends_of
@@ -266,15 +266,6 @@ class Flex(Provider):
 
         words = {"block_mask": blocks, "scale": call.scale, "enable_gqa": call.shared, "score_mod": capped if cap else None}
         return lambda query, key, value, _: compiled_flex(dynamic=False)(query, key, value, **words)
-
-
-@functools.cache
-def compiled_flex(*, dynamic: bool | None) -> Callable[..., Any]:
-    """PyTorch's flex_attention, compiled for each size anew, or with `dynamic` None for any once a second one was met."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=dynamic)
-    return compiled
 
 
 PROVIDERS: Mapping[str, Provider] = {

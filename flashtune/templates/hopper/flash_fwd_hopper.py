@@ -315,6 +315,7 @@ FAMILY = Family(
     folder="hopper",
     axes=AXES,
     constraints=CONSTRAINTS,
+    functions=True,
     refuses=refuses,
     tried_first=tried_first,
     pick=pick,

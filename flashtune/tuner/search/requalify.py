@@ -10,7 +10,7 @@ from typing import Literal
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import REQUALIFIED, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.target import Target
-from flashtune.templates import family
+from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.replies import Failed, Raced
@@ -68,7 +68,8 @@ def requalified(
     evaluation: Callable[[Problem], Evaluation],
 ) -> Iterator[Requalified]:
     """The measured records' verdicts on `target`, worst suspects first; `stored` are all results of each key, for runners-up."""
-    for record in worst_first([one for one in records if one.outcome.source == "measured"], here):
+    measured = [one for one in records if one.outcome.source == "measured" and written_here(one.problem.spec())]
+    for record in worst_first(measured, here):
         racing = _racing(record, stored.get(record.key, ()), target)
         if not racing:
             yield Requalified(record=record, verdict="failed", was=record.relative_time, reason="its config breaks a constraint of today")

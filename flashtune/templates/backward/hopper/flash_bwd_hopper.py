@@ -156,6 +156,7 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
+    functions=True,
     refuses=partial(refusal, "flash_bwd_hopper", 128),
     tried_first=tried_first,
     expected=expected,
