@@ -151,6 +151,7 @@ def search(
     flashtune search --gpu-name h200 --calls calls.json --budget 10m
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
+    flashtune search --d 64 --n 4096 --mask-mod masks.py:dilated --score-mod masks.py:relative
 
     With --calls FILE, problems without a record on this GPU come first, then those with a predicted record, then the others; problems
     that no template serves are named and left out.

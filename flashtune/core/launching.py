@@ -78,9 +78,10 @@ def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], k
     if lengths is not None:
         lengths = tuple(None if x is None else operand(len(everything) + i, x) for i, x in enumerate(lengths))
         everything += keywords["lengths"]
-    coded = keywords.get("mods", ())
-    # Lists of blocks depend on the config's tiles.
-    coded = coded(host.config) if callable(coded) else coded
+    coded: Any = keywords.get("mods", ())
+    if callable(coded):
+        # Lists of blocks depend on the config's tiles.
+        coded = coded(host.config)
     mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(coded))
     everything += coded
     scratch = Scratch(len(everything))

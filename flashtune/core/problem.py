@@ -270,7 +270,7 @@ class Problem:
             window=features.window is not None,
             mask=features.mask,
             mods=features.mods,
-            **features.flags(),  # type: ignore[arg-type]
+            **features.flags(),
         )
 
     def key(self, gpu: str) -> ProblemKey:

@@ -103,7 +103,9 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
         return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
-    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, not measured)"
+    record = call.kernel.record
+    said = "not measured" if record is None else f"measured with these functions: {record.median_us:.1f} us"
+    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, {said})"
 
 
 def _call_of(
@@ -147,8 +149,6 @@ def _call_of(
             return words
     if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
         return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
-    if not (_unmeasured_too(query) or devices.target_of(query.device).is_hopper):
-        return UNMEASURED
     call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
     try:
         foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
@@ -164,19 +164,17 @@ def _with_kernel(
         mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
             trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
-            backward = kernel_of("bwd", query, key, value, trained)
-            fails = bool(trained.trained) and _torchs_fails(query)
+            unmeasured = _unmeasured_too(query) or (bool(trained.trained) and _torchs_fails(query))
+            backward = kernel_of("bwd", query, key, value, trained, unmeasured=unmeasured)
         else:
-            backward, fails = None, False
+            backward, unmeasured = None, _unmeasured_too(query)
     except Unsupported as unsupported:
         return str(unsupported)
-    kernel = kernel_of("fwd", query, key, value, mods)
-    for one in (kernel, backward):
-        if isinstance(one, str):
-            return one
-        if one is not None and one.variant.template not in BUILT_FOR_IT and not (fails or _unmeasured_too(query)):
-            return UNMEASURED
-    assert isinstance(kernel, ModKernel), "reasons were returned"
+    kernel = kernel_of("fwd", query, key, value, mods, unmeasured=unmeasured)
+    if isinstance(kernel, str) or isinstance(backward, str):
+        return kernel if isinstance(kernel, str) else str(backward)
+    if (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
+        return why
     return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
 
 
@@ -229,11 +227,15 @@ def _built_in(
 FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
 """The reason why PyTorch serves a BlockMask that was made by hand."""
 
-UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
-"""The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
 
-BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
-"""Families that serve though unmeasured: they are made for one architecture, with the matrix products of `attention`'s kernels there."""
+def _slower(passes: Sequence[ModKernel]) -> str | None:
+    """The reason why PyTorch serves where its passes took less time than kernels beside them; None where one of them wasn't measured."""
+    records = [one.record for one in passes if one.record is not None]
+    theirs = [record.framework_us for record in records if record.framework_us is not None]
+    ours = sum(record.median_us for record in records)
+    if len(theirs) < len(passes) or ours <= sum(theirs):
+        return None
+    return f"it was faster beside the record {records[0].problem.label()}: {sum(theirs):.1f} us, and ours {ours:.1f} us"
 
 
 def _torchs_fails(query: Tensor) -> bool:

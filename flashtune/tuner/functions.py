@@ -91,7 +91,7 @@ class Functions:
             pad = (0, columns * tile[1] - n_kv, 0, -len(rows) % tile[0])
             some, every = (torch.nn.functional.pad(seen, pad, value=value) for value in (False, True))
             every[:, n_kv:] = False
-            some, every = (x.unflatten(1, (columns, tile[1])).unflatten(0, (-1, tile[0])) for x in (some, every))
+            some, every = (x.reshape(-1, tile[0], columns, tile[1]) for x in (some, every))
             visible, whole = some.any(3).any(1), every.all(3).all(1)
             found.append(torch.where(whole, 1, torch.where(visible, 0, 2)).to(torch.int8))
         return torch.cat(found)
@@ -143,7 +143,7 @@ def hash_of(one: Named, problem: Problem) -> str:
     functions = _introduced(one)
     if (structure := known_structure(functions.score, functions.mask)) is not None:
         raise InputError(f"{' and '.join(filter(None, one))} is built in: {_flags(*structure)}")
-    sizes = dict(zip(INDICES, (problem.batch, problem.heads, problem.n_q, problem.n_kv), strict=True))
+    sizes: dict[str, int] = dict(zip(INDICES, (problem.batch, problem.heads, problem.n_q, problem.n_kv), strict=True))
     for text, output in ((one.score, functions.score), (one.mask, functions.mask)):
         if output is not None:
             bounds.check(text, output, functions.captured, sizes)
