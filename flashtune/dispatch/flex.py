@@ -18,6 +18,7 @@ from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
+from flashtune.dispatch.flex_configs import said_of
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
 from flashtune.dispatch.flex_torch import torchs
 from flashtune.dispatch.resolve import Explanation
@@ -104,7 +105,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
     record = call.kernel.record
-    said = "not measured" if record is None else f"measured with these functions: {record.median_us:.1f} us"
+    said = "not measured" if record is None else f"{said_of(record)}: {record.median_us:.1f} us"
     return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, {said})"
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,21 +28,23 @@ BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
 """Families that serve though unmeasured: they are made for one architecture, with the matrix products of `attention`'s kernels there."""
 
 
-class Measured(NamedTuple):
-    """A record that was measured with the functions of a call, with its config as it serves there."""
+class Recorded(NamedTuple):
+    """A record of the functions of a call, with its config as it serves there."""
 
     record: TuningRecord
     kind: Family
     config: Config
 
 
-def measured(problem: Problem, target: Target, pool: Pool) -> Measured | None:
-    """The measured record of a problem's functions on this GPU, of its head sizes and element type, whose lengths are nearest.
+def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) -> Recorded | None:
+    """The record of a problem's functions on this GPU, of its head sizes and element type, whose lengths are nearest.
 
-    Records whose config breaks a constraint are passed over.
+    Measured ones come first, and are the only ones unless `unmeasured` ones may serve. Records whose config breaks a constraint are
+    passed over.
     """
-    spec, key = problem.spec(), problem.key(target.slug)
-    for record in pool.near_or_exact(key):
+    spec, key, every = problem.spec(), problem.key(target.slug), frozenset[str]()
+    predicted = (one for one in chain(pool.exact(key, every), pool.near(key, every)) if one.outcome.source == "predicted")
+    for record in chain(pool.near_or_exact(key), predicted if unmeasured else ()):
         name, theirs = record.outcome.template, record.problem.spec()
         if record.key.gpu != target.slug or theirs != spec or name not in FAMILIES[spec.direction]:
             continue
@@ -53,11 +56,11 @@ def measured(problem: Problem, target: Target, pool: Pool) -> Measured | None:
             continue
         config = config if record.key == key else kind.resized(config, problem, target)
         if kind.unfit(config, spec, target) is None:
-            return Measured(record, kind, config)
+            return Recorded(record, kind, config)
     return None
 
 
-def measured_with(spec: KernelSpec, query: Tensor, key: Tensor) -> Measured | None:
+def recorded_with(spec: KernelSpec, query: Tensor, key: Tensor) -> Recorded | None:
     """The record for a call of these functions, looked up once for its sizes; none for the interpreter, whose times mean nothing."""
     if query.device.type != "cuda" or max(spec.d, spec.d_v) > MAX_HEAD_DIM:
         return None
@@ -70,11 +73,11 @@ def measured_with(spec: KernelSpec, query: Tensor, key: Tensor) -> Measured | No
             target, _, records = memo.surroundings(query.device, problem)
         if len(found) >= MOST_RECORDS:
             found.clear()
-        found[place] = measured(problem, target, records) if isinstance(records, Pool) else None
+        found[place] = recorded(problem, target, records, unmeasured=memo.unmeasured) if isinstance(records, Pool) else None
     return found[place]
 
 
-_RECORDS: "weakref.WeakKeyDictionary[Memo, dict[Hashable, Measured | None]]" = weakref.WeakKeyDictionary()
+_RECORDS: "weakref.WeakKeyDictionary[Memo, dict[Hashable, Recorded | None]]" = weakref.WeakKeyDictionary()
 MOST_RECORDS = 1024
 """Most signatures of calls with a look-up of their record at hand."""
 
@@ -99,17 +102,22 @@ def usual(
     return choice.config, f"of the record {choice.record.problem.label()}"
 
 
+def said_of(record: TuningRecord) -> str:
+    """What a record of functions is worth, in words."""
+    return "measured with these functions" if record.outcome.source == "measured" else "predicted, not measured, with these functions"
+
+
 def choice_of(problem: Problem, target: Target, memo: Memo) -> Choice:
     """The choice for one pass of a call with functions: their record, the config without one, or PyTorch."""
     spec, key = problem.spec(), problem.key(target.slug)
-    found = measured(problem, target, memo.pool(key, target))
+    found = recorded(problem, target, memo.pool(key, target), unmeasured=memo.unmeasured)
     if found is not None:
         record = found.record
-        note = f"measured with these functions, {record.problem.label()}: {record.median_us:.1f} us"
+        note = f"{said_of(record)}, {record.problem.label()}: {record.median_us:.1f} us"
         if record.relative_time is not None and record.relative_time > 1:
             note += f", and there PyTorch was faster: {record.framework_us:.1f} us"
             return Choice(kind="framework", spec=spec, note=note, record=record)
-        kind: Kind = "exact" if record.key == key else "near_n"
+        kind: Kind = "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else "near_n"
         return Choice(kind=kind, spec=spec, note=note, record=record, family=found.kind, config=found.config)
     why = "no template serves these functions here"
     for name in FAMILIES[problem.direction]:

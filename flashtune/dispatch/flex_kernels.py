@@ -19,7 +19,7 @@ from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_configs import BUILT_FOR_IT, FAMILIES, Measured, measured_with, usual
+from flashtune.dispatch.flex_configs import BUILT_FOR_IT, FAMILIES, Recorded, recorded_with, usual
 from flashtune.dispatch.launch import Program
 from flashtune.templates import family
 from flashtune.templates.family import Family
@@ -57,7 +57,7 @@ class ModKernel:
         target: Target,
         record: TuningRecord | None = None,
     ) -> None:
-        """`origin` says where the config comes from; `record` is one that was measured with the functions."""
+        """`origin` says where the config comes from; `record` is one of these functions."""
         self.variant = kernels.variant(kind, spec, config)
         self.device, self.config, self.origin, self.record = device, config, origin, record
         self.loaded = kernels.load(kind, self.variant)
@@ -158,8 +158,8 @@ def kernel_of(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
         mods=known.keep(functions),
     )  # fmt: skip
-    why, record = "", measured_with(spec, query, key)
-    choices: list[tuple[str, Measured | None]] = [(name, None) for name in FAMILIES[direction]]
+    why, record = "", recorded_with(spec, query, key)
+    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction]]
     for name, own in choices if record is None else [(record.kind.name, record), *choices]:
         if own is None and name not in BUILT_FOR_IT and not unmeasured:
             return UNMEASURED
@@ -176,7 +176,7 @@ def kernel_of(
     return why
 
 
-def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Measured | None) -> ModKernel | str:
+def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> ModKernel | str:
     target = devices.target_of(device)
     if own is not None:
         return ModKernel(kind, spec, own.config, f"of the record {own.record.problem.label()}", device, target, own.record)

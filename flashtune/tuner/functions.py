@@ -3,6 +3,7 @@
 The files are those of the command line. A database never names one: it holds the hash of what was traced.
 """
 
+import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def _variables(path: str, device: str) -> Mapping[str, Any]:
     if not Path(path).is_file():
         raise InputError(f"there is no file {path}: name the one with the function")
     # Compilers look a function's module up by name, and those of two devices have other tensors.
-    name = f"flashtune_functions_{device}_{Path(path).stem}_{abs(hash(path))}"
+    name = f"flashtune_functions_{device}_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
     module = ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
