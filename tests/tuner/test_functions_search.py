@@ -36,6 +36,7 @@ from flashtune.templates import families, family, unservable
 from flashtune.templates.mods.known import NAMED, Named
 from flashtune.tuner import functions
 from flashtune.tuner.propose.space import SearchSpace, record_of, transfer_candidates
+from flashtune.tuner.timing import baseline
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -491,3 +492,17 @@ def test_outcomes_of_functions_are_of_the_families_that_take_them(file: Path) ->
     hopper = family("flash_bwd_hopper")
     resized = hopper.resized(hopper.default(few.spec(), H200), few, H200)
     assert (resized["divided_queries"], resized["dq_sums"]) == (False, "registers"), "lists of blocks aren't divided"
+
+
+def test_the_baseline_is_flex_attention_with_the_functions(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import flex_attention as module
+
+    made = module.create_block_mask
+    monkeypatch.setattr(baseline, "compiled_flex", lambda *, dynamic: module.flex_attention)
+    monkeypatch.setattr(module, "create_block_mask", lambda *given, _compile, **words: made(*given, **words))
+    problem = coded(file, replace(SMALL, n_q=128, n_kv=128))
+    inputs = make_inputs(problem, device="cpu", seed=4)
+    call = baseline.pytorch_call(inputs)
+    assert call is not None and baseline.pytorch_call(inputs, "math") is None
+    right = problem.contract.oracle(problem, inputs.operands, inputs.parameters, Place(batch=0, head=1))["out"]
+    torch.testing.assert_close(call()[0, 1].double(), right, atol=1e-5, rtol=1e-5)  # type: ignore[index]

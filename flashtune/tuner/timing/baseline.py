@@ -1,5 +1,6 @@
 """PyTorch's own attention as the baseline: the same problem through `F.scaled_dot_product_attention`."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -119,7 +120,10 @@ def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     else:
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         call = _differentiated(lambda: flex(*leaves, **words), leaves, inputs.operands["dout"], step)
-    call()
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    # The backward runs many times over one forward's tensors.
+    with functorch.patch(donated_buffer=False):
+        call()
     return call
 
 
