@@ -103,7 +103,7 @@ def usual(
 
 
 def said_of(record: TuningRecord) -> str:
-    """What a record of functions is worth, in words."""
+    """Words for the source of a record of functions."""
     return "measured with these functions" if record.outcome.source == "measured" else "predicted, not measured, with these functions"
 
 

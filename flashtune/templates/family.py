@@ -118,8 +118,8 @@ class Family:
             return f"{self.name} computes the {'forward' if self.direction == 'fwd' else 'backward'} pass, not {spec.direction!r}"
         if lacking := [name for name, on in spec.flags().items() if on and name not in self.flags]:
             return f"{self.name} has no {lacking[0]}"
-        if spec.mods and not self.functions:
-            return f"{self.name} takes no mask and no score as code"
+        if spec.mods and (not self.functions or spec.dtype == "fp8"):
+            return f"{self.name} takes no mask and no score as code" + " with fp8" * self.functions
         if spec.mods and spec.mods not in known():
             return f"the functions {spec.mods} aren't those of this process: name them by --score-mod and --mask-mod"
         return self.refuses(spec, target)

@@ -193,9 +193,12 @@ def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = 
         coded = bool(problem.features.mods)
         bench = _ready(problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch and not coded else None)
         if pytorch and coded:
-            # PyTorch's compiler has the process to itself.
-            with suppress(Exception), _spent.on("pytorch"):
-                _torch_call(bench.inputs)
+            # PyTorch's compiler has the process to itself, and a failure isn't repeated in every race.
+            with _spent.on("pytorch"):
+                try:
+                    _torch_call(bench.inputs)
+                except Exception:
+                    _torch_call_of[:] = [(bench.inputs, None)]
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:
