@@ -30,6 +30,7 @@ def bench(*, requested: ProblemOptions, seconds: float, seed: int, as_json: bool
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
     flashtune bench --model llama-3-8b --n 8192
     flashtune bench --d 128 --dtype bf16 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
+    flashtune bench --d 128 --n 4096 --mask-mod masks.py:document
     """
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import local_gpu, provenance
@@ -72,9 +73,14 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
         reply = workers.submit("device", tasks.bench_problem, source, problem, target, seed, seconds, limit_s=limit_s).reply()
     if isinstance(reply, Failed):
         return f"{reply.fate}: {reply.reason}"
-    called: Called | Failed = workers.submit("device", time_calls, [source], problem, target, seed, seconds / 3, limit_s=limit_s).reply()
     calls: dict[str, float] = {}
-    if isinstance(called, Failed):
+    called: Called | Failed | None = None
+    if not problem.features.mods:
+        called = workers.submit("device", time_calls, [source], problem, target, seed, seconds / 3, limit_s=limit_s).reply()
+    if called is None:
+        # Whole calls are those of `attention`, which takes no functions.
+        pass
+    elif isinstance(called, Failed):
         messages().print(f"{problem.label()}: no whole calls: {called.reason}")
     else:
         calls = {"tuned": called.times[0], **({"default": called.pytorch} if called.pytorch is not None else {})}

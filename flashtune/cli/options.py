@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -137,6 +137,8 @@ class ProblemOptions:
     model: str | None
     calls: Path | None
     packed: Law | None
+    score_mod: str | None
+    mask_mod: str | None
     given: tuple[str, ...]
 
     @classmethod
@@ -155,11 +157,16 @@ class ProblemOptions:
         }
         dtypes: tuple[DType, ...] = tuple(dict.fromkeys(parse_dtype(name) for text in values.pop("dtype") for name in text.split(",")))
         own = {
-            name: values.pop(name, None) for name in ("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls", "packed")
+            name: values.pop(name, None)
+            for name in (
+                *("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls", "packed"),
+                *("score_mod", "mask_mod"),
+            )
         }
         names = [*features, *own, "n", "d", "dtype", "bands"]
         given = tuple(f"--{bands if name == 'bands' else name.replace('_', '-')}" for name in names if name in on_line)
-        causal = {"causal": (True,), "full": (False,), None: (False, True)}[bands]
+        usual = (False,) if own["score_mod"] or own["mask_mod"] else (False, True)
+        causal = {"causal": (True,), "full": (False,), None: usual}[bands]
         d, n = (tuple(dict.fromkeys(chain.from_iterable(values.pop(name)))) for name in ("d", "n"))
         return cls(d=d, n=n, dtypes=dtypes, causal=causal, features=features, given=given, **own)
 
@@ -187,7 +194,7 @@ class ProblemOptions:
         heads, batch = self.heads or max(1, WIDTH // d), self.batch or max(1, TOKENS // n)
         if batch * heads > MOST:
             raise InputError(f"--batch {batch} times --heads {heads} is out of range: give sizes whose product is at most {MOST}")
-        return Problem(
+        found = Problem(
             batch=batch,
             heads=heads,
             kv_heads=self.kv_heads or heads,
@@ -200,6 +207,13 @@ class ProblemOptions:
             direction=self.direction,
             lengths=None if self.packed is None else Lengths.of(self.packed, batch, batch * n),
         )
+        if self.score_mod is None and self.mask_mod is None:
+            return found
+        from flashtune.templates.mods.known import Named
+        from flashtune.tuner.functions import hash_of
+
+        functions = hash_of(Named(self.score_mod or "", self.mask_mod or ""), found)
+        return replace(found, features=replace(found.features, mods=functions))
 
     def _of_model(self, model: Model) -> list[Problem]:
         self._refuse_beside(f"--model {model.slug}", "--model", "--n", "--n-q", "--batch", "--dtype", "--direction")
@@ -259,6 +273,10 @@ _SIZES: tuple[Decorator, ...] = (
         help="Packed sequences, as many as --batch says, whose lengths follow this law and have the mean --n.",
     ),
 )
+FUNCTIONS: tuple[Decorator, ...] = tuple(
+    click.option(f"--{what}-mod", metavar="FILE.py:NAME", help=f"A {what} as code: this function of this file, which is imported.")
+    for what in ("score", "mask")
+)
 _FEATURES: tuple[Decorator, ...] = (
     click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),
     click.option("--mask", type=click.Choice([m for m in MASK_KINDS if m != "none"]), help="A boolean mask or an additive bias."),
@@ -287,6 +305,7 @@ _FEATURES: tuple[Decorator, ...] = (
         help="Soft cap of the scores; any cap tunes for all caps.",
     ),
     *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
+    *FUNCTIONS,
 )
 
 

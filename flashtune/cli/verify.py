@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import db_option, json_option, record_filters, seconds_of
+from flashtune.cli.options import FUNCTIONS, db_option, json_option, record_filters, seconds_of
 from flashtune.core.errors import EnvironmentProblem, InputError, NoKernelFound
 from flashtune.core.results import Fate
 from flashtune.core.words import counted
@@ -33,14 +33,25 @@ if TYPE_CHECKING:
 )
 @click.option("--budget", metavar="TIME", help="Wall time after which --requalify begins no further record: 90s, 10m, 1h.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@FUNCTIONS[0]
+@FUNCTIONS[1]
 @json_option
 def verify(
-    *, location: str | None, filters: "KeyFilter", sample: int | None, requalify: bool, budget: str | None, seed: int, as_json: bool
+    *,
+    location: str | None,
+    filters: "KeyFilter",
+    sample: int | None,
+    requalify: bool,
+    budget: str | None,
+    seed: int,
+    score_mod: str | None,
+    mask_mod: str | None,
+    as_json: bool,
 ) -> None:
     """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
 
     Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
-    (another architecture's, or Gluon kernels without a GPU) are counted as skipped.
+    (another architecture's, Gluon kernels without a GPU, or functions that --score-mod and --mask-mod don't name) are counted as skipped.
 
     With --requalify, on a GPU, each of its measured records races again with the runners-up of its key and PyTorch, some seconds a key.
     Records from elsewhere (another torch, Triton, driver or card) come first. What is found takes a record's place in the database (your
@@ -50,6 +61,11 @@ def verify(
     """
     if budget is not None and not requalify:
         raise InputError("--budget bounds what --requalify times: give both, or bound the records that are checked by --sample")
+    if score_mod or mask_mod:
+        from flashtune.templates.mods.known import Named
+        from flashtune.tuner.functions import introduce
+
+        introduce([Named(score_mod or "", mask_mod or "")])
     if requalify:
         from flashtune.cli.requalify import run_requalify
 

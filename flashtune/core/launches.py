@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from flashtune.core.config import KernelSpec
+from flashtune.core.config import Config, KernelSpec
 
 ITEM_BYTES: Mapping[str, int] = {
     "fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "fp16": 2, "bf16": 2, "i16": 2, "fp8e4nv": 1, "fp8e5": 1, "u8": 1, "u1": 1, "i8": 1,
@@ -214,6 +214,11 @@ class Host(Protocol):
     @property
     def spec(self) -> KernelSpec:
         """The spec that the kernel is compiled for."""
+        ...
+
+    @property
+    def config(self) -> Config:
+        """The kernel's config."""
         ...
 
     @property

@@ -78,8 +78,12 @@ def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], k
     if lengths is not None:
         lengths = tuple(None if x is None else operand(len(everything) + i, x) for i, x in enumerate(lengths))
         everything += keywords["lengths"]
-    mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(keywords.get("mods", ())))
-    everything += keywords.get("mods", ())
+    coded: Any = keywords.get("mods", ())
+    if callable(coded):
+        # Lists of blocks depend on the config's tiles.
+        coded = coded(host.config)
+    mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(coded))
+    everything += coded
     scratch = Scratch(len(everything))
     numbers = {name: keywords[name] for name in _NUMBERS if name in keywords}
     numbers |= {"lengths": lengths, "misses": misses, "mods": mods}

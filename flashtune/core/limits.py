@@ -42,9 +42,10 @@ def rates(gpu: str, dtype: DType) -> Rates:
 def least_us(problem: Problem, gpu: str) -> float:
     """The least plausible time of a kernel, in microseconds: of its products at the peak rate, or of its operands where all are read."""
     peak = rates(gpu, problem.dtype)
-    computing = problem.flops() / (peak.tflops * 1e6)
+    # A function may hide any pair, of which only its process knows.
+    computing = 0.0 if problem.features.mods else problem.flops() / (peak.tflops * 1e6)
     # A band may leave keys unread, and data in L2 isn't read from memory.
-    moving = 0.0 if problem.spec().banded else (problem.io_bytes() - peak.l2_bytes) / (peak.bandwidth_gbs * 1e3)
+    moving = 0.0 if problem.spec().banded or problem.features.mods else (problem.io_bytes() - peak.l2_bytes) / (peak.bandwidth_gbs * 1e3)
     return max(SHORTEST_US, max(computing, moving) / OVER_PEAK)
 
 

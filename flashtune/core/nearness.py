@@ -95,6 +95,16 @@ def _dtypes(a: str, b: str) -> float:
 
 
 @lru_cache(maxsize=4096)
+def _functions_in(features: str) -> str:
+    return str(json.loads(features).get("mods", ""))
+
+
+def functions_in(key: ProblemKey) -> str:
+    """The hash of a key's mask and score as code (Features.mods), empty without."""
+    return _functions_in(key.features) if '"mods"' in key.features else ""
+
+
+@lru_cache(maxsize=4096)
 def features_apart(one: str, other: str) -> float:
     """Distance of the features of two keys."""
     apart = 0.0

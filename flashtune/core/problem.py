@@ -1,5 +1,6 @@
 """One attention call for a kernel (`Problem`), and its key in the database (`ProblemKey`)."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,13 +13,15 @@ from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
 from flashtune.core.lengths import Lengths, shared, spread
 from flashtune.core.passes import PASSES, Pass, backward_with
-from flashtune.core.words import canonical
+from flashtune.core.words import canonical, shown
 
 DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 
 MAX_HEAD_DIM = 256
+
+_HASH = re.compile(r"[0-9a-f]{16}")
 
 MOST_SEQUENCES = 1 << 12
 """Most packed sequences of a problem, since all lengths are drawn to count its work; calls of more count as calls of this many."""
@@ -42,14 +45,18 @@ class Features(Flags):
     """Features that are fused into the kernel beside softmax(scale QK^T) V.
 
     `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
-    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded.
+    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `mods` is the hash of a mask and a
+    score as code (KernelSpec.mods), which hold all that is fused in; empty without.
     """
 
     alignment: Alignment = "top_left"
     window: Window | None = None
     mask: MaskKind = "none"
+    mods: str = ""
 
     def __post_init__(self) -> None:
+        if self.mods and not _HASH.fullmatch(self.mods):
+            raise InputError(f"mods is {shown(self.mods)}, no hash of functions: give 16 hexadecimal digits")
         if self.dbias and self.mask != "bias":
             raise InputError(f"dbias requests the gradient of a bias, but the mask is {self.mask!r}: use mask='bias' or drop dbias")
         if self.dslopes and not self.alibi:
@@ -66,6 +73,8 @@ class Features(Flags):
                 object.__setattr__(self, "window", (self.window[0], 0))
             if self.window in ((None, None), (None, 0)) and (self.causal or self.window == (None, None)):
                 object.__setattr__(self, "window", None)
+        if self.mods and (self.window is not None or self.mask != "none" or any(on for name, on in self.flags().items() if name != "tf32")):
+            raise InputError("a mask and a score as code stand beside no other feature: write it into these functions, or drop them")
 
     @classmethod
     def within(cls, band: Band, **others: Any) -> "Features":
@@ -116,6 +125,8 @@ class Features(Flags):
             found["alignment"] = self.alignment
         if self.mask != "none":
             found["mask"] = self.mask
+        if self.mods:
+            found["mods"] = self.mods
         found |= {name: True for name in (*FLAGS, *ASKED) if getattr(self, name)}
         return found
 
@@ -126,7 +137,7 @@ class Features(Flags):
         for name, value in found.items():
             if name not in known:
                 raise InputError(f"unknown feature {name!r}: this flashtune knows {', '.join(sorted(known))}")
-            expected = (int, list) if name == "window" else str if name in ("alignment", "mask") else bool
+            expected = (int, list) if name == "window" else str if name in ("alignment", "mask", "mods") else bool
             if not isinstance(value, expected) or (name == "window" and isinstance(value, bool)):
                 raise InputError(f"feature {name!r} has the impossible value {value!r}")
         window = found.get("window")
@@ -141,6 +152,7 @@ class Features(Flags):
     def label(self) -> str:
         """The short form for tables and test ids: `full`, `causal`, `causal+window1024+dropout`, ..."""
         words = ["causal" if self.causal else "full"] if not self.window or self.causal else []
+        words = [f"mods-{self.mods}"] if self.mods else words
         if self.window is not None:
             left, right = ("inf" if side is None else str(side) for side in self.window)
             words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
@@ -244,7 +256,8 @@ class Problem:
             return self
         others = features.flags()
         del others["causal"]
-        return replace(self, features=Features.within(self.band.trimmed(self.n_q, self.n_kv), mask=features.mask, **others))
+        band = self.band.trimmed(self.n_q, self.n_kv)
+        return replace(self, features=Features.within(band, mask=features.mask, mods=features.mods, **others))
 
     def spec(self) -> KernelSpec:
         """The part of this problem that is compiled into a kernel; one spec serves every N, batch and head count."""
@@ -256,7 +269,8 @@ class Problem:
             d_v=self.d_v,
             window=features.window is not None,
             mask=features.mask,
-            **features.flags(),  # type: ignore[arg-type]
+            mods=features.mods,
+            **features.flags(),
         )
 
     def key(self, gpu: str) -> ProblemKey:

@@ -3,6 +3,8 @@
 Nothing here is fast. Kernels, tests, `flashtune verify` and the CPU path of features that PyTorch lacks use it or compare with it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -107,9 +109,20 @@ def hidden_outside(seen: Tensor, mask: Tensor | None) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else joined(mask, seen)
 
 
-def scores_of(q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, band: Band, softcap: float, slopes: Tensor | None) -> Tensor:
+def scores_of(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float,
+    band: Band,
+    softcap: float,
+    slopes: Tensor | None,
+    coded: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Scores before the softmax, in the dtype of q and k, which have equally many heads (see `attention`), -inf where a pair is hidden."""
     scores = scale * (q @ k.transpose(-1, -2))
+    scores = scores if coded is None else coded(scores)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
@@ -137,6 +150,7 @@ def attention(
     slopes: Tensor | None = None,
     descale: tuple[Tensor, Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
+    scores: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
@@ -147,27 +161,28 @@ def attention(
     gives 0 and LSE -inf.
     `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` are factors by which q (B, Hq), k and v (B, Hkv)
     are multiplied. `sinks` (B, Hq) are logits of one more key for every row, whose value is 0: neither
-    scaled nor masked, and in the LSE, so that rows without visible keys have the sink as theirs. Differentiable.
+    scaled nor masked, and in the LSE, so that rows without visible keys have the sink as theirs. `scores` is a mask and a score as code: a
+    function of scaled scores to those of the softmax, -inf where a pair is hidden. Differentiable.
     """
     ratio = q.shape[1] // max(1, k.shape[1])
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if descale is not None:
         q, k, v = (x * factor.to(dtype)[..., None, None] for x, factor in zip((q, k, v), descale, strict=True))
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-    scores = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes)
+    found = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes, coded=scores)
     beside = []
     if sinks is not None:
         # As with biases, no gradient may flow through -inf - -inf.
         logits = sinks.to(dtype).masked_fill(sinks == float("-inf"), float("-inf"))
-        beside = [logits[..., None, None].expand(*scores.shape[:3], 1)]
-    everything = torch.cat([scores, *beside], -1)
+        beside = [logits[..., None, None].expand(*found.shape[:3], 1)]
+    everything = torch.cat([found, *beside], -1)
     lse = torch.logsumexp(everything, -1)
     # By the maximum, not the LSE: beside a bias of -3e38 the logarithm of a sum is lost. On empty rows exp(-inf - -inf) would be NaN;
     # with a finite maximum it is exp(-inf) = 0.
     top = everything.detach().amax(-1, keepdim=True) if everything.shape[-1] else everything.new_zeros(*everything.shape[:-1], 1)
     top = top.masked_fill(top == float("-inf"), 0.0)
     total = torch.exp(everything - top).sum(-1, keepdim=True)
-    weights = torch.exp(scores - top) / total.masked_fill(total == 0.0, 1.0)
+    weights = torch.exp(found - top) / total.masked_fill(total == 0.0, 1.0)
     if keep is not None:
         # At a rate of 1 no pair is kept, and 0 / 0 is NaN.
         weights = weights * keep / (1.0 - dropout_p if dropout_p < 1.0 else 1.0)

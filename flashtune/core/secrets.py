@@ -5,6 +5,7 @@ Texts may be untrusted, so masking takes linear time: no pattern looks for an en
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 MASK = "***"
 
@@ -15,6 +16,8 @@ _OPTION = r"[?&;][^=&;\s]*+"
 _SECRET = r"(?i:pass|pwd|secret|token)"
 _VALUE = r"[^&;\s'\"]+"
 _VALUE_IN_WORD = r"[^&;]+"
+_FILES = ("--score-mod", "--mask-mod")
+_FILES_INLINE = tuple(f"{name}=" for name in _FILES)
 
 
 def mask_secrets(text: str) -> str:
@@ -23,11 +26,14 @@ def mask_secrets(text: str) -> str:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The shell command line of these words, with passwords masked."""
+    """The shell command line of these words, with passwords masked, and the names of a user's functions, which no database holds."""
     # Imported late, since most records have no password.
     import shlex
 
-    return shlex.join(_masked_word(word) for word in words)
+    return shlex.join(
+        MASK if before in _FILES else f"{word.partition('=')[0]}={MASK}" if word.startswith(_FILES_INLINE) else _masked_word(word)
+        for before, word in pairwise(("", *words))
+    )
 
 
 def mask_command_line(text: str) -> str:

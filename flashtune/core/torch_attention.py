@@ -138,3 +138,12 @@ def sound_backends(mask: torch.Tensor | None) -> list[SDPBackend] | None:
     With a mask cuDNN's dQ can be NaN (torch 2.11 on Hopper, pytorch #196678: keys that are no multiple of its tile, an LSE below -88.7).
     """
     return None if mask is None else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@functools.cache
+def compiled_flex(*, dynamic: bool | None) -> Callable[..., Any]:
+    """PyTorch's flex_attention, compiled for each size anew, or with `dynamic` None for any once a second one was met."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=dynamic)
+    return compiled

@@ -18,15 +18,16 @@ from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
+from flashtune.dispatch.flex_configs import said_of
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
 from flashtune.dispatch.flex_torch import options_said, torchs
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.emit import Captured, emitted
-from flashtune.templates.mods.graph import INDICES, Node
+from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.scores import known_structure, slopes_of
-from flashtune.templates.mods.trace import Unsupported, recaptured, traced
+from flashtune.templates.mods.trace import Unsupported, traced_together
 
 Mod = Callable[..., Tensor]
 
@@ -104,7 +105,9 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
         return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
-    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, not measured)"
+    record = call.kernel.record
+    said = "not measured" if record is None else f"{said_of(record)}: {record.median_us:.1f} us"
+    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, {said})"
 
 
 def _call_of(
@@ -148,8 +151,6 @@ def _call_of(
             return words
     if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
         return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
-    if not (_unmeasured_too(query) or devices.target_of(query.device).is_hopper):
-        return UNMEASURED
     call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
     try:
         foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
@@ -165,19 +166,17 @@ def _with_kernel(
         mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
             trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
-            backward = kernel_of("bwd", query, key, value, trained)
-            fails = bool(trained.trained) and _torchs_fails(query)
+            unmeasured = _unmeasured_too(query) or (bool(trained.trained) and _torchs_fails(query))
+            backward = kernel_of("bwd", query, key, value, trained, unmeasured=unmeasured)
         else:
-            backward, fails = None, False
+            backward, unmeasured = None, _unmeasured_too(query)
     except Unsupported as unsupported:
         return str(unsupported)
-    kernel = kernel_of("fwd", query, key, value, mods)
-    for one in (kernel, backward):
-        if isinstance(one, str):
-            return one
-        if one is not None and one.variant.template not in BUILT_FOR_IT and not (fails or _unmeasured_too(query)):
-            return UNMEASURED
-    assert isinstance(kernel, ModKernel), "reasons were returned"
+    kernel = kernel_of("fwd", query, key, value, mods, unmeasured=unmeasured)
+    if isinstance(kernel, str) or isinstance(backward, str):
+        return kernel if isinstance(kernel, str) else str(backward)
+    if (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
+        return why
     return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
 
 
@@ -234,11 +233,15 @@ def _built_in(
 FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
 """The reason why PyTorch serves a BlockMask that was made by hand."""
 
-UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
-"""The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
 
-BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
-"""Families that serve though unmeasured: they are made for one architecture, with the matrix products of `attention`'s kernels there."""
+def _slower(passes: Sequence[ModKernel]) -> str | None:
+    """The reason why PyTorch serves where its passes took less time than kernels beside them; None where one of them wasn't measured."""
+    records = [one.record for one in passes if one.record is not None]
+    theirs = [record.framework_us for record in records if record.framework_us is not None]
+    ours = sum(record.median_us for record in records)
+    if len(theirs) < len(passes) or ours <= sum(theirs):
+        return None
+    return f"it was faster beside the record {records[0].problem.label()}: {sum(theirs):.1f} us, and ours {ours:.1f} us"
 
 
 def _torchs_fails(query: Tensor) -> bool:
@@ -318,23 +321,11 @@ def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -
 
 
 def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, walked: Sequence[Tensor]) -> Functions:
-    parts = [
-        None if function is None else traced(function, score=score, device=device)
-        for function, score in ((score_mod, True), (mask_mod, False))
-    ]
-    captured: list[Tensor] = []
-    outputs: list[Node | None] = []
-    for part in parts:
-        places = []
-        for x in () if part is None else part.captured:
-            at = next((place for place, y in enumerate(captured) if y is x), len(captured))
-            captured += [x] * (at == len(captured))
-            places.append(at)
-        outputs.append(None if part is None else recaptured(part.output, places))
+    score, mask, captured = traced_together(score_mod, mask_mod, device)
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
-    fresh = tuple(captured) if -1 in among else ()
-    return Functions(score=outputs[0], mask=outputs[1], names=names, places=tuple(among), fresh=fresh, known=known_structure(*outputs))  # type: ignore[arg-type]
+    fresh = captured if -1 in among else ()
+    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known_structure(score, mask))  # type: ignore[arg-type]
 
 
 def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:

@@ -13,13 +13,13 @@ from flashtune.core.binaries import Binary, Manifest, machine_arch, source_diges
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
-from flashtune.core.problem import Features, Problem
+from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as drivers
-from flashtune.dispatch.choose import choose
 from flashtune.dispatch.context import current
+from flashtune.dispatch.flex_configs import BUILT_FOR_IT, FAMILIES, Recorded, recorded_with, usual
 from flashtune.dispatch.launch import Program
 from flashtune.templates import family
 from flashtune.templates.family import Family
@@ -27,12 +27,6 @@ from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
-
-_FAMILIES: dict[Direction, tuple[str, ...]] = {"fwd": ("flash_fwd_hopper", "flash_fwd"), "bwd": ("flash_bwd_hopper", "flash_bwd")}
-"""Families with places for functions, the fastest first."""
-
-TYPICAL = 4096
-"""Queries and keys of the problem whose record gives the config."""
 
 Tensors = Sequence[Tensor | None]
 
@@ -53,10 +47,19 @@ class NotBuilt(Exception):
 class ModKernel:
     """The kernel of one spec on one device, with the machine code that this process has of it."""
 
-    def __init__(self, kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target) -> None:
-        """`origin` says where the config comes from."""
+    def __init__(
+        self,
+        kind: Family,
+        spec: KernelSpec,
+        config: Config,
+        origin: str,
+        device: torch.device,
+        target: Target,
+        record: TuningRecord | None = None,
+    ) -> None:
+        """`origin` says where the config comes from; `record` is one of these functions."""
         self.variant = kernels.variant(kind, spec, config)
-        self.device, self.config, self.origin = device, config, origin
+        self.device, self.config, self.origin, self.record = device, config, origin, record
         self.loaded = kernels.load(kind, self.variant)
         self._text, self.failed = "", ""
         self._programs: dict[Hashable, Program] = {}
@@ -136,21 +139,33 @@ def kept(text: str, manifest: Manifest, codes: dict[str, bytes]) -> Manifest:
     return replace(written, folder=folder)
 
 
-_KERNELS: dict[tuple[str, KernelSpec, torch.device], ModKernel | str] = {}
+_KERNELS: dict[tuple[str, KernelSpec, torch.device, Config | None], ModKernel | str] = {}
+"""Kernels by what is compiled in; without a config that of the family's default, or of a record of another feature."""
+
+UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
+"""The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
 
 
-def kernel_of(direction: Direction, query: Tensor, key: Tensor, value: Tensor, functions: Mods) -> ModKernel | str:
-    """The kernel of the first family that takes tensors like these, or the reason why there is none."""
+def kernel_of(
+    direction: Direction, query: Tensor, key: Tensor, value: Tensor, functions: Mods, *, unmeasured: bool = True
+) -> ModKernel | str:
+    """The kernel of the functions' own record, else of the first family that takes tensors like these, or the reason why there is none.
+
+    Families with plain pointers need a record of their own, unless `unmeasured` ones may serve, too.
+    """
     tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
     spec = KernelSpec(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
         mods=known.keep(functions),
     )  # fmt: skip
-    why = ""
-    for name in _FAMILIES[direction]:
-        place = name, spec, query.device
+    why, record = "", recorded_with(spec, query, key)
+    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction]]
+    for name, own in choices if record is None else [(record.kind.name, record), *choices]:
+        if own is None and name not in BUILT_FOR_IT and not unmeasured:
+            return UNMEASURED
+        place = name, spec, query.device, None if own is None else own.config
         if place not in _KERNELS:
-            _KERNELS[place] = _made(family(name), spec, query.device)
+            _KERNELS[place] = _made(family(name), spec, query.device, own)
         found = _KERNELS[place]
         if isinstance(found, str) or found.failed:
             why = found if isinstance(found, str) else found.failed
@@ -161,8 +176,10 @@ def kernel_of(direction: Direction, query: Tensor, key: Tensor, value: Tensor, f
     return why
 
 
-def _made(kind: Family, spec: KernelSpec, device: torch.device) -> ModKernel | str:
+def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> ModKernel | str:
     target = devices.target_of(device)
+    if own is not None:
+        return ModKernel(kind, spec, own.config, f"of the record {own.record.problem.label()}", device, target, own.record)
     if (why := kind.supports(spec, target)) is not None:
         return why
     if not kind.starts(spec, target):
@@ -171,28 +188,10 @@ def _made(kind: Family, spec: KernelSpec, device: torch.device) -> ModKernel | s
 
 
 def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:
-    """The config of the nearest record of this family with a bias or a mask at TYPICAL queries and keys, or the family's default; and why.
-
-    The sizes of the call don't count, so that one kernel serves every length. Hopper's kernels have no registers to spare: of their configs
-    the default is known to leave enough for functions.
-    """
-    if not kind.interpretable:
-        return kind.default(spec, target), "the family's default"
-    functions = known.functions_of(spec.mods)
-    features = Features(mask="bias" if functions is not None and functions.score else "bool", tf32=spec.tf32)
-    problem = Problem(
-        batch=1, heads=16, kv_heads=16, n_q=TYPICAL, n_kv=TYPICAL, d=spec.d, d_v=spec.d_v, dtype=spec.dtype, features=features,
-        direction=spec.direction,
-    )  # fmt: skip
+    """The config without a record of the functions, and its origin."""
     memo = current()
     with memo.lock:
-        _, _, records = memo.surroundings(device, problem)
-        choice = choose(problem, target, records, {kind.name: kind}, framework_serves=False, unmeasured=True)
-    if choice.record is None or choice.config is None or kind.unfit(choice.config, spec, target) is not None:
-        return kind.default(spec, target), "the family's default"
-    if choice.record.problem.n_kv < TYPICAL // 4:
-        return kind.default(spec, target), "the family's default"
-    return choice.config, f"of the record {choice.record.problem.label()}"
+        return usual(kind, spec, target, lambda problem: memo.surroundings(device, problem)[2])
 
 
 def tile_kinds(

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune.core.torch_attention import compiled_flex
 from flashtune.dispatch import inspection
 from flashtune.dispatch.context import current
-from flashtune.dispatch.providers import compiled_flex
 
 
 def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
+from flashtune.core.torch_attention import compiled_flex
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.provider import AT_THE_START, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
@@ -128,15 +129,6 @@ class Flex(Provider):
             return cap * torch.tanh(score / cap)
 
         return {"block_mask": blocks, "score_mod": capped if cap else None}
-
-
-@functools.cache
-def compiled_flex(*, dynamic: bool | None) -> Callable[..., Any]:
-    """PyTorch's flex_attention, compiled for each size anew, or with `dynamic` None for any once a second one was met."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=dynamic)
-    return compiled
 
 
 PROVIDERS: Mapping[str, Provider] = {

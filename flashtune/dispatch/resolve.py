@@ -20,6 +20,7 @@ from flashtune.dispatch import backwards, kernels
 from flashtune.dispatch.call import Call, PerHead, trained_as
 from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
 from flashtune.dispatch.context import Memo
+from flashtune.dispatch.flex_configs import choice_of
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
@@ -385,6 +386,8 @@ def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, targe
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
+    if problem.features.mods:
+        return explained(choice_of(problem, target, memo), problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
     deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
     other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))

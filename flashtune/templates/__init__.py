@@ -2,10 +2,12 @@
 
 import functools
 
+from flashtune.core.config import KernelSpec
 from flashtune.core.errors import InputError
 from flashtune.core.results import PROVIDERS, Bits, TuningRecord
 from flashtune.core.target import targets
 from flashtune.templates.family import Family
+from flashtune.templates.mods.known import known
 
 
 def families() -> dict[str, Family]:
@@ -72,4 +74,11 @@ def unservable(record: TuningRecord) -> str | None:
         chosen.validate(config)
     except InputError as error:
         return str(error)
-    return None if target is None else chosen.unfit(config, record.problem.spec(), target)
+    spec = record.problem.spec()
+    # Functions of other processes are as good as any, but their kernels can't be looked at here.
+    return None if target is None or not written_here(spec) else chosen.unfit(config, spec, target)
+
+
+def written_here(spec: KernelSpec) -> bool:
+    """True if this process can write a spec's kernels: without functions, or with its own."""
+    return not spec.mods or spec.mods in known()

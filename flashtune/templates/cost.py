@@ -188,7 +188,7 @@ def _score_ops(problem: Problem, c: Constants) -> tuple[float, float]:
     """FP32 instructions and special functions per score of a problem's features."""
     f = problem.features
     ops = c.softcap_ops_per_score * f.softcap + c.dropout_ops_per_score * f.dropout
-    ops += c.bias_ops_per_score * (f.alibi + (f.mask != "none"))
+    ops += c.bias_ops_per_score * (f.alibi + (f.mask != "none") + bool(f.mods))
     return ops, 1.0 * f.softcap
 
 

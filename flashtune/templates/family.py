@@ -23,6 +23,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.earlier import completed
+from flashtune.templates.mods.known import known
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,8 +66,8 @@ MOST_REFITTED = 4
 class Family:
     """A template with its search space.
 
-    `direction` is the pass that it computes, `flags` those that it serves. `refuses` returns any other reason why a spec can't be served
-    on a target, or None where it can.
+    `direction` is the pass that it computes, `flags` those that it serves, and `functions` is True if it takes a mask and a score as code.
+    `refuses` returns any other reason why a spec can't be served on a target, or None where it can.
     `suits` returns the reason why a problem's sizes are better left to other families, or None where this one competes. It is a heuristic
     for sizes without measurements: it selects the families that a search tries unless they are named, the default on offer, and near
     records of other sizes. A measured record of exactly the problem's key is served in any case.
@@ -93,6 +94,7 @@ class Family:
     pick: Callable[[list[Config], KernelSpec, Target], Config] = lambda starts, spec, target: starts[0]
     direction: Direction = "fwd"
     flags: frozenset[str] = FLAGS
+    functions: bool = False
     suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
     layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
     resized: Callable[[Config, Problem, Target], Config] = lambda config, problem, target: config
@@ -116,6 +118,10 @@ class Family:
             return f"{self.name} computes the {'forward' if self.direction == 'fwd' else 'backward'} pass, not {spec.direction!r}"
         if lacking := [name for name, on in spec.flags().items() if on and name not in self.flags]:
             return f"{self.name} has no {lacking[0]}"
+        if spec.mods and (not self.functions or spec.dtype == "fp8"):
+            return f"{self.name} takes no mask and no score as code" + " with fp8" * self.functions
+        if spec.mods and spec.mods not in known():
+            return f"the functions {spec.mods} aren't those of this process: name them by --score-mod and --mask-mod"
         return self.refuses(spec, target)
 
     def starts(self, spec: KernelSpec, target: Target) -> list[Config]:

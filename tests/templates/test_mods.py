@@ -294,7 +294,7 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     loaded = SimpleNamespace(accepts=lambda *given: True)
     made = {name: SimpleNamespace(name=name, failed="", loaded=loaded) for name in ("flash_fwd_hopper", "flash_fwd")}
     monkeypatch.setattr(flex_kernels, "_KERNELS", {})
-    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device: made[kind.name])
+    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made[kind.name])
     functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
     mods = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
     q, k, v = tensors()
@@ -311,8 +311,8 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
 
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
-    monkeypatch.setattr(flex, "kernel_of", made)
+    monkeypatch.setattr(flex_kernels, "ModKernel", made)
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
     for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):
-        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None, False) == flex.UNMEASURED
+        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None, False) == flex_kernels.UNMEASURED

@@ -266,6 +266,7 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
+    functions=True,
     refuses=refuses,
     tried_first=tried_first,
     pick=pick,

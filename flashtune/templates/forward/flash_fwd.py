@@ -91,6 +91,7 @@ FAMILY = Family(
     folder="forward",
     axes=AXES,
     constraints=CONSTRAINTS,
+    functions=True,
     refuses=refuses,
     tried_first=tried_first,
     pick=first_with_room,

@@ -206,8 +206,6 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_fwd_hopper needs compute capability 9.0, which {target.name} is not"
     if spec.dtype not in ("fp16", "bf16", "fp8"):
         return f"flash_fwd_hopper takes fp16, bf16 and fp8, not {spec.dtype}"
-    if spec.mods and spec.dtype == "fp8":
-        return "flash_fwd_hopper takes no fp8 beside a mask or a score as code"
     if spec.packed and (spec.dtype == "fp8" or spec.mask != "none"):
         return "flash_fwd_hopper takes no fp8 and no mask beside packed sequences"
     step = 16 // ITEMSIZE[spec.dtype]
@@ -315,6 +313,7 @@ FAMILY = Family(
     folder="hopper",
     axes=AXES,
     constraints=CONSTRAINTS,
+    functions=True,
     refuses=refuses,
     tried_first=tried_first,
     pick=pick,

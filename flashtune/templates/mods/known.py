@@ -1,12 +1,25 @@
 """The functions of this process by the hash that stands for them in a KernelSpec: text comes from a user's function alone."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from flashtune.core.problem import Problem
     from flashtune.templates.mods.emit import Mods
 
 _KNOWN: "dict[str, Mods]" = {}
+
+
+class Named(NamedTuple):
+    """A score_mod and a mask_mod of the user's own files as `FILE.py:NAME`, empty where there is none."""
+
+    score: str = ""
+    mask: str = ""
+
+
+NAMED: dict[str, Named] = {}
+"""Functions of a search by each pass's hash (flashtune.tuner.functions), for its child processes."""
 
 
 def keep(mods: "Mods") -> str:
@@ -19,6 +32,13 @@ def functions_of(name: str) -> "Mods | None":
     """The functions of a hash, None for an empty one; raises KeyError for functions that no call of this process had: text comes from
     a user's function alone."""
     return _KNOWN[name] if name else None
+
+
+def alike(problem: "Problem") -> "Problem":
+    """The problem with the built-in feature that is most like its functions: a bias for a score, a boolean mask for a mask alone."""
+    functions = functions_of(problem.features.mods)
+    mask: Any = "bias" if functions is not None and functions.score else "bool"
+    return replace(problem, features=replace(problem.features, mods="", mask=mask))
 
 
 def known() -> Iterable[str]:

@@ -289,6 +289,36 @@ def _evaluated(node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor:
     return found
 
 
+def traced_together(
+    score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device
+) -> tuple[Node | None, Node | None, tuple[torch.Tensor, ...]]:
+    """The graphs of both functions over one list of captured tensors, and that list."""
+    captured: list[torch.Tensor] = []
+    outputs: list[Node | None] = []
+    for function, score in ((score_mod, True), (mask_mod, False)):
+        part = None if function is None else traced(function, score=score, device=device)
+        places = []
+        for x in () if part is None else part.captured:
+            at = next((place for place, y in enumerate(captured) if y is x), len(captured))
+            captured += [x] * (at == len(captured))
+            places.append(at)
+        outputs.append(None if part is None else recaptured(part.output, places))
+    return outputs[0], outputs[1], tuple(captured)
+
+
+def at_pairs(function: Callable[..., Any], score: torch.Tensor | None, *places: torch.Tensor) -> torch.Tensor:
+    """The function itself at all pairs of queries and keys: (rows, columns), for scores of this shape or, of a mask_mod, None.
+
+    `places` are int32: the batch and the head, scalars, and the numbers of the queries (rows,) and of the keys (columns,).
+    """
+    before = () if score is None else (score,)
+    first = (0,) * len(before)
+    over_keys = torch.vmap(lambda *given: function(*given), in_dims=(*first, None, None, None, 0))
+    with _Indexing(getattr(function, "__name__", "a function"), None):
+        found: torch.Tensor = torch.vmap(over_keys, in_dims=(*first, None, None, 0, None))(*before, *places)
+    return found
+
+
 def recaptured(output: Node, places: Sequence[int]) -> Node:
     """The graph with its captured tensors at other places, for functions that share a kernel's list of them."""
     made: dict[Node, Node] = {}

@@ -38,7 +38,7 @@ FEW_ROWS, SOME_ROWS = 16, 64
 
 def refuses(spec: KernelSpec, target: Target) -> str | None:
     """The reason why this family can't serve `spec` on `target`, or None: limits of flash_fwd's loop, and no mask."""
-    return "flash_paged has no masks" if spec.mask != "none" or spec.mods else flash_fwd.refuses(spec, target)
+    return "flash_paged has no masks" if spec.mask != "none" else flash_fwd.refuses(spec, target)
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:

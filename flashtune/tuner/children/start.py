@@ -9,12 +9,16 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
+from typing import TYPE_CHECKING
 
 from flashtune.core import folders
 from flashtune.core.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from flashtune.templates.mods.known import Named
 
 PRELOADED = ["flashtune.tuner.children.preloaded"]
 """Modules that the server has imported."""
@@ -87,6 +91,15 @@ def withdraw(environment: Mapping[str, str] | None = None) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+
+
+def with_functions(those: "Sequence[Named]", start: Callable[..., None], *arguments: object) -> None:
+    """Prepare a process by `start` that knows the user's functions by file and name (flashtune.tuner.functions)."""
+    start(*arguments)
+    if those:
+        from flashtune.tuner.functions import introduce
+
+        introduce(those)
 
 
 def start_device(environment: Mapping[str, str], name: str) -> None:

@@ -154,7 +154,9 @@ def _torch_call(inputs: "Inputs") -> _TorchCall:
 
     if not _torch_call_of or _torch_call_of[0][0] is not inputs:
         call = pytorch_call(inputs)
-        _torch_call_of[:] = [(inputs, None if call is None else (call, backend_name(call)))]
+        # A compiled function isn't run under the mode that looks for a backend.
+        coded = inputs.coded is not None
+        _torch_call_of[:] = [(inputs, None if call is None else (call, "flex" if coded else backend_name(call)))]
     return _torch_call_of[0][1]
 
 
@@ -189,7 +191,15 @@ def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = 
     beside: list[Future[Any]] = [begun(_start_triton)]
     failed = None
     try:
-        bench = _ready(problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch else None)
+        coded = bool(problem.features.mods)
+        bench = _ready(problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch and not coded else None)
+        if pytorch and coded:
+            # PyTorch's compiler has the process to itself, and a failure isn't repeated in every race.
+            with _spent.on("pytorch"):
+                try:
+                    _torch_call(bench.inputs)
+                except Exception:
+                    _torch_call_of[:] = [(bench.inputs, None)]
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
     except Exception as error:

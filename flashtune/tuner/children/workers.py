@@ -16,6 +16,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
+from flashtune.templates.mods.known import NAMED
 from flashtune.tuner.children import start, tasks
 from flashtune.tuner.children.start import serving
 from flashtune.tuner.replies import Answer, Failed, Ready
@@ -142,7 +143,10 @@ class Workers:
             arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
             if crew == "device" and self._devices:
                 begin, arguments = start.start_device, (*arguments, self._devices[device])
-            self._pools[crew, device] = ProcessPool(max_workers=count, context=context, initializer=begin, initargs=arguments)
+            arguments = (tuple(dict.fromkeys(NAMED.values())), begin, *arguments)
+            self._pools[crew, device] = ProcessPool(
+                max_workers=count, context=context, initializer=start.with_functions, initargs=arguments
+            )
         return self._pools[crew, device]
 
     def prepare(self, problem: Problem, target: Target, seed: int, *, pytorch: bool = True) -> Ready | Failed:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Config, KernelSpec, Value, Variant
 from flashtune.core.errors import InputError
-from flashtune.core.nearness import nearest
+from flashtune.core.nearness import functions_in, nearest
 from flashtune.core.problem import Problem
 from flashtune.core.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
 from flashtune.templates.expected import logs_us
 from flashtune.templates.family import Family
+from flashtune.templates.mods.known import alike
 from flashtune.templates.rendering import variant_of
 
 NEIGHBOURS = 4
@@ -89,8 +90,8 @@ def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[
     version of the family declares, are left out; so are predictions for a search that measures.
     """
     found: dict[tuple[str, str], Candidate] = {}
-    useful = (record for record in records if source == "predicted" or record.outcome.source == "measured")
-    for _, record in nearest(problem.key(space.target.slug), useful):
+    useful = [record for record in records if source == "predicted" or record.outcome.source == "measured"]
+    for _, record in _nearest(problem, space.target, useful):
         candidate = _refitted(space, record)
         if candidate is not None:
             candidate = replace(candidate, config=candidate.family.resized(candidate.config, problem, space.target))
@@ -98,6 +99,15 @@ def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[
         if len(found) == NEIGHBOURS:
             break
     return list(found.values())
+
+
+def _nearest(problem: Problem, target: Target, records: Sequence[TuningRecord]) -> list[tuple[float, TuningRecord]]:
+    """Records with their distances, the nearest first: of functions their own, then those of the built-in feature that is most alike."""
+    key, hashed = problem.key(target.slug), problem.features.mods
+    found = nearest(key, (record for record in records if functions_in(record.key) == hashed))
+    if hashed:
+        found += nearest(alike(problem).key(target.slug), (record for record in records if not functions_in(record.key)))
+    return found
 
 
 def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]) -> Candidate | None:

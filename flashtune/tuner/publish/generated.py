@@ -86,6 +86,9 @@ def arrange(records: Sequence[TuningRecord]) -> list[Arranged]:
     rows: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
     fallbacks: dict[tuple[str, Variant], list[TuningRecord]] = defaultdict(list)
     for record in records:
+        if record.problem.features.mods:
+            # Only a call has the functions.
+            continue
         rows[find_target(record.key.gpu).arch, variant_for(record)].append(record)
         if (fallback := record.as_fallback()) is not None and not unservable(fallback):
             fallbacks[find_target(fallback.key.gpu).arch, variant_for(fallback)].append(fallback)

@@ -14,7 +14,7 @@ from flashtune.core.config import Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.results import PROVIDERS, Fate, TuningRecord
 from flashtune.core.target import Target, targets
-from flashtune.templates import family, unservable
+from flashtune.templates import family, unservable, written_here
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.tasks import Source, one_line
@@ -43,6 +43,8 @@ def unchecked_here(record: TuningRecord, here: Target | None) -> str:
     """The reason why a record can't be checked on the GPU `here`, or without one in Triton's interpreter, or ""."""
     if record.outcome.template in PROVIDERS:
         return f"{record.outcome.template} is no kernel of flashtune"
+    if not written_here(record.problem.spec()):
+        return "its functions are of another process: name them by --score-mod and --mask-mod"
     if here is None:
         return "" if family(record.outcome.template).interpretable else f"no interpreter runs {record.outcome.template}"
     measured_on = targets().get(record.key.gpu)
@@ -57,6 +59,9 @@ def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) 
     """
     with Workers(jobs=1) as workers:
         for record in records:
+            if not written_here(record.problem.spec()):
+                yield record, None
+                continue
             try:
                 source = source_for(record)
             except ValueError as error:
@@ -117,7 +122,8 @@ def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
     orders: dict[str, Order] = {}
     records = list(records) if can_have_binaries(target) else []
     for record in [*records, *(other for one in records for other in one.beside())]:
-        if unservable(record) is not None:
+        # Captured tensors are a call's: kernels of functions are compiled where they are first called.
+        if unservable(record) is not None or record.problem.features.mods:
             continue
         variant, source = variant_for(record), source_for(record)
         cached = kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version())

@@ -211,7 +211,8 @@ class MeasuredEvaluation(Evaluation):
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
         """Time whole calls in the same process, after the races; a fault costs these times alone."""
-        if self.calls is None:
+        # Whole calls are those of `attention`, which takes no functions.
+        if self.calls is None or self.problem.features.mods:
             return None
         self._wait()
         sources = [self._source(candidate) for candidate in candidates]

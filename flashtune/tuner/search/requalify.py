@@ -14,7 +14,7 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import PROVIDERS, REQUALIFIED, CompileFacts, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.target import Target
-from flashtune.templates import family
+from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.replies import Failed, Spent, Timed
@@ -96,7 +96,8 @@ def requalified(
     """The measured records' verdicts on `target`, the worst suspects first, those of one kernel spec together; `stored` are all results of
     each key, for runners-up. None is begun once `enough` is True."""
     by_spec: dict[KernelSpec, list[TuningRecord]] = {}
-    for record in worst_first([one for one in records if one.outcome.source == "measured"], here):
+    measured = [one for one in records if one.outcome.source == "measured" and written_here(one.problem.spec())]
+    for record in worst_first(measured, here):
         by_spec.setdefault(record.problem.spec(), []).append(record)
     # The checks of one spec have the same small oracles.
     waiting = deque(record for same in by_spec.values() for record in same)

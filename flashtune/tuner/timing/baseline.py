@@ -1,5 +1,6 @@
 """PyTorch's own attention as the baseline: the same problem through `F.scaled_dot_product_attention`."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
-from flashtune.core.torch_attention import sdpa, sound_backends
+from flashtune.core.torch_attention import compiled_flex, sdpa, sound_backends
 from flashtune.tuner.verify.inputs import Inputs
 
 BACKENDS = {
@@ -37,11 +38,14 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     A diagonal at the last key is PyTorch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not PyTorch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs. Packed sequences are one call of `varlen_attn` where
-    that takes them, else a call each; a single backend of their own they don't have.
+    that takes them, else a call each; a single backend of their own they don't have. A mask and a score as code are FlexAttention's,
+    compiled by a first call.
     """
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
         return None
+    if inputs.coded is not None:
+        return None if backend is not None else _flex(inputs, step)
     if inputs.sequences:
         return None if backend is not None else _packed(inputs, step)
     call = _Call(inputs, backend)
@@ -98,6 +102,29 @@ class _Call:
         with nullcontext() if self.backends is None else sdpa_kernel(self.backends):
             kwargs = {"dropout_p": parameters.dropout_p, "is_causal": self.causal, "scale": parameters.scale, "enable_gqa": p.gqa_ratio > 1}
             return self.function(q, k, v, attn_mask=mask, **kwargs)
+
+
+def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
+    """FlexAttention's pass with a mask and a score as code."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    assert inputs.coded is not None, "the caller looked"
+    p, functions = inputs.problem, inputs.coded.functions
+    mods = functions.mods("fwd")
+    sizes = (p.batch if mods.by_batch else None, p.heads if mods.by_head else None, p.n_q, p.n_kv)
+    mask = None if functions.mask_mod is None else create_block_mask(functions.mask_mod, *sizes, device=inputs.q.device, _compile=True)
+    words = {"score_mod": functions.score_mod, "block_mask": mask, "scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
+    flex = compiled_flex(dynamic=False)
+    if p.direction == "fwd":
+        call: Callable[[], object] = lambda: flex(inputs.q, inputs.k, inputs.v, **words)  # noqa: E731
+    else:
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        call = _differentiated(lambda: flex(*leaves, **words), leaves, inputs.operands["dout"], step)
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    # The backward runs many times over one forward's tensors.
+    with functorch.patch(donated_buffer=False):
+        call()
+    return call
 
 
 def _packed(inputs: Inputs, step: bool) -> Callable[[], object] | None:

@@ -136,6 +136,9 @@ def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
 def resized(config: Config, problem: Problem, target: Target) -> Config:
     """The config with split-Q where tiles are few, by programs that take no second tile, else with exclusive dQ where one tile has all
     keys of a head."""
+    if problem.features.mods:
+        # Lists of blocks aren't divided, and a mask may hide all keys of a query.
+        return config.replace(divided_queries=False, dq_sums="registers")
     config = divided(config, problem, target, dq_sums="registers", persistent=False)
     owns = not problem.features.packed and every_query_sees_a_key(problem) and problem.n_kv <= config.number("BLOCK_N")
     if not owns:
@@ -156,6 +159,7 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
+    functions=True,
     refuses=partial(refusal, "flash_bwd_hopper", 128),
     tried_first=tried_first,
     expected=expected,
