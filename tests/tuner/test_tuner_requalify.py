@@ -343,7 +343,7 @@ def test_only_runners_up_near_the_fastest_of_their_run_race(shipped: Path) -> No
     ],
 )
 def test_errors_of_the_machine_are_told_from_the_kernels(error: Exception, blameless: bool) -> None:
-    assert tasks._failed(error).blameless is blameless
+    assert tasks.failed_on_device(error).blameless is blameless
 
 
 @pytest.mark.parametrize(
