@@ -275,7 +275,7 @@ def test_the_command_tunes_stores_and_prints(monkeypatch: pytest.MonkeyPatch, ow
     monkeypatch.setattr(machine, "gpu_may_be_present", lambda: True)
     monkeypatch.setattr(machine, "local_gpus", lambda: (machine.LocalGpu(name=H100.name, target=H100),))
     monkeypatch.setattr(flex, "ProcessLanes", lambda workers, problem, target, seed, most: StandIns())
-    words = ["--n", "1024", "--batch", "16", "--packed", "uniform", "--full", "--direction", "bwd", "--trials", "8", "--budget", "1m"]
+    words = ["--n", "1024", "--batch", "16", "--packed", "uniform", "--full", "--direction", "bwd", "--trials", "8", "--seed", "1"]
     found = search(*words, "--json")
     assert found.exit_code == 0, found.output
     [row] = json.loads(found.stdout)
