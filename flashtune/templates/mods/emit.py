@@ -89,6 +89,10 @@ class Mods:
         """The captured tensors' parameters as further arguments of a call."""
         return "".join(f", {name}" for name in self.parameters)
 
+    def arguments_of(self, holder: str) -> str:
+        """The same as fields of a tuple."""
+        return "".join(f", {holder}.{name}" for name in self.parameters)
+
     @property
     def gradient_arguments(self) -> str:
         """Those of their gradients."""
