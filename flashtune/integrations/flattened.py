@@ -45,12 +45,7 @@ def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -
 
     A sliding window of `local_size` is left to the attention. Four dimensions are what transformers hands on as it is.
     """
-    rules = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", ())
-    names = [getattr(rule, "__qualname__", "") for rule in rules]
-    if names != ["remap_positions_for_packed_sequence.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask"]:
-        return None
-    of_rows = _closed_over(rules[0], names[0])
-    positions, inner = of_rows.get("position_ids"), of_rows.get("mask_function")
+    positions, inner = _rule_of_rows(mask_function)
     if (
         positions is None
         or not (inner is causal_mask_function or (local_size is not None and is_window(inner)))
@@ -58,6 +53,25 @@ def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -
     ):
         return None
     return None if is_tracing(positions) or positions.is_meta else positions[:, None, None]
+
+
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+
+
+def _rule_of_rows(mask_function: Any) -> tuple[Tensor | None, Any]:
+    """Integers (B, N) whose step isn't 1 where a sequence begins, and the rule within a sequence; None for other rules."""
+    first, *others = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", (None,))
+    if [getattr(rule, "__qualname__", "") for rule in others] != [_PACKED]:
+        return None, None
+    if getattr(first, "__qualname__", "") == _REMAPPED:
+        found = _closed_over(first, _REMAPPED)
+        return found.get("position_ids"), found.get("mask_function")
+    # Versions before 5.24 count sequences, and apply the rule to rows.
+    numbers = _closed_over(others[0], _PACKED).get("packed_sequence_mask")
+    if not isinstance(numbers, Tensor):
+        return None, None
+    return torch.arange(numbers.shape[1], device=numbers.device) + 2 * numbers, first
 
 
 def is_window(mask_function: Any) -> bool:

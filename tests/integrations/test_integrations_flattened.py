@@ -207,3 +207,29 @@ def test_a_compiled_model_reads_bounds_and_separates_positions(model: "PreTraine
     for way in ("bounds and positions", "positions"):
         found = logits_of(compiled, **collated(way))
         torch.testing.assert_close(found, wanted, atol=BOUND.atol * float(wanted.abs().max()), rtol=BOUND.rtol)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_rules_of_earlier_transformers_are_recognised(window: int | None) -> None:
+    from transformers.masking_utils import (
+        and_masks,
+        causal_mask_function,
+        packed_sequence_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    from flashtune.integrations import flattened
+    from flashtune.integrations import transformers as tuned
+
+    # Before 5.24 a rule of rows met the numbers of sequences; since then one of positions does.
+    numbers = torch.tensor([[0, 0, 0, 1, 2, 2]])
+    rule = and_masks(
+        causal_mask_function if window is None else sliding_window_causal_mask_function(window), packed_sequence_mask_function(numbers)
+    )
+    config = made("mistral").config
+    mask = tuned.attention_mask(1, 6, 6, mask_function=rule, local_size=window, allow_is_causal_skip=False, config=config)
+    assert flattened.is_positions(mask)
+    assert flattened.bounds_in_mask(mask)[0].tolist() == [0, 3, 4, 6]
+    other = and_masks(lambda b, h, q_idx, kv_idx: q_idx > kv_idx, packed_sequence_mask_function(numbers))
+    whole = tuned.attention_mask(1, 6, 6, mask_function=other, allow_is_causal_skip=False, config=config)
+    assert whole is not None and whole.shape == (1, 1, 6, 6)
