@@ -37,11 +37,12 @@ def given_bounds(arguments: Mapping[str, Any]) -> Bounds | None:
 
 def is_positions(mask: Tensor | None) -> TypeGuard[Tensor]:
     """True if a mask is a result of `positions_as_mask`."""
-    return mask is not None and mask.dim() == 4 and not (mask.dtype == torch.bool or mask.is_floating_point())
+    # No mask of keys has this shape, so that a caller's own integers aren't taken for positions.
+    return mask is not None and mask.dim() == 4 and mask.shape[2:] == (1, 1) and not (mask.dtype == torch.bool or mask.is_floating_point())
 
 
 def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -> Tensor | None:
-    """Positions (B, 1, 1, N), integers, in place of a mask of causal sequences, which begin where a step isn't 1; None for any other rule.
+    """Positions (B, N, 1, 1), integers, in place of a mask of causal sequences, which begin where a step isn't 1; None for any other rule.
 
     A sliding window of `local_size` is left to the attention. Four dimensions are what transformers hands on as it is.
     """
@@ -52,7 +53,7 @@ def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -
         or not _hands_on(type(config).__module__)
     ):
         return None
-    return None if is_tracing(positions) or positions.is_meta else positions[:, None, None]
+    return None if is_tracing(positions) or positions.is_meta else positions[:, :, None, None]
 
 
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
@@ -96,7 +97,7 @@ def _hands_on(configuration: str) -> bool:
 
 def bounds_in_mask(positions: Tensor) -> Bounds:
     """Bounds of sequences by a result of `positions_as_mask`."""
-    return _shared(positions[:, 0, 0], "steps")
+    return _shared(positions[:, :, 0, 0], "steps")
 
 
 def bounds_at_restarts(positions: Any, rows: int) -> Bounds | None:
@@ -142,7 +143,7 @@ def _computed(positions: Tensor, rule: str) -> Bounds:
 
 def whole_mask(positions: Tensor, window: int | None) -> Tensor:
     """The mask (B, 1, N, N), boolean, that a result of `positions_as_mask` stands for, with a sliding window of so many keys."""
-    rows = positions[:, 0, 0]
+    rows = positions[:, :, 0, 0]
     sequence = (rows.diff(dim=1, prepend=rows[:, :1] - 1) != 1).cumsum(1)
     seen = (sequence[:, :, None] == sequence[:, None]).tril()
     return (seen if window is None else seen.triu(1 - window))[:, None]

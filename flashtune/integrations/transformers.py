@@ -73,7 +73,7 @@ def attention_mask(
     Causal attention and sliding windows are left to the kernel. Returns the rest:
         None: nothing is padded.
         (B, n) boolean: True for each of the first n keys that counts. Keys from n on don't exist yet, as in a static cache.
-        (B, 1, 1, N) integers: positions of causal sequences that are flattened into rows; each sees itself alone.
+        (B, N, 1, 1) integers: positions of causal sequences that are flattened into rows; each sees itself alone.
         (B, 1, N_q, N_kv) boolean: the whole mask, for any other rule; also where a position is known on the GPU alone.
     """
     everything: Callable[[], torch.Tensor | None] = functools.partial(
@@ -135,7 +135,9 @@ def attention_forward(
     Sequences that are flattened into one row, as DataCollatorWithFlattening makes it, are packed sequences (`dispatch.attention_varlen`),
     and no mask is made. `cu_seq_lens_q` and `cu_seq_lens_k`, where each begins, with `max_length_q` and `max_length_k` say so without a
     wait for the GPU (return_flash_attn_kwargs=True). Without them `position_ids` that begin again do, where there is no padding: the host
-    waits for them once a step; under a compiler only a mask from transformers tells. Raises InputError for a paged cache.
+    waits for them once a step; under a compiler only a mask from transformers tells.
+
+    Raises InputError for a paged cache, and for a mask of four dimensions with integers.
     """
     if cache is not None:
         raise InputError(
@@ -162,6 +164,8 @@ def attention_forward(
             # Stride 0 over columns means that all are True: nothing is padded.
             mask = mask[:, None, None] if mask.stride(1) else None
     else:
+        if not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise InputError(f"attention_mask has four dimensions and dtype {mask.dtype}: use bool, or floats that are added to the scores")
         mask = mask[..., : key.shape[2]]
         mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
     if position_bias is not None:

@@ -7,6 +7,7 @@ import torch
 from tiny_models import made
 
 from flashtune import dispatch
+from flashtune.core.errors import InputError
 from flashtune.core.tolerances import TOLERANCES
 
 # Not else: every worker collects this file, and few run it.
@@ -170,7 +171,7 @@ def test_models_that_change_their_masks_get_whole_ones() -> None:
     from flashtune.integrations import transformers as tuned
 
     positions = collated("positions")["position_ids"]
-    for name, shape in (("Llama", (1, 1, 1, 26)), ("Falcon", (1, 1, 26, 26))):
+    for name, shape in (("Llama", (1, 26, 1, 1)), ("Falcon", (1, 1, 26, 26))):
         config, _ = getattr(transformers, f"{name}Config")(), getattr(transformers, f"{name}Model")
         config._attn_implementation = tuned.register()
         mask = create_causal_mask(config, torch.zeros(1, 26, 32), None, None, position_ids=positions)
@@ -183,7 +184,7 @@ def test_bounds_windows_and_position_biases_of_plain_calls(calls: list[Any]) -> 
 
     q, k = torch.randn(1, 4, 26, 16), torch.randn(1, 2, 26, 16)
     bounds = torch.tensor([0, 5, 16, 17, 26], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None, None, None]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None, :, None, None]
     lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": torch.tensor(11), "max_length_k": torch.tensor(11)}
     module = torch.nn.Module()
     same = flattened.whole_mask(positions, None).tril() | flattened.whole_mask(positions, None).mT
@@ -197,6 +198,15 @@ def test_bounds_windows_and_position_biases_of_plain_calls(calls: list[Any]) -> 
     out, _ = tuned.attention_forward(module, q, k, k, positions, sliding_window=4, position_bias=bias)
     wanted = attend(q, k, k, bias.masked_fill(~(same.tril() & near), -torch.inf), enable_gqa=True)
     torch.testing.assert_close(out, wanted.transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 26), (1, 1, 26, 26)])
+def test_integers_of_a_caller_are_no_positions(shape: tuple[int, ...]) -> None:
+    from flashtune.integrations import transformers as tuned
+
+    q = torch.randn(1, 4, 26, 16)
+    with pytest.raises(InputError, match=r"attention_mask has four dimensions and dtype torch\.int64: use bool"):
+        tuned.attention_forward(torch.nn.Module(), q, q, q, torch.ones(shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("model", ["mistral"], indirect=True)
