@@ -106,9 +106,9 @@ def verify(
     if not rows:
         raise NoKernelFound("no records match, so nothing was checked: loosen the filters, or search first")
     if not counts["correct"]:
-        machine = gpu.name if gpu else "no GPU, and no interpreter runs their templates"
+        causes = "; ".join(sorted({why for _, why in skipped}))
         raise EnvironmentProblem(
-            f"none of {counted(len(rows), 'record')} could be checked on this machine ({machine}): verify them on their own GPU"
+            f"none of {counted(len(rows), 'record')} could be checked {where} ({causes}): verify them where that doesn't hold"
         )
 
 

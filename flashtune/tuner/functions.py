@@ -141,6 +141,8 @@ def _introduced(one: Named) -> Functions:
 def hash_of(one: Named, problem: Problem) -> str:
     """The hash of functions for `Features.mods` of a problem; raises InputError where they can't be traced, are built in, or read beyond a
     captured tensor at the problem's sizes."""
+    if not any(one):
+        raise InputError("the name of a function is empty: write FILE.py:NAME")
     functions = _introduced(one)
     if (structure := known_structure(functions.score, functions.mask)) is not None:
         raise InputError(f"{' and '.join(filter(None, one))} is built in: {_flags(*structure)}")

@@ -187,6 +187,10 @@ def _unnamed(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s + undefined  # type: ignore[name-defined]  # noqa: F821
 
 
+def _lacks_one(s: Any, b: Any, h: Any, q: Any) -> Any:
+    return s
+
+
 HOSTILE = {
     _branches: "branches on or converts a tensor's value (line .*if q > k:",
     _converts: "branches on or converts a tensor's value (line .*float.q",
@@ -198,6 +202,7 @@ HOSTILE = {
     _huge: "has more than 1000 operations",
     _integer: "returns torch.int32: it must return a floating-point number",
     _nothing: "returns no tensor",
+    _lacks_one: "_lacks_one can't be traced: TypeError: ",
     _unnamed: "can't be traced (line .*undefined.*NameError",
 }
 

@@ -203,6 +203,7 @@ def test_the_command_refuses_functions_in_a_sentence(file: Path) -> None:
         (["--mask-mod", f"{file}:causal"], "is built in: search with --causal"),
         (["--mask-mod", f"{file}:dilated", "--softcap", "2"], "stand beside no other feature"),
         (["--mask-mod", f"{file}:dilated", "--causal"], "stand beside no other feature"),
+        (["--score-mod", ""], "the name of a function is empty: write FILE.py:NAME"),
     ):
         result = CliRunner().invoke(main, ["search", "--gpu-name", "h100", "--d", "16", "--n", "32", *words])
         assert result.exit_code != 0 and said in result.output and "Traceback" not in result.output
@@ -473,7 +474,7 @@ def test_a_record_of_functions_that_nobody_has_is_harmless(tmp_path: Path) -> No
         result = run(main, [*words, *named])
         assert (result.exit_code == 0) == (words in fine) and "Traceback" not in result.output, (words, result.output)
         assert not isinstance(result.exception, KeyError)
-    assert "name them by --score-mod" in result.output
+    assert "name them by --score-mod" in result.output.splitlines()[-1], "the last line has the cause"
     with dispatch.use(path, alone=True):
         assert dispatch.explain_problem(WIDE, "h200").record_key is None
     with pytest.raises(FlashtuneError, match="aren't those of this process"):

@@ -134,7 +134,8 @@ def _reason(name: str, mode: _Indexing, error: Exception) -> str:
     if "DataDependent" in kind or "trying to get a value out of" in str(error) or "data-dependent" in str(error):
         return f"{name} branches on or converts a tensor's value ({here}): use torch.where and operations on tensors"
     said = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{name} can't be traced ({here}): {kind}: {said[:200]}"
+    where = f" ({here})" if here else ""
+    return f"{name} can't be traced{where}: {kind}: {said[:200]}"
 
 
 def _line_here(code: CodeType | None) -> str:
