@@ -35,6 +35,9 @@ def by_sequence(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Te
     """Output and LSE by a call of `attention` for each sequence; lengths are read by the host."""
     query, key, value, cu_q, cu_k, used, slopes, sinks = packed
     of_q, of_k = cu_q.tolist(), cu_k.tolist()
+    for name, bounds, x in (("cu_seqlens_q", of_q, query), ("cu_seqlens_k", of_k, key)):
+        if bounds[0] != 0 or bounds[-1] > len(x) or bounds != sorted(bounds):
+            raise InputError(f"{name} has bounds that don't rise from 0 to at most the {len(x)} rows: give each sequence's first row")
     some = [stop - start for start, stop in itertools.pairwise(of_k)] if used is None else used.tolist()
     outs, lses = [], []
     for b, ((start, stop), (first, end)) in enumerate(zip(itertools.pairwise(of_q), itertools.pairwise(of_k), strict=True)):

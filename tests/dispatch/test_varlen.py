@@ -189,3 +189,12 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence(words: dict[str,
     arguments, others = changed(**words)
     with pytest.raises((InputError, InputTypeError), match=said):
         dispatch.attention_varlen(*arguments, **others)
+
+
+@pytest.mark.parametrize("bounds", [[0, 4, 10], [1, 4, 8], [0, 6, 4, 8], [0, -3, 8]])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_bounds_that_make_no_sequences_are_refused_where_they_are_read(name: str, bounds: list[int]) -> None:
+    x, right = torch.randn(8, 2, 16), torch.arange(0, 4 * len(bounds), 4, dtype=torch.int32).clamp(max=8)
+    given = {"cu_seqlens_q": right, "cu_seqlens_k": right, name: torch.tensor(bounds, dtype=torch.int32)}
+    with pytest.raises(InputError, match=f"{name} has bounds that don't rise from 0 to at most the 8 rows"):
+        dispatch.attention_varlen(x, x, x, **given, max_seqlen_q=8, max_seqlen_k=8)
