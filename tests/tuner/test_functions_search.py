@@ -145,6 +145,11 @@ def test_functions_stand_beside_no_other_feature(more: Any) -> None:
         Features(mods="0" * 16, **more)
 
 
+def test_calls_know_each_family_that_takes_functions() -> None:
+    taking = {(one.direction, one.name) for one in families().values() if one.functions}
+    assert taking == {(direction, name) for direction, names in flex_configs.FAMILIES.items() for name in names}
+
+
 def test_functions_may_hide_any_pair_so_that_short_times_are_plausible() -> None:
     long = replace(SMALL, n_q=1 << 16, n_kv=1 << 16, dtype="bf16")
     assert limits.least_us(replace(long, features=Features(mods="0" * 16)), "h100") == limits.SHORTEST_US < limits.least_us(long, "h100")
@@ -389,7 +394,7 @@ def test_predicted_records_of_functions_serve_where_unmeasured_ones_may(file: Pa
     pool = Pool(problem.key("h200"), H200, [record], families())
     assert flex_configs.recorded(problem, H200, pool, unmeasured=False) is None
     found = flex_configs.recorded(problem, H200, pool, unmeasured=True)
-    assert found is not None and found.config == outcome.config and "not measured" in flex_configs.said_of(record)
+    assert found is not None and found.config == outcome.config and "not measured" in flex_configs.source_note(record)
 
 
 def test_explain_says_which_record_or_which_default(file: Path, tmp_path: Path) -> None:
