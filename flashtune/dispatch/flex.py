@@ -62,8 +62,9 @@ def flex_attention(
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
     tiles without a visible pair are skipped; those that `attention` has built in take its kernels. PyTorch's flex_attention serves,
-    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; and where only
-    kernels with plain pointers could, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
+    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; where it was faster
+    in a search of these functions; and where only kernels with plain pointers could that no search measured with them, unless
+    FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
