@@ -114,7 +114,7 @@ def learn(likeness: Likeness, trials: Sequence[Observed]) -> dict[str, NDArray[A
 def prepared(
     likeness: Likeness, trials: Sequence[Observed], *, sample: int | None = None
 ) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64], NDArray[np.intp]]:
-    """Arrays of a `Residual` but its weights; covariances (rows, trials) of all trials, or of a random `sample`, with all; and these rows."""
+    """Arrays of a `Residual` without its weights; covariances (rows, trials) of all trials, or of a random `sample`; and these rows."""
     problems = np.array([likeness.problem(one.problem) for one in trials])
     observed = [
         (number, tuple(likeness.config(one.problem, config, one.gpu)), wrong)
