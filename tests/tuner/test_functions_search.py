@@ -511,3 +511,26 @@ def test_the_baseline_is_flex_attention_with_the_functions(file: Path, monkeypat
     assert call is not None and baseline.pytorch_call(inputs, "math") is None
     right = problem.contract.oracle(problem, inputs.operands, inputs.parameters, Place(batch=0, head=1))["out"]
     torch.testing.assert_close(call()[0, 1].double(), right, atol=1e-5, rtol=1e-5)  # type: ignore[index]
+
+
+def test_two_records_with_one_config_keep_their_own_times(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = coded(file, WIDE)
+    short = replace(problem, n_q=1024, n_kv=1024)
+    made = functions.of_hash(problem.features.mods, "cpu")
+    config = configs_of(problem)[5]
+    path = database(tmp_path / "a.sqlite", (problem, "flash_fwd_hopper", config, 250.0), (short, "flash_fwd_hopper", config, 30.0))
+
+    class OnGpu(torch.Tensor):
+        """A CPU tensor that says it is on a GPU."""
+
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
+    monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
+    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
+    with dispatch.use(path, alone=True):
+        for n, of in ((4096, problem), (1024, short)):
+            q = torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
+            found: Any = flex_kernels.kernel_of("fwd", q, q, q, made.mods("fwd"))
+            assert found.record.problem == of
