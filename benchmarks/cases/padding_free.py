@@ -44,7 +44,7 @@ def lengths_of(law: Law, sequences: int, longest: int, padding: float) -> tuple[
 
 
 def batches(lengths: tuple[int, ...], vocabulary: int, device: str) -> dict[str, dict[str, Any]]:
-    """The same sequences as batches of every kind, with labels."""
+    """Batches of every kind, with labels, of random sequences of these lengths."""
     from transformers import DataCollatorWithFlattening
 
     drawn = torch.Generator().manual_seed(0)

@@ -106,13 +106,15 @@ def of_runs(likeness: Likeness) -> Iterator[tuple[str, Observed]]:
 
 def learn(likeness: Likeness, trials: Sequence[Observed]) -> dict[str, NDArray[Any]]:
     """Arrays of a `Residual`, with a digest of its trials."""
-    known, covariance = prepared(likeness, trials)
+    known, covariance, _ = prepared(likeness, trials)
     weights = cho_solve(cho_factor(covariance, lower=True, overwrite_a=True), known["wrong"])
     return {**known, "weights": weights.astype(np.float32), "trials": np.array(digest(trials))}
 
 
-def prepared(likeness: Likeness, trials: Sequence[Observed]) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
-    """Arrays of a `Residual` but its weights, and the covariance of all trials."""
+def prepared(
+    likeness: Likeness, trials: Sequence[Observed], *, sample: int | None = None
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64], NDArray[np.intp]]:
+    """Arrays of a `Residual` without its weights; covariances (rows, trials) of all trials, or of a random `sample`; and these rows."""
     problems = np.array([likeness.problem(one.problem) for one in trials])
     observed = [
         (number, tuple(likeness.config(one.problem, config, one.gpu)), wrong)
@@ -126,11 +128,13 @@ def prepared(likeness: Likeness, trials: Sequence[Observed]) -> tuple[dict[str, 
     # As they are kept, so that the weights are those of what is read.
     coordinates = {"problems": problems.astype(np.float32), "configs": np.array(list(places), dtype=np.float32)}
     there, same = (alike(coordinates[name].astype(float), coordinates[name].astype(float)) for name in ("problems", "configs"))
-    covariance = likeness.together**2 * there[np.ix_(problem_of, problem_of)] + likeness.alone**2
-    covariance *= same[np.ix_(config_of, config_of)]
-    covariance += likeness.offset**2 * (problem_of[:, None] == problem_of[None, :])
-    covariance[np.diag_indices_from(covariance)] += likeness.noise**2
-    return {**coordinates, "problem_of": problem_of, "config_of": config_of, "wrong": wrong}, covariance
+    everything = np.arange(len(wrong))
+    rows = everything if sample is None else np.random.default_rng(0).permutation(everything)[:sample]
+    covariance = likeness.together**2 * there[np.ix_(problem_of[rows], problem_of)] + likeness.alone**2
+    covariance *= same[np.ix_(config_of[rows], config_of)]
+    covariance += likeness.offset**2 * (problem_of[rows, None] == problem_of[None, :])
+    covariance[np.arange(len(rows)), rows] += likeness.noise**2
+    return {**coordinates, "problem_of": problem_of, "config_of": config_of, "wrong": wrong}, covariance, rows
 
 
 class LeftOut:
@@ -138,7 +142,7 @@ class LeftOut:
 
     def __init__(self, likeness: Likeness, trials: Sequence[Observed]) -> None:
         self._likeness = likeness
-        self._known, covariance = prepared(likeness, trials)
+        self._known, covariance, _ = prepared(likeness, trials)
         self._inverse = np.linalg.inv(covariance)
         self._weights = self._inverse @ self._known["wrong"]
         self._trials = trials

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.errors import FlashtuneError, first_line
 from flashtune.core.results import Fate, Measurement
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", se
         others = providers_calls(inputs)
         found = call_times(modules, inputs, budget_s=budget_s, beside=list(others.values()))
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
-        return Failed(fate=Fate.RUNTIME, reason=tasks.one_line(error))
+        return Failed(fate=Fate.RUNTIME, reason=first_line(error))
     times = [Measurement.of(one) for one in found]
     medians, beside = [one.median_us for one in times], len(sources) + len(others)
     return Called(

@@ -57,17 +57,15 @@ def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
     """`dispatch.attention`, or `attention_varlen` with these lengths, as a function of query, key and value."""
     if inputs.parameters.lengths is None:
         return api.attention
-    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
     cu_q, cu_k, _ = inputs.parameters.lengths
-    return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *longest, **kwargs)
+    return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *inputs.longest, **kwargs)
 
 
 def explained(inputs: Inputs) -> Explanation:
     """Explanation of what serves `attention_call`."""
     if inputs.parameters.lengths is None:
         return api.explain(inputs.q, inputs.k, inputs.v, **call_kwargs(inputs))
-    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
-    return varlen.explain_varlen(*operands(inputs), *inputs.parameters.lengths[:2], *longest, **call_kwargs(inputs))
+    return varlen.explain_varlen(*operands(inputs), *inputs.parameters.lengths[:2], *inputs.longest, **call_kwargs(inputs))
 
 
 def attention_call(inputs: Inputs, **words: Any) -> Callable[[], torch.Tensor]:

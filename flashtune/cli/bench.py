@@ -74,16 +74,14 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
     if isinstance(reply, Failed):
         return f"{reply.fate}: {reply.reason}"
     calls: dict[str, float] = {}
-    called: Called | Failed | None = None
+    # The whole calls that are timed are given no functions.
     if not problem.features.mods:
+        called: Called | Failed
         called = workers.submit("device", time_calls, [source], problem, target, seed, seconds / 3, limit_s=limit_s).reply()
-    if called is None:
-        # Whole calls are those of `attention`, which takes no functions.
-        pass
-    elif isinstance(called, Failed):
-        messages().print(f"{problem.label()}: no whole calls: {called.reason}")
-    else:
-        calls = {"tuned": called.times[0], **({"default": called.pytorch} if called.pytorch is not None else {})}
+        if isinstance(called, Failed):
+            messages().print(f"{problem.label()}: no whole calls: {called.reason}")
+        else:
+            calls = {"tuned": called.times[0], **({"default": called.pytorch} if called.pytorch is not None else {})}
     times = {name: time.median_us for name, time in reply.times.items()}
     return {
         "problem": problem.label(),

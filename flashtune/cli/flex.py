@@ -62,7 +62,7 @@ def tuned(target: Target, problems: Sequence[Problem], options: "SearchOptions",
     from flashtune.db.store import Store
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import cores, provenance
-    from flashtune.tuner.search.flex import ProcessLanes, tune
+    from flashtune.tuner.search.flex import FlexProcesses, tune
 
     ends = None if options.budget_s is None else time.monotonic() + options.budget_s
     most = min(PROCESS_LIMIT, options.jobs or max(1, cores() - 1))
@@ -73,10 +73,10 @@ def tuned(target: Target, problems: Sequence[Problem], options: "SearchOptions",
         for place, problem in enumerate(problems):
             now = time.monotonic()
             deadline = None if ends is None else now + (ends - now) / (len(problems) - place)
-            said = lambda tried, best, problem=problem: notes.print(wave_said(problem, tried, best), soft_wrap=True)  # noqa: E731
+            said = lambda tried, best, problem=problem: notes.print(progress_line(problem, tried, best), soft_wrap=True)  # noqa: E731
             try:
-                lanes = ProcessLanes(workers, problem, target, options.seed or 0, most)
-                one = tune(lanes, problem, target, made_by, trials=options.trials, deadline=deadline, listener=said)
+                processes = FlexProcesses(workers, problem, target, options.seed or 0, most)
+                one = tune(processes, problem, target, made_by, trials=options.trials, deadline=deadline, listener=said)
             except NoKernelFound as error:
                 notes.print(str(error), soft_wrap=True)
                 failed = error
@@ -89,7 +89,7 @@ def tuned(target: Target, problems: Sequence[Problem], options: "SearchOptions",
     return found
 
 
-def wave_said(problem: Problem, tried: int, best: float | None) -> str:
+def progress_line(problem: Problem, tried: int, best: float | None) -> str:
     """Line of progress: candidates so far and the best ratio of times."""
     gain = "none works yet" if best is None else f"the best takes {best:.2f} of the default's time in its kernel"
     return f"{problem.label()}: {counted(tried, 'candidate')} of FlexAttention's options, {gain}"

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from flashtune.cli.functions import FUNCTIONS, Decorator, with_functions
 from flashtune.core.calls import read
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, DType, parse_dtype
@@ -207,13 +208,7 @@ class ProblemOptions:
             direction=self.direction,
             lengths=None if self.packed is None else Lengths.of(self.packed, batch, batch * n),
         )
-        if self.score_mod is None and self.mask_mod is None:
-            return found
-        from flashtune.templates.mods.known import Named
-        from flashtune.tuner.functions import hash_of
-
-        functions = hash_of(Named(self.score_mod or "", self.mask_mod or ""), found)
-        return replace(found, features=replace(found.features, mods=functions))
+        return with_functions(found, self.score_mod, self.mask_mod)
 
     def _of_model(self, model: Model) -> list[Problem]:
         self._refuse_beside(f"--model {model.slug}", "--model", "--n", "--n-q", "--batch", "--dtype", "--direction")
@@ -248,8 +243,6 @@ class ProblemOptions:
             raise InputError(f"{others[0]} was given together with {option}, which already describes the attention: leave one of them out")
 
 
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-
 _IN_PLACE = "in place of --d and the like"
 _SOURCES: tuple[Decorator, ...] = (
     click.option("--full", "bands", flag_value="full", help="Full attention only."),
@@ -272,10 +265,6 @@ _SIZES: tuple[Decorator, ...] = (
         type=click.Choice(LAWS),
         help="Packed sequences, as many as --batch says, whose lengths follow this law and have the mean --n.",
     ),
-)
-FUNCTIONS: tuple[Decorator, ...] = tuple(
-    click.option(f"--{what}-mod", metavar="FILE.py:NAME", help=f"A {what} as code: this function of this file, which is imported.")
-    for what in ("score", "mask")
 )
 _FEATURES: tuple[Decorator, ...] = (
     click.option("--direction", type=click.Choice(DIRECTIONS), default="fwd", show_default=True, help="Forward or backward pass."),

@@ -20,7 +20,7 @@ POWER_LIMITED = "power-limited"
 """A measured record's remark that the card's power limit, and nothing else, lowered its clocks."""
 
 DOUBTS = {
-    "unservable": "doesn't serve on its own GPU, however fast it is, for the reason below; exports leave it out.",
+    "unservable": "can't be served on its own GPU, however fast it is, for the reason below; exports leave it out.",
     "unchecked": "predicted, without a check of its results: no interpreter runs its template. `flashtune verify` on the GPU checks it.",
     POWER_LIMITED: "the card's power limit lowered its clocks while it was timed, as under any sustained load; ratios hold (--json has the "
     "clocks).",

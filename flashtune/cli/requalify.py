@@ -10,6 +10,8 @@ from flashtune.core.errors import EnvironmentProblem, NoKernelFound
 from flashtune.core.words import counted
 
 if TYPE_CHECKING:
+    from flashtune.core.problem import ProblemKey
+    from flashtune.core.results import SearchResult
     from flashtune.db.store import KeyFilter
     from flashtune.tuner.search.requalify import Requalified
 
@@ -21,8 +23,7 @@ def run_requalify(
     `budget_s` seconds."""
     from flashtune.bench import time_calls
     from flashtune.core.secrets import command_line
-    from flashtune.db.inspection import MissingDatabaseError
-    from flashtune.db.library import Library, overlay_path, shipped_path
+    from flashtune.db.library import Library, overlay_path
     from flashtune.db.store import Store
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import cores, local_gpu, provenance
@@ -47,28 +48,17 @@ def run_requalify(
     )
     found: list[Requalified] = []
     with ExitStack() as stack:
-        stored: dict[Any, list[Any]] = {}
-        places: list[str | Path] = [location] if location else [overlay_path(), shipped_path()]
-        for place in places:
-            # One's own database may not be there yet.
-            with suppress(MissingDatabaseError), Store.open(place, writable=False) as known:
-                for result in known.results(**filters):
-                    stored.setdefault(result.problem.key(result.gpu), []).append(result)
         store = stack.enter_context(Store.open(location or overlay_path(), writable=True))
         workers = stack.enter_context(Workers(jobs=max(1, cores() - 1)))
-        fixed: dict[str, Any] = {
-            "target": target,
-            "workers": workers,
-            "seed": seed,
-            "measure_s": 0.03,
-            "race_s": RACE_S,
-            "calls": time_calls,
-        }
+        fixed: dict[str, Any] = {"target": target, "workers": workers, "seed": seed}
+        fixed |= {"measure_s": 0.03, "race_s": RACE_S, "calls": time_calls}
 
         def enough() -> bool:
             return budget_s is not None and time.monotonic() - began > budget_s
 
-        timings = requalified(chosen, stored, target, here, lambda problem: MeasuredEvaluation(problem=problem, **fixed), enough)
+        timings = requalified(
+            chosen, _results(location, filters), target, here, lambda problem: MeasuredEvaluation(problem=problem, **fixed), enough
+        )
         for count, one in enumerate(timings, start=1):
             found.append(one)
             if one.result is not None:
@@ -81,6 +71,22 @@ def run_requalify(
         return
     counts = {word: sum(one.verdict == word for one in found) for word in VERDICTS} | ({"left by --budget": left} if left else {})
     console().print(", ".join(f"{number} {word}" for word, number in counts.items()))
+
+
+def _results(location: str | None, filters: "KeyFilter") -> "dict[ProblemKey, list[SearchResult]]":
+    """Results of each key in a database, or in the user's own and the shipped one."""
+    from flashtune.db.inspection import MissingDatabaseError
+    from flashtune.db.library import overlay_path, shipped_path
+    from flashtune.db.store import Store
+
+    found: dict[ProblemKey, list[SearchResult]] = {}
+    places: list[str | Path] = [location] if location else [overlay_path(), shipped_path()]
+    for place in places:
+        # One's own database may not be there yet.
+        with suppress(MissingDatabaseError), Store.open(place, writable=False) as known:
+            for result in known.results(**filters):
+                found.setdefault(result.problem.key(result.gpu), []).append(result)
+    return found
 
 
 def line(one: "Requalified") -> str:

@@ -175,11 +175,7 @@ def search(
 
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
-    if implementation == "flex":
-        from flashtune.cli.flex import require_gpu
-
-        require_gpu()
-    target = gpu_of(gpu_name)
+    target = _target(gpu_name, implementation)
     problems = requested.problems()
     budget_s = None if budget is None else seconds_of(budget)
     options = SearchOptions(until=share_of("--until", until), budget_s=budget_s, **others)
@@ -192,22 +188,46 @@ def search(
                 command = command_line(["flashtune", *sys.argv[1:]])
                 search_flex(target, problems, options, command=command, notes=notes, out=not quiet, as_json=as_json)
                 return
-            if requested.calls is not None:
-                from flashtune.cli.problems import worth_searching
-
-                problems = worth_searching(problems, target, templates=options.templates, location=options.location, notes=notes)
-            records = run_search(target, problems, options, quiet=lines is None and (quiet or as_json), notes=notes)
-            if not records:
-                none = f"no correct kernel was found for {counted(len(problems), 'problem')}"
-                raise NoKernelFound(f"{none}, so PyTorch serves: give more --budget or --trials")
-        from flashtune.cli.records import predicted_only, print_records, record_row
-
+            records = _found(target, problems, requested, options, quiet=lines is None and (quiet or as_json), notes=notes)
         if as_json:
+            from flashtune.cli.records import record_row
+
             print_json([record_row(record) for record in records])
         for out in (*([] if quiet or as_json else [console()]), *([] if lines is None else [lines])):
-            print_records(records, title=f"Best known on {target.name}", out=out)
-            if any(record.outcome.source == "predicted" for record in records):
-                out.print(predicted_only(options.location), soft_wrap=True)
+            _print(records, target, options.location, out)
+
+
+def _target(gpu_name: str | None, implementation: str) -> Target:
+    """GPU that is searched for; raises EnvironmentProblem where FlexAttention is to be tuned without one."""
+    if implementation == "flex":
+        from flashtune.cli.flex import require_gpu
+
+        require_gpu()
+    return gpu_of(gpu_name)
+
+
+def _found(
+    target: Target, problems: list[Problem], requested: ProblemOptions, options: SearchOptions, *, quiet: bool, notes: "Console"
+) -> list[TuningRecord]:
+    """Records of a search of these problems, of recorded calls those worth a search first; raises NoKernelFound where there are none."""
+    if requested.calls is not None:
+        from flashtune.cli.problems import worth_searching
+
+        problems = worth_searching(problems, target, templates=options.templates, location=options.location, notes=notes)
+    records = run_search(target, problems, options, quiet=quiet, notes=notes)
+    if not records:
+        none = f"no correct kernel was found for {counted(len(problems), 'problem')}"
+        raise NoKernelFound(f"{none}, so PyTorch serves: give more --budget or --trials")
+    return records
+
+
+def _print(records: list[TuningRecord], target: Target, location: str | None, out: "Console") -> None:
+    """Print a table of records, and a line about them where some are predicted."""
+    from flashtune.cli.records import predicted_only, print_records
+
+    print_records(records, title=f"Best known on {target.name}", out=out)
+    if any(record.outcome.source == "predicted" for record in records):
+        out.print(predicted_only(location), soft_wrap=True)
 
 
 @contextmanager

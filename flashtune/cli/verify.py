@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import FUNCTIONS, db_option, json_option, record_filters, seconds_of
+from flashtune.cli.functions import FUNCTIONS, register_functions
+from flashtune.cli.options import db_option, json_option, record_filters, seconds_of
 from flashtune.core.errors import EnvironmentProblem, InputError, NoKernelFound
 from flashtune.core.results import Fate
 from flashtune.core.words import counted
@@ -61,17 +62,18 @@ def verify(
     """
     if budget is not None and not requalify:
         raise InputError("--budget bounds what --requalify times: give both, or bound the records that are checked by --sample")
-    if score_mod or mask_mod:
-        from flashtune.templates.mods.known import Named
-        from flashtune.tuner.functions import introduce
-
-        introduce([Named(score_mod or "", mask_mod or "")])
+    register_functions(score_mod, mask_mod)
     if requalify:
         from flashtune.cli.requalify import run_requalify
 
         budget_s = None if budget is None else seconds_of(budget)
         run_requalify(location, filters, most=sample, budget_s=budget_s, seed=seed, as_json=as_json)
-        return
+    else:
+        _check(location, filters, sample=sample, seed=seed, as_json=as_json)
+
+
+def _check(location: str | None, filters: "KeyFilter", *, sample: int | None, seed: int, as_json: bool) -> None:
+    """Check the kernels of records, print a line for each, and end with the exit codes that `verify` lists."""
     from flashtune.cli.progress import lasting
     from flashtune.db.library import Library
     from flashtune.templates import BITS, unservable

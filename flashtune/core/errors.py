@@ -58,6 +58,17 @@ def environment_fault(error: BaseException) -> str | None:
     return next((said for code in _OF_DISKS if (said := os.strerror(code)) in str(error)), None)
 
 
+def first_line(error: BaseException) -> str:
+    """Type and first informative line of an exception, at most 300 characters; compilers append pages of output.
+
+    For Triton's own errors, which quote a kernel from its start, the line comes from the error that caused them.
+    """
+    while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
 def did_you_mean(name: str, known: Mapping[str, str], *, cutoff: float) -> str:
     """`did you mean a100, h200?`: the values of the known names nearest to `name`; empty where none is near."""
     near = dict.fromkeys(known[match] for match in difflib.get_close_matches(name, known, n=8, cutoff=cutoff))

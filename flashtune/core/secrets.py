@@ -17,6 +17,7 @@ _SECRET = r"(?i:pass|pwd|secret|token)"
 _VALUE = r"[^&;\s'\"]+"
 _VALUE_IN_WORD = r"[^&;]+"
 _FILES = ("--score-mod", "--mask-mod")
+"""Options whose values name a user's files."""
 _FILES_INLINE = tuple(f"{name}=" for name in _FILES)
 
 

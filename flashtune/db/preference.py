@@ -92,7 +92,7 @@ Findings = Mapping[tuple[str, str], Finding]
 
 
 def latest(findings: Iterable[Finding]) -> Findings:
-    """The latest of some findings of each kernel."""
+    """The latest finding about each kernel."""
     ordered = sorted(findings, key=lambda one: moment(one.found_at))
     return {(one.gpu, one.variant_id): one for one in ordered}
 

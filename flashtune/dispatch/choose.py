@@ -214,7 +214,7 @@ class _Ranking:
         return [0.0 if found[0] is None else math.inf if log is None else max(log, LOG_HOST) for log in found]
 
     def fit(self, record: TuningRecord) -> Fit | Refusal:
-        """Record as it would serve, or the reason why it can't, as a failure of its kernel since it was measured."""
+        """Record as it would serve, or the reason why it can't, which may be a failure of its kernel after it was measured."""
         found = self._fit(record)
         if isinstance(found, Fit) and (why := self.pool.refutation(found.family, found.config, self.spec, record)):
             return Refusal(reason=why, record=record)

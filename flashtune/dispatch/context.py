@@ -121,7 +121,7 @@ class Memo:
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
 
     def library(self) -> "Library":
-        """The library, read where that wasn't done."""
+        """The library of these databases, read at its first use."""
         self.read()
         assert self._library is not None, "it was just read"
         return self._library

@@ -18,9 +18,9 @@ from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
-from flashtune.dispatch.flex_configs import said_of
+from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
-from flashtune.dispatch.flex_torch import options_said, torchs
+from flashtune.dispatch.flex_torch import options_note, torchs
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
@@ -62,8 +62,9 @@ def flex_attention(
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
     tiles without a visible pair are skipped; those that `attention` has built in take its kernels. PyTorch's flex_attention serves,
-    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; and where only
-    kernels with plain pointers could, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
+    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; where it was faster
+    in a search of these functions; and where only kernels with plain pointers could that no search measured with them, unless
+    FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
@@ -98,7 +99,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
-        options = options_said(*(given[name] for name in (*names[:5], "kernel_options")))
+        options = options_note(*(given[name] for name in (*names[:5], "kernel_options")))
         return f"PyTorch's flex_attention: {call}" + f"; {options}" * bool(options)
     if isinstance(call, dict):
         served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
@@ -106,7 +107,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
     record = call.kernel.record
-    said = "not measured" if record is None else f"{said_of(record)}: {record.median_us:.1f} us"
+    said = "not measured" if record is None else f"{source_note(record)}: {record.median_us:.1f} us"
     return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, {said})"
 
 
@@ -181,6 +182,8 @@ def _with_kernel(
 
 
 _WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")
+"""Arguments of `attention` that a caller can write into the functions."""
+
 _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
 """Arguments of `attention` that `flex_attention` has, too."""
 
@@ -191,6 +194,7 @@ def of_attention(given: dict[str, Any]) -> Any:
 
 
 def _taken(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for `flex_attention` of a call of `attention`; raises InputError where another one isn't its default."""
     for name, usual in inspect.signature(api.attention).parameters.items():
         if name not in _TAKEN and given[name] is not usual.default and given[name] != usual.default:
             remedy = "write it into these functions" if name in _WRITABLE else "call attention without functions where you need it"

@@ -102,7 +102,7 @@ def usual(
     return choice.config, f"of the record {choice.record.problem.label()}"
 
 
-def said_of(record: TuningRecord) -> str:
+def source_note(record: TuningRecord) -> str:
     """Words for the source of a record of functions."""
     return "measured with these functions" if record.outcome.source == "measured" else "predicted, not measured, with these functions"
 
@@ -113,7 +113,7 @@ def choice_of(problem: Problem, target: Target, memo: Memo) -> Choice:
     found = recorded(problem, target, memo.pool(key, target), unmeasured=memo.unmeasured)
     if found is not None:
         record = found.record
-        note = f"{said_of(record)}, {record.problem.label()}: {record.median_us:.1f} us"
+        note = f"{source_note(record)}, {record.problem.label()}: {record.median_us:.1f} us"
         if record.relative_time is not None and record.relative_time > 1:
             note += f", and there PyTorch was faster: {record.framework_us:.1f} us"
             return Choice(kind="framework", spec=spec, note=note, record=record)

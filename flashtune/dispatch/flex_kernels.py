@@ -13,6 +13,7 @@ from flashtune.core.binaries import Binary, Manifest, machine_arch, source_diges
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
+from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
@@ -139,8 +140,8 @@ def kept(text: str, manifest: Manifest, codes: dict[str, bytes]) -> Manifest:
     return replace(written, folder=folder)
 
 
-_KERNELS: dict[tuple[str, KernelSpec, torch.device, Config | None], ModKernel | str] = {}
-"""Kernels by what is compiled in; without a config that of the family's default, or of a record of another feature."""
+_KERNELS: dict[tuple[str, KernelSpec, torch.device, tuple[Config, ProblemKey] | None], ModKernel | str] = {}
+"""Kernels by what is compiled in and the functions' record; without one the config is the default, or of another feature's record."""
 
 UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
 """The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
@@ -163,7 +164,8 @@ def kernel_of(
     for name, own in choices if record is None else [(record.kind.name, record), *choices]:
         if own is None and name not in BUILT_FOR_IT and not unmeasured:
             return UNMEASURED
-        place = name, spec, query.device, None if own is None else own.config
+        # Two records may name one config: each has its own times beside PyTorch's.
+        place = name, spec, query.device, None if own is None else (own.config, own.record.key)
         if place not in _KERNELS:
             _KERNELS[place] = _made(family(name), spec, query.device, own)
         found = _KERNELS[place]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core import devices
+from flashtune.core.errors import first_line
 from flashtune.core.flex_options import SHORTEST, extent, fits, part
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import TuningRecord
@@ -68,7 +69,7 @@ class TunedOptions:
             self._keep(place, tuned)
         return call(tuned.options, query, key, value)
 
-    def said(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any = None, score_mod: Any = None) -> str:
+    def note(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any = None, score_mod: Any = None) -> str:
         """The origin of a call's options, for explanations; empty where PyTorch's defaults serve."""
         if query.device.type not in self.devices:
             return ""
@@ -153,6 +154,5 @@ def _failure(call: Run, options: dict[str, int], *tensors: Tensor) -> str | None
         raise
     except Exception as error:
         # The compiler's errors are of many types.
-        lines = str(error).strip().splitlines() or ["no message"]
-        return f"{type(error).__name__}: {lines[0][:200]}"
+        return first_line(error)
     return None

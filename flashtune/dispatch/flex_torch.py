@@ -14,7 +14,7 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
     """PyTorch's own function, compiled on a GPU, there with tuned kernel options unless the caller gives some."""
     from torch.nn.attention import flex_attention as module
 
-    block_mask = made(block_mask, query, key)
+    block_mask = block_mask_of(block_mask, query, key)
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
     options = current().flex
     compiles = not torch.compiler.is_compiling() and isinstance(query, Tensor) and query.device.type in options.devices
@@ -35,7 +35,7 @@ def _plain(*tensors: Any) -> bool:
     )
 
 
-def made(block_mask: Any, query: Any, key: Any) -> Any:
+def block_mask_of(block_mask: Any, query: Any, key: Any) -> Any:
     """The BlockMask of a caller's BlockMask or mask_mod; None for None."""
     from torch.nn.attention import flex_attention as module
 
@@ -44,11 +44,11 @@ def made(block_mask: Any, query: Any, key: Any) -> Any:
     return module.create_block_mask(block_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device)
 
 
-def options_said(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, kernel_options: Any) -> str:
+def options_note(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, kernel_options: Any) -> str:
     """The origin of the kernel options of such a call, for explanations; empty where PyTorch's defaults serve."""
     options = current().flex
     if not isinstance(query, Tensor) or query.device.type not in options.devices or not _plain(query, key, value):
         return ""
     if kernel_options is not None:
         return "the caller's kernel options"
-    return options.said(query, key, value, made(block_mask, query, key), score_mod)
+    return options.note(query, key, value, block_mask_of(block_mask, query, key), score_mod)

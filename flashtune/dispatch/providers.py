@@ -107,7 +107,7 @@ class Flex(Provider):
         if tuned is None:
             return ProviderPlan.of(call, self.name, lambda query, key, value, _: run(None, query, key, value), tensors)
         plan = ProviderPlan.of(call, self.name, lambda query, key, value, _: tuned.run(run, query, key, value, **functions), tensors)
-        plan.note = lambda: tuned.said(*call.views(*tensors[:3]), **functions)
+        plan.note = lambda: tuned.note(*call.views(*tensors[:3]), **functions)
         return plan
 
     def _functions(self, call: Call) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.earlier import completed
-from flashtune.templates.mods.known import known
+from flashtune.templates.mods.known import known, unknown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -121,7 +121,7 @@ class Family:
         if spec.mods and (not self.functions or spec.dtype == "fp8"):
             return f"{self.name} takes no mask and no score as code" + " with fp8" * self.functions
         if spec.mods and spec.mods not in known():
-            return f"the functions {spec.mods} aren't those of this process: name them by --score-mod and --mask-mod"
+            return unknown(spec.mods)
         return self.refuses(spec, target)
 
     def starts(self, spec: KernelSpec, target: Target) -> list[Config]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashtune.core.config import Config, Direction
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, first_line
 from flashtune.core.problem import Problem
 from flashtune.templates.mods import bounds, known
 from flashtune.templates.mods.emit import Captured, Mods, emitted
@@ -98,7 +98,7 @@ class Functions:
         return torch.cat(found)
 
 
-class MadeLists:
+class FunctionTensors:
     """The tensors of functions for launches of one problem's pass, by the kernel's config; lists of blocks are made once for each tile."""
 
     def __init__(self, functions: Functions, problem: Problem, device: torch.device) -> None:
@@ -122,13 +122,13 @@ class MadeLists:
         return self._lists[*tile, of_keys]
 
 
-def introduce(those: Sequence[Named]) -> None:
-    """Make functions known to this process."""
-    for one in those:
-        _introduced(one)
+def register(named: Sequence[Named]) -> None:
+    """Trace functions, so that this process finds them by their hashes; raises InputError for what can't be traced."""
+    for one in named:
+        _registered(one)
 
 
-def _introduced(one: Named) -> Functions:
+def _registered(one: Named) -> Functions:
     functions = loaded(one, "cpu")
     try:
         for direction in ("fwd", "bwd"):
@@ -143,7 +143,7 @@ def hash_of(one: Named, problem: Problem) -> str:
     captured tensor at the problem's sizes."""
     if not any(one):
         raise InputError("the name of a function is empty: write FILE.py:NAME")
-    functions = _introduced(one)
+    functions = _registered(one)
     if (structure := known_structure(functions.score, functions.mask)) is not None:
         raise InputError(f"{' and '.join(filter(None, one))} is built in: {_flags(*structure)}")
     sizes: dict[str, int] = dict(zip(INDICES, (problem.batch, problem.heads, problem.n_q, problem.n_kv), strict=True))
@@ -168,7 +168,7 @@ def _flags(band: tuple[int | None, int | None], score: Score) -> str:
 def of_hash(name: str, device: torch.device | str) -> Functions:
     """The functions of a hash on a device; raises InputError for those of no file that this process was given."""
     if name not in NAMED:
-        raise InputError(f"the functions {name} aren't those of this process: name them by --score-mod and --mask-mod")
+        raise InputError(known.unknown(name))
     return loaded(NAMED[name], torch.device(device).type)
 
 
@@ -215,8 +215,7 @@ def _variables(path: str, device: str) -> Mapping[str, Any]:
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        said = next((line for line in str(error).splitlines() if line.strip()), "no message")
-        raise InputError(f"{path} can't be run ({type(error).__name__}: {said[:200]}): mend it, since a search imports it") from None
+        raise InputError(f"{path} can't be run ({first_line(error)}): mend it, since a search imports it") from None
     finally:
         sys.path.remove(str(Path(path).parent))
     for variable, value in vars(module).items():

@@ -13,15 +13,15 @@ from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Stage and reason of a task's failure. `poisoned` is True where the process must not be used again (a sticky GPU error), `blameless`
-    where it says nothing about the kernel: memory or a disk that others filled, a process that was killed."""
+    """Stage and reason of a task's failure. `poisoned` is True where the process must not be used again (a sticky GPU error),
+    `inconclusive` where it says nothing about the kernel: memory or a disk that others filled, a process that was killed."""
 
     fate: Fate
     reason: str
     facts: CompileFacts | None = None
     error: float | None = None
     poisoned: bool = False
-    blameless: bool = False
+    inconclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from functools import cache
 from pathlib import Path
@@ -190,7 +191,44 @@ def test_figures_of_functions_are_those_of_the_runs() -> None:
 def test_figures_of_providers_are_those_of_the_run() -> None:
     run, said = of_run("providers.json"), one_line(PAGE)
     missed = sorted(round(100 * (row["ratio"] - 1)) for row in run["choices"] if not row["right"])
-    more = [row["more_us"] for row in run["host"]]
     assert f"in {len(run['choices']) - len(missed)} of {len(run['choices'])} calls" in said and len(missed) == 2
     assert f"in two one that took {missed[0]} and {missed[1]} % more time" in said
-    assert f"costs the host {min(more):.0f} to {max(more):.0f} us more than PyTorch's own call" in said
+
+
+SEARCHED = folder() / "2026-11-27-h100-search-and-models"
+
+
+def test_figures_of_searches_are_those_of_the_runs() -> None:
+    said, runs = one_line(PAGE), [json.loads(file.read_text()) for file in sorted(SEARCHED.glob("unseen-*.json"))]
+    tried = [run["sweep"]["tried_of"]["flash_fwd_hopper"][0] for run in runs]
+    trials = [run["trials"] for run in runs]
+    assert f"after {min(trials)} to {max(trials)} trials, is the fastest of the {min(tried)} to {max(tried)} candidates" in said
+    assert {run["regret"] for run in runs} == {0.0} and len(runs) == 4
+    text = one_line(SEARCHED / "search.txt")
+    done, waited, count = (re.search(rule, text) for rule in (r"(\d+) ms: done", r"wait for compilers ([0-9.]+)", r"(\d+) trials"))
+    assert done and waited and count
+    assert (
+        f"takes {int(done[1]) / 1000:.1f} s from the command to its end (D = 80, N = 2200; {count[1]} trials), {float(waited[1]):.1f} s"
+        in said
+    )
+
+
+def test_figures_of_whole_models_are_those_of_the_run() -> None:
+    said, models = one_line(PAGE), json.loads((SEARCHED / "whole_models.json").read_text())["models"]
+    loads = [one for model in models.values() for one in model["workloads"]]
+    speedups, against = ([one[name] for one in loads] for name in ("speedup", "against_best"))
+    assert f"{mean(speedups):.2f} times the rate of PyTorch's own choice (geometric mean of {len(loads)} workloads)" in said
+    assert f"{mean(against):.2f} times that of the fastest of its backends for each; least {min(against):.2f}, GPT-2's" in said
+    seconds = [model["seconds"] for model in models.values()]
+    assert f"The command takes {min(seconds):.0f} to {max(seconds):.0f} s" in said and len(models) == 6
+    assert sum(one < 0.98 for one in against) == 2
+
+
+def test_figures_of_padding_free_steps_are_those_of_the_run() -> None:
+    (step,), said = json.loads((SEARCHED / "padding_free.json").read_text())["steps"], one_line(PAGE)
+    beside, took = step["beside torch's varlen_attn"], step["ms"]["flattened ours"]
+    assert f"on {len(step['lengths'])} sequences of {min(step['lengths'])} to {max(step['lengths'])} tokens" in said
+    assert (
+        f"takes {took:.0f} ms: {step['ratio']:.2f} times the rate of the padded batch ({100 * step['padding']:.0f} % of it empty)" in said
+    )
+    assert f"{beside:.2f} times that of the same row" in said

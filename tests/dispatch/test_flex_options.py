@@ -215,7 +215,7 @@ def test_options_that_fail_give_way_to_the_defaults_once_and_for_all(flex: Flex,
     assert flex.seen == [OPTIONS, None] and out.grad_fn is not None and leaf.grad is None
     run(query=leaf)
     assert flex.seen[2:] == [None]
-    said = flex_torch.options_said(leaf, leaf, leaf, None, None, None)
+    said = flex_torch.options_note(leaf, leaf, leaf, None, None, None)
     assert said == "the defaults, since the tuned options failed: RuntimeError: out of resource: shared memory"
 
 

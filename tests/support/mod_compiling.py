@@ -1,6 +1,7 @@
 """Machine code of masks and scores as code for a GPU that isn't here, with meta tensors in place of a call's.
 
-As a script: `mod_compiling.py CASE DIRECTION N` prints how many launches for N queries and keys find code in the user's cache, of how many.
+As a script: `mod_compiling.py CASE DIRECTION N...` prints how many launches for each N queries and keys find code in the user's cache, of
+how many.
 """
 
 import sys
@@ -74,8 +75,9 @@ def compiled(module: LoadedKernel, plans: list[Plan]) -> list[tuple[Binary, byte
 
 
 if __name__ == "__main__":
-    name, direction, n = sys.argv[1:]
-    variant, _, _, plans = planned(name, direction, int(n))
-    manifest = kernels.manifest(variant, find_target(GPU).arch)
-    launches = [launch for plan in plans for launch in plan.launches]
-    print(sum(manifest is not None and manifest.matching(x.kernel, x.arguments) is not None for x in launches), len(launches))
+    name, direction, *numbers = sys.argv[1:]
+    for n in numbers:
+        variant, _, _, plans = planned(name, direction, int(n))
+        manifest = kernels.manifest(variant, find_target(GPU).arch)
+        launches = [launch for plan in plans for launch in plan.launches]
+        print(sum(manifest is not None and manifest.matching(x.kernel, x.arguments) is not None for x in launches), len(launches))

@@ -143,11 +143,14 @@ def kept(likeness: Likeness) -> dict[str, Any]:
 @each
 def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(likeness: Likeness) -> None:
     rows, runs = fit.all_trials(likeness)
-    shipped, anew = kept(likeness), fit.learn(likeness, [*rows, *(one for _, one in runs)])
+    trials = [*rows, *(one for _, one in runs)]
+    shipped, (anew, covariance, sample) = kept(likeness), fit.prepared(likeness, trials, sample=1000)
     advice = "run benchmarks/run.py fit_residual --write"
-    assert shipped.keys() == anew.keys() and shipped["trials"] == anew["trials"], advice
-    for name in shipped.keys() - {"trials"}:
-        np.testing.assert_allclose(shipped[name], anew[name], rtol=1e-3, atol=1e-4, err_msg=advice)
+    assert shipped.keys() == {*anew, "trials", "weights"} and shipped["trials"] == fit.digest(trials), advice
+    for name, values in anew.items():
+        np.testing.assert_allclose(shipped[name], values, rtol=1e-3, atol=1e-4, err_msg=advice)
+    # The weights solve covariance @ weights = wrong: a sample of its rows says so without solving anew.
+    np.testing.assert_allclose(covariance @ shipped["weights"], anew["wrong"][sample], atol=1e-4, err_msg=advice)
     assert len(shipped["weights"]) > {FORWARDS: 5000, STEPS: 3000, GRADIENTS: 1500}[likeness]
 
 

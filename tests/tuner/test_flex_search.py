@@ -172,8 +172,8 @@ class StandIns:
             return Failed(fate=Fate.TIMEOUT, reason="killed after 90 s in stage 'device'")
         return FlexCompiled(failed={"bwd": "RuntimeError: no"} if options.get("bwd_num_warps") == 2 else {})
 
-    def time(self, lane: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
-        assert self.compiled[lane] == options
+    def time(self, place: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
+        assert self.compiled[place] == options
         away = abs(math.log2(options.get("bwd_BLOCK_N1", 64)) - 6) + abs(options.get("bwd_num_stages", 2) - 2)
         ratios = {"fwd": 0.9 + 0.01 * options["fwd_num_stages"], "bwd": self.gain + 0.1 * away}
         ratios["call"] = sum(ratios.values()) / 2
@@ -185,15 +185,15 @@ class StandIns:
         )
 
 
-def tune(lanes: StandIns, problem: Problem = BWD, **words: Any) -> flex.FlexFound:
-    return flex.tune(lanes, problem, H100, PROVENANCE, **{"trials": 40, "deadline": None, **words})
+def tune(processes: StandIns, problem: Problem = BWD, **words: Any) -> flex.FlexFound:
+    return flex.tune(processes, problem, H100, PROVENANCE, **{"trials": 40, "deadline": None, **words})
 
 
 def test_the_search_finds_the_best_options_and_the_database_serves_them_back(tmp_path: Path) -> None:
-    lanes = StandIns()
+    processes = StandIns()
     seen: list[tuple[int, float | None]] = []
-    found = tune(lanes, listener=lambda tried, best: seen.append((tried, best)))
-    assert found.tried == 40 and lanes.waves == [4] * 11 and seen[-1][0] == 40
+    found = tune(processes, listener=lambda tried, best: seen.append((tried, best)))
+    assert found.tried == 40 and processes.waves == [4] * 11 and seen[-1][0] == 40
     assert found.options is not None and found.options["bwd_BLOCK_N1"] == 64 and found.options["bwd_num_stages"] == 2
     assert found.ratios["bwd"] == pytest.approx(0.6) and found.ratios["call"] < 0.8 and found.result is not None
     with Store.open(tmp_path / "own.sqlite", writable=True) as store:
@@ -212,14 +212,14 @@ def test_options_that_gain_nothing_are_not_stored() -> None:
 
 
 def test_a_deadline_ends_the_waves_after_the_first() -> None:
-    lanes = StandIns()
-    assert tune(lanes, deadline=time.monotonic() - 1.0).tried == 4 and len(lanes.waves) == 2
+    processes = StandIns()
+    assert tune(processes, deadline=time.monotonic() - 1.0).tried == 4 and len(processes.waves) == 2
 
 
 def test_the_space_of_a_forward_ends_the_search() -> None:
     forward = replace(BWD, direction="fwd", d=256, d_v=256)
-    lanes = StandIns(wide=16)
-    found = tune(lanes, forward, trials=10_000)
+    processes = StandIns(wide=16)
+    found = tune(processes, forward, trials=10_000)
     assert found.tried == len(space("fwd", forward, H100)) and found.options is not None and set(found.options) == set(flex_options.FORWARD)
 
 
@@ -246,16 +246,16 @@ class Machine:
 
 def test_each_process_prepares_before_it_compiles_and_as_many_run_as_fit() -> None:
     machine = Machine(FlexReady(processes=3))
-    lanes = flex.ProcessLanes(machine, BWD, H100, 0, 8)  # type: ignore[arg-type]
-    assert lanes.prepare() == 3 and machine.seen == [("prepare_flex", lane) for lane in range(3)]
+    processes = flex.FlexProcesses(machine, BWD, H100, 0, 8)  # type: ignore[arg-type]
+    assert processes.prepare() == 3 and machine.seen == [("prepare_flex", place) for place in range(3)]
     machine.seen.clear()
-    lanes.compile([{"a": 1}, {"a": 2}])
+    processes.compile([{"a": 1}, {"a": 2}])
     assert machine.seen == [("prepare_flex", 0), ("prepare_flex", 1), ("compile_flex", 0), ("compile_flex", 1)]
-    lanes.time(1, {"a": 2}, 0.1, calls=False)
+    processes.time(1, {"a": 2}, 0.1, calls=False)
     assert machine.seen[-1] == ("time_flex", 1)
     failing = Machine(Failed(fate=Fate.RUNTIME, reason="OutOfMemoryError: CUDA out of memory"))
     with pytest.raises(NoKernelFound, match=r"FlexAttention can't take .*out of memory.*: free the GPU"):
-        flex.ProcessLanes(failing, BWD, H100, 0, 8).prepare()  # type: ignore[arg-type]
+        flex.FlexProcesses(failing, BWD, H100, 0, 8).prepare()  # type: ignore[arg-type]
 
 
 def search(*words: str, **settings: Any) -> Any:
@@ -274,7 +274,7 @@ def test_without_a_gpu_the_command_says_so_in_a_sentence(monkeypatch: pytest.Mon
 def test_the_command_tunes_stores_and_prints(monkeypatch: pytest.MonkeyPatch, own_database: Path) -> None:
     monkeypatch.setattr(machine, "gpu_may_be_present", lambda: True)
     monkeypatch.setattr(machine, "local_gpus", lambda: (machine.LocalGpu(name=H100.name, target=H100),))
-    monkeypatch.setattr(flex, "ProcessLanes", lambda workers, problem, target, seed, most: StandIns())
+    monkeypatch.setattr(flex, "FlexProcesses", lambda workers, problem, target, seed, most: StandIns())
     words = ["--n", "1024", "--batch", "16", "--packed", "uniform", "--full", "--direction", "bwd", "--trials", "8", "--seed", "1"]
     found = search(*words, "--json")
     assert found.exit_code == 0, found.output

@@ -145,6 +145,11 @@ def test_functions_stand_beside_no_other_feature(more: Any) -> None:
         Features(mods="0" * 16, **more)
 
 
+def test_calls_know_each_family_that_takes_functions() -> None:
+    taking = {(one.direction, one.name) for one in families().values() if one.functions}
+    assert taking == {(direction, name) for direction, names in flex_configs.FAMILIES.items() for name in names}
+
+
 def test_functions_may_hide_any_pair_so_that_short_times_are_plausible() -> None:
     long = replace(SMALL, n_q=1 << 16, n_kv=1 << 16, dtype="bf16")
     assert limits.least_us(replace(long, features=Features(mods="0" * 16)), "h100") == limits.SHORTEST_US < limits.least_us(long, "h100")
@@ -390,7 +395,7 @@ def test_predicted_records_of_functions_serve_where_unmeasured_ones_may(file: Pa
     pool = Pool(problem.key("h200"), H200, [record], families())
     assert flex_configs.recorded(problem, H200, pool, unmeasured=False) is None
     found = flex_configs.recorded(problem, H200, pool, unmeasured=True)
-    assert found is not None and found.config == outcome.config and "not measured" in flex_configs.said_of(record)
+    assert found is not None and found.config == outcome.config and "not measured" in flex_configs.source_note(record)
 
 
 def test_explain_says_which_record_or_which_default(file: Path, tmp_path: Path) -> None:
@@ -507,3 +512,26 @@ def test_the_baseline_is_flex_attention_with_the_functions(file: Path, monkeypat
     assert call is not None and baseline.pytorch_call(inputs, "math") is None
     right = problem.contract.oracle(problem, inputs.operands, inputs.parameters, Place(batch=0, head=1))["out"]
     torch.testing.assert_close(call()[0, 1].double(), right, atol=1e-5, rtol=1e-5)  # type: ignore[index]
+
+
+def test_two_records_with_one_config_keep_their_own_times(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = coded(file, WIDE)
+    short = replace(problem, n_q=1024, n_kv=1024)
+    made = functions.of_hash(problem.features.mods, "cpu")
+    config = configs_of(problem)[5]
+    path = database(tmp_path / "a.sqlite", (problem, "flash_fwd_hopper", config, 250.0), (short, "flash_fwd_hopper", config, 30.0))
+
+    class OnGpu(torch.Tensor):
+        """A CPU tensor that says it is on a GPU."""
+
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
+    monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
+    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
+    with dispatch.use(path, alone=True):
+        for n, of in ((4096, problem), (1024, short)):
+            q = torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu)
+            found: Any = flex_kernels.kernel_of("fwd", q, q, q, made.mods("fwd"))
+            assert found.record.problem == of

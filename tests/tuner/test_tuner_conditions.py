@@ -370,7 +370,7 @@ def test_kernels_are_compiled_side_by_side_and_failures_of_rendering_are_replies
     monkeypatch.setattr(tasks.Source, "of", unrendered)
     measured.compile({candidate: None})
     found = measured.compiled(candidate)
-    assert isinstance(found, Failed) and found.fate is Fate.COMPILE and not found.blameless
+    assert isinstance(found, Failed) and found.fate is Fate.COMPILE and not found.inconclusive
 
 
 def test_a_named_pruner_decides_after_the_first_launches_and_hears_of_the_end() -> None:

@@ -20,6 +20,7 @@ from triton import knobs
 
 from flashtune.core import reference
 from flashtune.core.dtypes import DType
+from flashtune.core.errors import first_line
 from flashtune.core.problem import DIRECTIONS, Features, Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target, find_target
@@ -230,7 +231,7 @@ def test_a_compilers_error_is_told_by_its_cause() -> None:
 
     error = CompilationError("at 36:4:\n    gl.warp_specialize(\n    ^")
     error.__cause__ = RuntimeError("async_copy has been removed; call async_store instead\nand more")
-    assert tasks.one_line(error) == "RuntimeError: async_copy has been removed; call async_store instead"
+    assert first_line(error) == "RuntimeError: async_copy has been removed; call async_store instead"
 
 
 def nap(seconds: float) -> Checked:

@@ -67,7 +67,7 @@ class Planted(Evaluation):
     def evaluate(self, candidate: Candidate, facts: Any, incumbent: Any) -> Timed | Failed:
         us = self.times[self.problem.n_kv, candidate.config]
         if us == FULL:
-            return Failed(fate=Fate.RUNTIME, reason="OutOfMemoryError: CUDA out of memory", blameless=True)
+            return Failed(fate=Fate.RUNTIME, reason="OutOfMemoryError: CUDA out of memory", inconclusive=True)
         return Failed(fate=Fate.CORRECTNESS, reason="off", error=3.0) if us < 0 else Timed(time=Measurement.of([us] * 20), error=0.5)
 
     def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
@@ -272,7 +272,7 @@ def test_a_fault_of_the_machine_is_no_verdict_and_the_record_stays(shipped: Path
     if cause == "memory":
         times |= {(n, FIRST): FULL for n in (640, 1024)}
     elif cause == "race":
-        monkeypatch.setattr(Planted, "race", lambda *_: (Failed(fate=Fate.TIMEOUT, reason="killed after 16 s", blameless=True), None))
+        monkeypatch.setattr(Planted, "race", lambda *_: (Failed(fate=Fate.TIMEOUT, reason="killed after 16 s", inconclusive=True), None))
     else:
 
         def full(*_: Any) -> None:
@@ -332,7 +332,7 @@ def test_only_runners_up_near_the_fastest_of_their_run_race(shipped: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("error", "blameless"),
+    ("error", "inconclusive"),
     [
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("CUDA error: out of memory"), True),
@@ -342,18 +342,18 @@ def test_only_runners_up_near_the_fastest_of_their_run_race(shipped: Path) -> No
         (EnvironmentProblem("no cuobjdump"), True),
     ],
 )
-def test_errors_of_the_machine_are_told_from_the_kernels(error: Exception, blameless: bool) -> None:
-    assert tasks.failed_on_device(error).blameless is blameless
+def test_errors_of_the_machine_are_told_from_the_kernels(error: Exception, inconclusive: bool) -> None:
+    assert tasks.failed_on_device(error).inconclusive is inconclusive
 
 
 @pytest.mark.parametrize(
-    ("crew", "ended", "blameless"),
+    ("crew", "ended", "inconclusive"),
     [("compile", -signal.SIGKILL, True), ("compile", -signal.SIGSEGV, False), ("device", -signal.SIGSEGV, True), ("device", 1, True)],
 )
-def test_a_killed_process_says_nothing_of_the_kernel_and_a_crashed_compiler_does(crew: Any, ended: int, blameless: bool) -> None:
+def test_a_killed_process_says_nothing_of_the_kernel_and_a_crashed_compiler_does(crew: Any, ended: int, inconclusive: bool) -> None:
     def result() -> None:
         raise ProcessExpired("abnormal termination", code=ended)
 
     future: Any = SimpleNamespace(result=result)
     reply = Pending(Workers(jobs=1), crew, 0, future, 60.0).reply()
-    assert isinstance(reply, Failed) and reply.blameless is blameless and "died" in reply.reason
+    assert isinstance(reply, Failed) and reply.inconclusive is inconclusive and "died" in reply.reason

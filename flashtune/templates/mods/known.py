@@ -34,6 +34,11 @@ def functions_of(name: str) -> "Mods | None":
     return _KNOWN[name] if name else None
 
 
+def unknown(name: str) -> str:
+    """The reason why this process has no kernels of the functions with this hash, and the remedy."""
+    return f"the functions {name} aren't those of this process: name them by --score-mod and --mask-mod"
+
+
 def alike(problem: "Problem") -> "Problem":
     """The problem with the built-in feature that is most like its functions: a bias for a score, a boolean mask for a mask alone."""
     functions = functions_of(problem.features.mods)

@@ -93,13 +93,13 @@ def withdraw(environment: Mapping[str, str] | None = None) -> None:
     os.dup2(nowhere, 2)
 
 
-def with_functions(those: "Sequence[Named]", start: Callable[..., None], *arguments: object) -> None:
+def with_functions(named: "Sequence[Named]", start: Callable[..., None], *arguments: object) -> None:
     """Prepare a process by `start` that knows the user's functions by file and name (flashtune.tuner.functions)."""
     start(*arguments)
-    if those:
-        from flashtune.tuner.functions import introduce
+    if named:
+        from flashtune.tuner.functions import register
 
-        introduce(those)
+        register(named)
 
 
 def start_device(environment: Mapping[str, str], name: str) -> None:

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.config import Variant
-from flashtune.core.errors import EnvironmentProblem, environment_fault
+from flashtune.core.errors import EnvironmentProblem, environment_fault, first_line
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement
 from flashtune.core.target import Target
@@ -52,17 +52,6 @@ def _text(family: Family, variant: Variant) -> str:
     return render(family, variant)
 
 
-def one_line(error: BaseException) -> str:
-    """First informative line of an exception, at most 300 characters; compilers append pages of output.
-
-    For Triton's own errors, which quote a kernel from its start, the line comes from the error that caused them.
-    """
-    while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
-
-
 def compile_candidate(source: Source, problem: Problem, target: Target, known: CompileFacts | None = None) -> Compiled | Failed:
     """Cross-compile for the target and return the compiler's facts.
 
@@ -76,7 +65,7 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
         facts = facts_of(kernels, target) if known is None else known
         build_launchers(kernels, target)
     except Exception as error:
-        return Failed(fate=Fate.COMPILE, reason=one_line(error), blameless=_blameless(error))
+        return Failed(fate=Fate.COMPILE, reason=first_line(error), inconclusive=_inconclusive(error))
     if facts.shared_bytes > target.shared_bytes_per_block:
         reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} allows {target.shared_bytes_per_block} per block"
         return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
@@ -94,7 +83,7 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked 
     try:
         verdict = Verifier(problem, device="cpu", seed=seed).verdict(_loaded(source)[1])
     except Exception as error:
-        return Failed(fate=Fate.RUNTIME, reason=one_line(error))
+        return Failed(fate=Fate.RUNTIME, reason=first_line(error))
     return _judged(verdict)
 
 
@@ -323,14 +312,14 @@ def failed_on_device(error: Exception) -> Failed:
     sticky = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
     compiling = any(base.__name__ in ("CompilationError", "PTXASError") for base in type(error).__mro__)
     fate = Fate.COMPILE if compiling else Fate.RUNTIME
-    return Failed(fate=fate, reason=one_line(error), poisoned=sticky, blameless=_blameless(error))
+    return Failed(fate=fate, reason=first_line(error), poisoned=sticky, inconclusive=_inconclusive(error))
 
 
 _OF_MACHINES = ("out of memory", "uncorrectable ecc", "busy or unavailable", "no cuda-capable device", "driver/library version mismatch")
 """Parts of errors of a GPU that others use, or that is broken, in lower case."""
 
 
-def _blameless(error: BaseException) -> bool:
+def _inconclusive(error: BaseException) -> bool:
     """True where an error is the machine's and says nothing about the kernel."""
     said = f"{type(error).__name__}: {error}".lower()
     missing = isinstance(error, (EnvironmentProblem, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
@@ -357,7 +346,7 @@ def bench_problem(source: Source, problem: Problem, target: Target, seed: int, b
             call()
             runs[name] = call
         except (RuntimeError, ValueError) as error:
-            left_out[name] = one_line(error)
+            left_out[name] = first_line(error)
     times = bench.stopwatch.race(list(runs.values()), budget_s=budget_s, least=11)
     return Compared(times=dict(zip(runs, times, strict=True)), left_out=left_out)
 

@@ -61,13 +61,13 @@ class Pending(Generic[Found]):
         try:
             reply: Found | Failed = self._future.result()
         except Overdue:
-            reply = Failed(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}", blameless=True)
+            reply = Failed(fate=Fate.TIMEOUT, reason=f"killed after {self._limit_s:g} s in stage {self._crew!r}", inconclusive=True)
         except ProcessExpired as crash:
             fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
             # A compiler that crashes does so at the kernel's text.
-            blameless = self._crew != "compile" or -crash.exitcode not in _CRASHES
+            inconclusive = self._crew != "compile" or -crash.exitcode not in _CRASHES
             died = f"its process died in stage {self._crew!r} (exit code {crash.exitcode})"
-            reply = Failed(fate=fate, reason=died, blameless=blameless)
+            reply = Failed(fate=fate, reason=died, inconclusive=inconclusive)
         if isinstance(reply, Failed) and reply.poisoned:
             self._workers.dismiss(self._crew, self._device)
         return reply

@@ -16,7 +16,7 @@ from flashtune.core.target import Target
 Options = Mapping[str, int]
 
 MOST_REGISTERS = 320
-"""Most float32 numbers of accumulators and scores for each thread: beyond the 255 registers of a thread, which compilers share somewhat."""
+"""Most float32 numbers of accumulators and scores per thread: more than its 255 registers, since compilers don't hold all at once."""
 
 STARTS: Mapping[str, Sequence[tuple[int, ...]]] = {
     "fwd": [(128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 4, 3), (64, 128, 4, 3), (64, 32, 4, 3)],

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.config import KernelSpec
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, first_line
 from flashtune.core.parameters import per_head_words
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import Target
-from flashtune.tuner.children import tasks
 from flashtune.tuner.children.start import held_back, withdraw
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def _attempt(order: Order) -> Built | str:
     try:
         return build(order)
     except Exception as error:
-        return tasks.one_line(error)
+        return first_line(error)
 
 
 def with_files(built: Built, stem: str) -> tuple[Manifest, dict[str, bytes]]:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from flashtune.core import kernel_cache
 from flashtune.core.binaries import machine_arch, source_digest
 from flashtune.core.config import Variant
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, first_line
 from flashtune.core.results import PROVIDERS, Fate, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.templates import family, unservable, written_here
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
-from flashtune.tuner.children.tasks import Source, one_line
+from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.publish.machine_code import Order, build, build_all, can_have_binaries, triton_version, with_files
 from flashtune.tuner.replies import Checked, Failed, MachineCode
@@ -106,7 +106,7 @@ def compile_winner(record: TuningRecord, target: Target) -> MachineCode | Failed
             manifest, files = with_files(build(order, fresh=False), order.stem)
             return MachineCode(text=order.text, manifest=manifest, files=files)
     except Exception as error:
-        return Failed(fate=Fate.COMPILE, reason=one_line(error))
+        return Failed(fate=Fate.COMPILE, reason=first_line(error))
     return MachineCode()
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, first_line
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
 from flashtune.core.target import Target
@@ -133,7 +133,7 @@ class MeasuredEvaluation(Evaluation):
             try:
                 source = self._source(candidate)
             except Exception as error:
-                self._compiling[candidate] = Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
+                self._compiling[candidate] = Failed(fate=Fate.COMPILE, reason=first_line(error))
                 continue
             fixed = (source, self.problem, self.target, *([] if known is None else [known]))
             limit_s = self.workers.limits.compile_s
@@ -211,7 +211,7 @@ class MeasuredEvaluation(Evaluation):
 
     def call(self, candidates: Sequence[Candidate]) -> Called | None:
         """Time whole calls in the same process, after the races; a fault costs these times alone."""
-        # Whole calls are those of `attention`, which takes no functions.
+        # The whole calls that are timed are given no functions.
         if self.calls is None or self.problem.features.mods:
             return None
         self._wait()

@@ -29,8 +29,8 @@ NO_GAIN = 0.99
 """Ratio of whole calls to the defaults' from which on options aren't stored: from one process to the next times differ by as much."""
 
 
-class Lanes(Protocol):
-    """Processes that hold a candidate each."""
+class Processes(Protocol):
+    """Processes, by number from 0 on, that hold a candidate each."""
 
     def prepare(self) -> int:
         """Number of processes, after the defaults ran in each; raises NoKernelFound where they fail."""
@@ -40,13 +40,13 @@ class Lanes(Protocol):
         """Compile a candidate in each process, side by side."""
         ...
 
-    def time(self, lane: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
+    def time(self, place: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
         """Time a process's candidate, while no other one runs."""
         ...
 
 
-class ProcessLanes:
-    """Processes of a GPU: `Workers` gives each a number as it does GPUs, all of which are PyTorch's default one."""
+class FlexProcesses:
+    """Processes on PyTorch's default GPU, told apart by the number that `Workers` has for a GPU elsewhere."""
 
     def __init__(self, workers: Workers, problem: Problem, target: Target, seed: int, most: int) -> None:
         self._workers, self._problem, self._target, self._seed, self._most = workers, problem, target, seed, most
@@ -57,27 +57,27 @@ class ProcessLanes:
         if isinstance(reply, Failed):
             raise NoKernelFound(f"FlexAttention can't take {self._problem.label()} ({reply.reason}): free the GPU, or give a smaller batch")
         wide = max(1, min(self._most, reply.processes))
-        for one in [self._preparing(lane) for lane in range(1, wide)]:
+        for one in [self._preparing(place) for place in range(1, wide)]:
             one.reply()
         return wide
 
     def compile(self, wave: Sequence[Options]) -> list[FlexCompiled | Failed]:
         """As the protocol says; a process that was killed is prepared anew first."""
-        for lane in range(len(wave)):
-            self._preparing(lane)
+        for place in range(len(wave)):
+            self._preparing(place)
         submit = self._workers.submit
         pending = [
-            submit("device", compile_flex, self._problem, options, limit_s=COMPILE_S, device=lane) for lane, options in enumerate(wave)
+            submit("device", compile_flex, self._problem, options, limit_s=COMPILE_S, device=place) for place, options in enumerate(wave)
         ]
         return [one.reply() for one in pending]
 
-    def time(self, lane: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
+    def time(self, place: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
         """As the protocol says."""
-        return self._workers.submit("device", time_flex, options, budget_s, calls, limit_s=TIME_S, device=lane).reply()
+        return self._workers.submit("device", time_flex, options, budget_s, calls, limit_s=TIME_S, device=place).reply()
 
-    def _preparing(self, lane: int) -> Pending[FlexReady]:
+    def _preparing(self, place: int) -> Pending[FlexReady]:
         submit = self._workers.submit
-        return submit("device", prepare_flex, self._problem, self._target, self._seed, limit_s=PREPARE_S, device=lane)
+        return submit("device", prepare_flex, self._problem, self._target, self._seed, limit_s=PREPARE_S, device=place)
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class FlexFound:
 
 
 def tune(
-    lanes: Lanes,
+    processes: Processes,
     problem: Problem,
     target: Target,
     provenance: Provenance,
@@ -106,11 +106,12 @@ def tune(
     """Try so many candidates, or as many as end before `deadline` (of time.monotonic), and race the fastest as whole calls.
 
     The forward's options and, for a backward, those of the gradients are independent, so that a candidate has some of each, and each is
-    timed alone. `listener` gets the number of candidates and the least ratio of the last kernel's time to the defaults'.
+    timed alone. `listener` gets the number of candidates and the least ratio of the last kernel's time to the defaults'. Raises
+    NoKernelFound where the defaults fail, or every candidate does.
     """
     found = FlexFound(problem=problem)
     parts = [Proposals(which, problem, target, provenance.seed) for which in (("fwd", "bwd") if problem.direction == "bwd" else ("fwd",))]
-    wide, last = lanes.prepare(), 0.0
+    wide, last = processes.prepare(), 0.0
     # The closing race takes about as long as a wave.
     while found.tried < trials and not (deadline is not None and found.tried and time.monotonic() + 2 * last > deadline):
         begun = time.monotonic()
@@ -119,14 +120,14 @@ def tune(
             wave.append(options)
         if not wave:
             break
-        for options, reply in _run(lanes, wave, LOOK_S, calls=False):
+        for options, reply in _run(processes, wave, LOOK_S, calls=False):
             _observe(parts, options, reply, found)
         found.tried += len(wave)
         last = time.monotonic() - begun
         listener(found.tried, parts[-1].best[0][0] if parts[-1].best else None)
     best: tuple[float, Options, FlexTimed] | None = None
     closing = list(finals(parts))[: max(1, wide)]
-    for options, reply in _run(lanes, closing, RACE_S, calls=True):
+    for options, reply in _run(processes, closing, RACE_S, calls=True):
         ratio = reply.ratio("call") if isinstance(reply, FlexTimed) else None
         if isinstance(reply, FlexTimed) and ratio is not None and (best is None or ratio < best[0]):
             best = ratio, options, reply
@@ -146,15 +147,15 @@ def _joined(parts: Sequence[Proposals]) -> Options | None:
 
 
 def _run(
-    lanes: Lanes, wave: Sequence[Options], budget_s: float, *, calls: bool
+    processes: Processes, wave: Sequence[Options], budget_s: float, *, calls: bool
 ) -> Iterator[tuple[Options, FlexCompiled | FlexTimed | Failed]]:
     """The candidates with their times, or with the reasons of their failures before, then with the times of what didn't fail."""
-    replies = lanes.compile(wave)
-    for lane, (options, reply) in enumerate(zip(wave, replies, strict=True)):
+    replies = processes.compile(wave)
+    for place, (options, reply) in enumerate(zip(wave, replies, strict=True)):
         if isinstance(reply, Failed) or reply.failed:
             yield options, reply
         if isinstance(reply, FlexCompiled):
-            yield options, lanes.time(lane, options, budget_s, calls=calls)
+            yield options, processes.time(place, options, budget_s, calls=calls)
 
 
 def _observe(parts: Sequence[Proposals], options: Options, reply: FlexCompiled | FlexTimed | Failed, found: FlexFound) -> None:

@@ -190,7 +190,7 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
             timing.expect_race()
             continue
         reason = reason or f"{reply.fate}: {reply.reason}"
-        if not reply.blameless:
+        if not reply.inconclusive:
             failed.append(_failure(found, reply.fate, reply.reason, reply.error))
         elif outcome is record.outcome:
             why = f"no verdict on its kernel: {reply.reason}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Literal
 
+from flashtune.core.errors import first_line
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
 from flashtune.templates.rendering import text_hash
@@ -232,7 +233,7 @@ class Trials:
         try:
             source = tasks.Source.of(candidate.family, variant)
         except Exception as error:
-            return Failed(fate=Fate.COMPILE, reason=tasks.one_line(error))
+            return Failed(fate=Fate.COMPILE, reason=first_line(error))
         facts = self._facts.get(variant.id)
         fixed = (source, self._problem, self._plan.target, *([] if facts is None else [facts]))
         found = self._workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=self._plan.limits.compile_s)

@@ -163,10 +163,9 @@ def _varlen(inputs: Inputs) -> Callable[..., torch.Tensor] | None:
     words["window_size"] = tuple(-1 if side is None else side for side in (parameters.band.left, parameters.band.right))
     # Earlier versions of torch share key heads without this argument.
     words |= {"enable_gqa": True} if p.gqa_ratio > 1 and "enable_gqa" in known else {}
-    longest = [max(lengths) for lengths in zip(*inputs.sequences, strict=True)]
     cu_q, cu_k, _ = parameters.lengths
     call: Any = varlen_attn
-    return lambda q, k, v: call(q, k, v, cu_q, cu_k, *longest, **words)
+    return lambda q, k, v: call(q, k, v, cu_q, cu_k, *inputs.longest, **words)
 
 
 def _differentiated(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from flashtune.core.band import diagonal_of
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, first_line
 from flashtune.core.flex_options import extent
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
+from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.timing.stopwatch import Stopwatch, orders
 from flashtune.tuner.verify.inputs import SOFTCAP
@@ -128,8 +129,7 @@ class FlexBench:
                 if "CUDA error" in str(error):
                     raise
                 # Compilers and launches fail variously.
-                lines = str(error).strip().splitlines() or ["no message"]
-                failed[which] = f"{type(error).__name__}: {lines[0][:200]}"
+                failed[which] = first_line(error)
         if not failed:
             found["call"] = (lambda: gradients(call())) if self.problem.direction == "bwd" else call
         return found, failed
@@ -200,7 +200,6 @@ def _compiled() -> Callable[..., Any]:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
-    from torch.nn.attention.flex_attention import flex_attention
 
     for module, name, value in (
         (inductor, "compile_threads", 1),
@@ -215,5 +214,4 @@ def _compiled() -> Callable[..., Any]:
 
         # PyTorch's progress bars would make one for all processes, which a killed process leaves behind.
         tqdm.set_lock(threading.RLock())
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-    return compiled
+    return compiled_flex(dynamic=False)

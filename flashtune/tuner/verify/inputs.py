@@ -16,7 +16,7 @@ from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
 from flashtune.core.passes import FORWARD
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
-from flashtune.tuner.functions import MadeLists, of_hash
+from flashtune.tuner.functions import FunctionTensors, of_hash
 
 SOFTCAP = 20.0
 """Soft cap of generated inputs: small enough to bend scores of random data."""
@@ -40,7 +40,7 @@ class Inputs:
     parameters: CallParameters
     sequences: tuple[tuple[int, int], ...] = ()
     poisoned: frozenset[int] = frozenset()
-    coded: MadeLists | None = None
+    coded: FunctionTensors | None = None
 
     @property
     def q(self) -> torch.Tensor:
@@ -82,6 +82,11 @@ class Inputs:
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `launch`."""
         return self.parameters.keywords() | ({} if self.coded is None else {"mods": self.coded})
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Largest numbers of queries and of keys of a packed sequence."""
+        return max(n_q for n_q, _ in self.sequences), max(n_kv for _, n_kv in self.sequences)
 
     def group(self, batch: int, kv_head: int) -> "Inputs":
         """Views of one key head with its query heads, as inputs of a problem of their own; without dropout, whose mask depends on the
@@ -255,7 +260,7 @@ def make_inputs(
         mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
     elif f.mask == "bool":
         mask = _shared_bool_mask(p, device, generator)
-    coded = MadeLists(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
+    coded = FunctionTensors(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
     parameters = CallParameters(
         scale=p.d**-0.5,
         scores=None if coded is None else coded.functions.scores,
