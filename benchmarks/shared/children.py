@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from flashtune.tuner.children.tasks import one_line
+from flashtune.core.errors import first_line
 
 NO_TIME = "left out: time was up"
 """Reason for a job that a run had no time for."""
@@ -85,7 +85,7 @@ class Children:
         except ProcessExpired as crash:
             return None, f"its process died (exit code {crash.exitcode}), as after a CUDA error"
         except Exception as error:
-            return None, one_line(error)
+            return None, first_line(error)
 
 
 def in_children(jobs: Sequence[Job], *, start: Callable[[], None], count: int = 1, limit_s: float) -> Iterator[Answer]:

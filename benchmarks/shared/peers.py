@@ -15,12 +15,12 @@ from benchmarks.shared.cells import CUDNN_FP8, RANDOM, Cell
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.config import Config
+from flashtune.core.errors import first_line
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.tolerances import Tolerance, tolerance
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
-from flashtune.tuner.children import tasks
 from flashtune.tuner.children.start import withdraw
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch
@@ -195,7 +195,7 @@ def runnable(makers: Mapping[str, Callable[[], Run | None]]) -> tuple[dict[str, 
             runs[name] = run
         except Exception as error:
             leave_if_sticky(error)
-            notes[name] = tasks.one_line(error)
+            notes[name] = first_line(error)
     return runs, notes
 
 
@@ -341,7 +341,7 @@ def check_cell(cell: Cell, device: str, seed: int) -> Checked:
             lses["cudnn"] = cudnn_lse(data.inputs)
         except Exception as error:
             leave_if_sticky(error)
-            notes["cudnn's LSE"] = tasks.one_line(error)
+            notes["cudnn's LSE"] = first_line(error)
     outs: dict[str, Any] = {OURS: out}
     if not p.features.dropout and p.dtype != "fp8":
         # Dropout's pairs and fp8's roundings are not PyTorch's.

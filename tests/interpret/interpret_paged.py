@@ -87,13 +87,12 @@ def alone(given: Inputs, b: int) -> torch.Tensor:
 
 def of_batches() -> None:
     """With num_splits a sequence's bits don't depend on the sequences beside it: how many, how long, decoding steps or chunks."""
-    for splits in (1, 3):
-        for lengths in (LONG, ((1, 70, 3, 1), (700, 90, 520, 300))):
-            given = inputs({"lengths": lengths, "num_splits": splits, "is_causal": True, "page": 32})
-            out, _ = given.call()
-            bounds = given.arguments["cu_seqlens_q"].tolist()
-            for b in range(len(lengths[0])):
-                assert torch.equal(alone(given, b), out[bounds[b] : bounds[b + 1]]), f"sequence {b} of {lengths} with {splits} splits"
+    for splits, lengths in ((1, LONG), (3, ((1, 70, 3, 1), (700, 90, 520, 300)))):
+        given = inputs({"lengths": lengths, "num_splits": splits, "is_causal": True, "page": 32})
+        out, _ = given.call()
+        bounds = given.arguments["cu_seqlens_q"].tolist()
+        for b in range(len(lengths[0])):
+            assert torch.equal(alone(given, b), out[bounds[b] : bounds[b + 1]]), f"sequence {b} of {lengths} with {splits} splits"
 
 
 def of_compilers() -> None:

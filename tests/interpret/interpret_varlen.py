@@ -75,12 +75,12 @@ def of_compilers() -> None:
         return out.square().sum() + lse.clamp(min=-9.0).sum()
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
-    for lengths in (SQUARE, ((30, 2, 64), (30, 2, 64))):
+    dropout = {"dropout_p": 0.4, "seed": 3}
+    for lengths, words in ((SQUARE, {}), (((30, 2, 64),) * 2, {}), (((30, 2, 64),) * 2, dropout)):
         given = inputs({}, lengths, padding=0)
-        for words in ({}, {"dropout_p": 0.4, "seed": 3}):
-            eager = torch.autograd.grad(loss(*given.tensors, *given.bounds, **words), given.tensors)
-            traced = torch.autograd.grad(compiled(*given.tensors, *given.bounds, **words), given.tensors)
-            assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+        eager = torch.autograd.grad(loss(*given.tensors, *given.bounds, **words), given.tensors)
+        traced = torch.autograd.grad(compiled(*given.tensors, *given.bounds, **words), given.tensors)
+        assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
 
 
 def of_second_derivatives() -> None:
