@@ -133,7 +133,7 @@ def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, dev
     times: dict[str, list[float]] = {subject.standard: [], "tuned": [], **{name: [] for name in backends}}
     run = runner(model, inputs, workload)
 
-    def alone(implementation: str) -> AbstractContextManager[None]:
+    def alone(implementation: str) -> AbstractContextManager[Any]:
         subject.attend(model, subject.standard if implementation in backends else implementation)
         if implementation not in backends:
             return nullcontext()
