@@ -16,6 +16,7 @@ from flashtune import dispatch
 from flashtune.bench import time_calls
 from flashtune.bench.whole_calls import training_step
 from flashtune.cli.main import main
+from flashtune.cli.problems import searchable
 from flashtune.core import reference
 from flashtune.core.calls import read
 from flashtune.core.config import Config, Direction
@@ -279,10 +280,7 @@ def test_a_packed_call_is_recorded_as_one_problem(trains: bool, tmp_path: Path) 
         torch.compile(attend, backend="aot_eager", fullgraph=True)(*call).sum().backward()
         assert CALLS.met() == found, "a compiler's operator records the same"
         return
-    words = ["search", "--gpu-name", "a100", "--calls", str(tmp_path / "calls.json"), "--template", "flash_fwd", "--trials", "1", "--json"]
-    result = CliRunner().invoke(main, [*words, "--db", str(tmp_path / "x.sqlite")])
-    assert result.exit_code == 0, result.output
-    assert [row["batch"] for row in json.loads(result.stdout)] == [sequences]
+    assert searchable(found, find_target("a100")) == (found, []), "a search of the file takes it"
 
 
 def test_profile_counts_packed_sequences() -> None:
