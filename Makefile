@@ -17,8 +17,8 @@ PYTEST ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
-# Two more than cores, since many tests wait for processes of their own.
-WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 2))')
+# One more than cores, since many tests wait for processes of their own.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 RUN_PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST)
 
 # Setting up compiles no package ahead: where bytecode weren't kept, each of the tests' many processes would compile torch anew, in 4 s.

@@ -10,12 +10,16 @@ from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
 from flashtune import dispatch
 from flashtune.core.errors import InputError, InputTypeError
 
+WITHIN_OTHERS = {"causal", "window from the first", "slopes", "dropout", "used keys"}
+"""Cases whose code is that of others; kernels compute them on a GPU alone (tests/gpu/test_packed.py)."""
+
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_kernels_compute_each_sequence_alone(half: int) -> None:
-    report = interpreted("interpret_varlen", *list(CASES)[half::2])
+    names = [name for name in CASES if name not in WITHIN_OTHERS][half::2]
+    report = interpreted("interpret_varlen", *names)
     assert {name: failure for name, failure in report.items() if failure} == {}
-    assert len(report) == len(CASES) // 2
+    assert len(report) == len(names) > 5
 
 
 def test_kernels_keep_the_promises_of_packed_calls() -> None:
