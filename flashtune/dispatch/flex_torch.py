@@ -16,13 +16,15 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
 
     block_mask = block_mask_of(block_mask, query, key)
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
-    options = current().flex
-    compiles = not torch.compiler.is_compiling() and isinstance(query, Tensor) and query.device.type in options.devices
-    function: Any = compiled_flex(dynamic=None) if compiles else module.flex_attention
     # Versions of torch before 2.9 don't have it.
     more = {} if return_aux is None else {"return_aux": return_aux}
     words = (scale, enable_gqa, return_lse)
-    if not compiles or kernel_options is not None or not _plain(query, key, value):
+    # A compiler that traces this call can't look the context up.
+    options = None if torch.compiler.is_compiling() or not isinstance(query, Tensor) else current().flex
+    if options is None or query.device.type not in options.devices:
+        return module.flex_attention(query, key, value, score_mod, block_mask, *words, kernel_options, **more)
+    function: Any = compiled_flex(dynamic=None)
+    if kernel_options is not None or not _plain(query, key, value):
         return function(query, key, value, score_mod, block_mask, *words, kernel_options, **more)
     run = lambda options, q, k, v: function(q, k, v, score_mod, block_mask, *words, options, **more)  # noqa: E731
     return options.run(run, query, key, value, block_mask, score_mod)

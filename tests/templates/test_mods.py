@@ -310,6 +310,16 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) == "no driver"
 
 
+def test_a_compiler_traces_a_call_without_a_break() -> None:
+    q = torch.randn(1, 2, 16, 16)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = dispatch.flex_attention(x, x, x, lambda score, b, h, q_idx, kv_idx: score + torch.sin(q_idx.float()))
+        return found
+
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(q), call(q))
+
+
 def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(*_: Any) -> Any:
         raise AssertionError("a kernel is made")
