@@ -8,12 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flashtune.core.config import Config, Direction, KernelSpec
-from flashtune.core.errors import InputError
 from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.choose import Choice, Kind, Pool, choose
 from flashtune.dispatch.context import Memo, current
+from flashtune.dispatch.records import valid_config
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.mods import known
@@ -39,8 +39,8 @@ class Recorded(NamedTuple):
 def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) -> Recorded | None:
     """The record of a problem's functions on this GPU, of its head sizes and element type, whose lengths are nearest.
 
-    Measured ones come first, and are the only ones unless `unmeasured` ones may serve. Records whose config breaks a constraint are
-    passed over.
+    Measured ones come first, and are the only ones unless `unmeasured` ones may serve. Records whose config breaks a constraint, and
+    kernels that failed since, are passed over.
     """
     spec, key, every = problem.spec(), problem.key(target.slug), frozenset[str]()
     predicted = (one for one in chain(pool.exact(key, every), pool.near(key, every)) if one.outcome.source == "predicted")
@@ -49,13 +49,10 @@ def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) 
         if record.key.gpu != target.slug or theirs != spec or name not in FAMILIES[spec.direction]:
             continue
         kind = family(name)
-        config = kind.completed(record.outcome.config)
-        try:
-            kind.validate(config)
-        except InputError:
+        if (config := valid_config(kind, record)) is None:
             continue
         config = config if record.key == key else kind.resized(config, problem, target)
-        if kind.unfit(config, spec, target) is None:
+        if kind.unfit(config, spec, target) is None and not pool.refutation(kind, config, spec, record):
             return Recorded(record, kind, config)
     return None
 

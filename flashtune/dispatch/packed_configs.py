@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flashtune.core.config import Config, Variant
-from flashtune.core.errors import InputError
 from flashtune.core.nearness import FEATURE, distance
 from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
@@ -13,7 +12,7 @@ from flashtune.core.target import Target
 from flashtune.dispatch.choose import Kind
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernels import variant as variant_of
-from flashtune.dispatch.records import differences
+from flashtune.dispatch.records import differences, valid_config
 from flashtune.dispatch.resolve import Explanation, said_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -36,7 +35,7 @@ def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> 
             if like is problem and distance(record.key, key) >= FEATURE:
                 break
             family = able.get(record.outcome.template)
-            if family is None or (tuned_config := _valid(family, record)) is None:
+            if family is None or (tuned_config := valid_config(family, record)) is None:
                 continue
             config = pool.refit(family, tuned_config, spec).config
             if config is not None:
@@ -47,16 +46,6 @@ def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> 
                     break
     for family in able.values():
         yield family, family.default(spec, target), None
-
-
-def _valid(family: Family, record: TuningRecord) -> Config | None:
-    """A record's config under today's axes; None where it has others or other values, as of a version before or after this one."""
-    config = family.completed(record.outcome.config)
-    try:
-        family.validate(config)
-    except InputError:
-        return None
-    return config
 
 
 def dense_of(problem: Problem) -> Problem:

@@ -11,6 +11,7 @@ import numpy as np
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
+from flashtune.core.errors import InputError
 from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, functions_in, sms_apart
 from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.results import TuningRecord
@@ -22,6 +23,16 @@ Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 """Records of each key, the best first; an implementation may read those of a key on access."""
 
 _Answer = TypeVar("_Answer")
+
+
+def valid_config(family: Family, record: TuningRecord) -> Config | None:
+    """A record's config under today's axes; None where it has others or other values, as of a version before or after this one."""
+    config = family.completed(record.outcome.config)
+    try:
+        family.validate(config)
+    except InputError:
+        return None
+    return config
 
 
 class Pool:

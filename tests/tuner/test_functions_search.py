@@ -21,14 +21,15 @@ from mods_machine import lists_of, seen_by, shapes
 from flashtune import dispatch
 from flashtune.cli.main import main
 from flashtune.core import limits
-from flashtune.core.config import Config
+from flashtune.core.config import Config, Variant
 from flashtune.core.errors import FlashtuneError, InputError
 from flashtune.core.nearness import functions_in
 from flashtune.core.oracles import Place
 from flashtune.core.problem import Features, Problem
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Finding, TuningRecord
 from flashtune.core.secrets import command_line
 from flashtune.core.target import find_target
+from flashtune.db.preference import latest
 from flashtune.db.store import Store
 from flashtune.dispatch import flex, flex_configs, flex_kernels
 from flashtune.dispatch.records import Pool
@@ -385,6 +386,17 @@ def test_the_record_of_the_same_functions_gpu_and_sizes_serves(file: Path, tmp_p
         database(tmp_path / "d.sqlite", (problem, "flash_fwd_hopper", strange, 100.0), (far, "flash_fwd_hopper", chosen[4], 99.0))
     )
     assert served(records).config == chosen[4], "what no kernel has is passed over"
+
+
+def test_a_record_of_functions_whose_kernel_failed_since_is_passed_over(file: Path, tmp_path: Path) -> None:
+    problem, name = coded(file, WIDE), "flash_fwd_hopper"
+    config, key = configs_of(problem)[3], problem.key("h200")
+    records = stored(database(tmp_path / "a.sqlite", (problem, name, config, 200.0)))
+    variant = Variant(template=name, spec=problem.spec(), config=config).id
+    for found_at, serves in (("2999-01-01T00:00:00+00:00", False), ("1999-01-01T00:00:00+00:00", True)):
+        findings = latest([Finding(gpu="h200", variant_id=variant, found_at=found_at, reason="runtime: broken")])
+        pool = Pool(key, H200, records, families(), findings)
+        assert (flex_configs.recorded(problem, H200, pool, unmeasured=False) is not None) is serves
 
 
 def test_predicted_records_of_functions_serve_where_unmeasured_ones_may(file: Path) -> None:
