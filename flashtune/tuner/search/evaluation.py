@@ -36,6 +36,18 @@ Verdicts = dict[tuple[object, ...], Checked | Failed]
 """Interpreter's verdict on each code path of a spec, at any N."""
 
 
+def begin_compiling(
+    workers: Workers, candidate: Candidate, problem: Problem, target: Target, facts: CompileFacts | None, *, limit_s: float
+) -> Pending[Compiled] | Failed:
+    """Compilation of a candidate that begins now, or the failure of its template; with known `facts` there may be machine code already."""
+    try:
+        source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
+    except Exception as error:
+        return Failed(fate=Fate.COMPILE, reason=first_line(error))
+    fixed = (source, problem, target, *([] if facts is None else [facts]))
+    return workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=limit_s)
+
+
 class Evaluation:
     """Source of times for one problem's compiled candidates; this one has no preparations, no races and no calls.
 
@@ -129,15 +141,9 @@ class MeasuredEvaluation(Evaluation):
 
     def compile(self, facts: Mapping[Candidate, CompileFacts | None]) -> None:
         """Have compilers fill Triton's cache, where `evaluate` finds machine code."""
+        limit_s = self.workers.limits.compile_s
         for candidate, known in facts.items():
-            try:
-                source = self._source(candidate)
-            except Exception as error:
-                self._compiling[candidate] = Failed(fate=Fate.COMPILE, reason=first_line(error))
-                continue
-            fixed = (source, self.problem, self.target, *([] if known is None else [known]))
-            limit_s = self.workers.limits.compile_s
-            self._compiling[candidate] = self.workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=limit_s)
+            self._compiling[candidate] = begin_compiling(self.workers, candidate, self.problem, self.target, known, limit_s=limit_s)
 
     def compiled(self, candidate: Candidate) -> Compiled | Failed | None:
         """Result of its compiler."""

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Literal
 
-from flashtune.core.errors import first_line
 from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
+from flashtune.core.results import CompileFacts, Measurement, Outcome
 from flashtune.templates.rendering import text_hash
-from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.replies import Compiled, Failed, Spent, Timed
-from flashtune.tuner.search.evaluation import Evaluation
+from flashtune.tuner.search.evaluation import Evaluation, begin_compiling
 from flashtune.tuner.search.plan import SearchPlan, Stage
 
 OVERTAKEN = 12
@@ -230,14 +228,9 @@ class Trials:
         known = self._compiled.get(variant.id)
         if known is not None and (not isinstance(known, Pending) or known.shared()):
             return known
-        try:
-            source = tasks.Source.of(candidate.family, variant)
-        except Exception as error:
-            return Failed(fate=Fate.COMPILE, reason=first_line(error))
-        facts = self._facts.get(variant.id)
-        fixed = (source, self._problem, self._plan.target, *([] if facts is None else [facts]))
-        found = self._workers.submit("compile", tasks.compile_candidate, *fixed, limit_s=self._plan.limits.compile_s)
-        if self._measured:
+        facts, limit_s = self._facts.get(variant.id), self._plan.limits.compile_s
+        found = begin_compiling(self._workers, candidate, self._problem, self._plan.target, facts, limit_s=limit_s)
+        if self._measured and isinstance(found, Pending):
             self._compiled[variant.id] = found
         return found
 
