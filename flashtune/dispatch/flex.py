@@ -4,8 +4,7 @@ import inspect
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +12,17 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.errors import InputError
-from flashtune.core.launches import copyable
-from flashtune.core.launching import operand
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, blocks, sizes_of
+from flashtune.dispatch.flex_autograd import Flex, types_of
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import source_note
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch, served_here
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_torch import options_note, torchs
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
-from flashtune.templates.mods.emit import Captured, emitted
+from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.scores import known_structure, slopes_of
 from flashtune.templates.mods.trace import Unsupported, traced_together
@@ -80,7 +78,7 @@ def flex_attention(
         out, lse = found if wants_lse else (found, None)
     else:
         try:
-            out, lse = _Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+            out, lse = Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
             return flex_attention(**given)
@@ -123,26 +121,16 @@ def _call_of(
     wants_lse: bool,
 ) -> "FlexCall | dict[str, Any] | str":
     """The call for kernels with its functions, arguments for `attention` where its kernels serve it, or the reason why PyTorch serves."""
-    if (why := _why_torch(query, key, value, block_mask, scale, return_aux)) is not None:
+    if (why := _why_torch(query, key, value, scale, return_aux)) is not None:
         return why
     _check(query, key, value, block_mask, enable_gqa)
     key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
-    mask_mod = getattr(block_mask, "mask_mod", block_mask)
-    try:
-        functions, captured = _traced(score_mod, mask_mod, query.device)
-    except Unsupported as unsupported:
-        return str(unsupported)
-    if any(x.device != query.device for x in captured):
-        return "a captured tensor is on another device"
-    place = id(functions), sizes_of(query, key)
-    if functions.fresh or place not in _CHECKED:
-        for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
-            if output is not None:
-                bounds.check(name, output, captured, dict(zip(INDICES, sizes_of(query, key), strict=True)))
-        if not functions.fresh:
-            if len(_CHECKED) > _MOST_TRACES:
-                _CHECKED.clear()
-            _CHECKED[place] = functions
+    found = functions_of(
+        score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, zip(INDICES, sizes_of(query, key), strict=True)
+    )
+    if isinstance(found, str):
+        return found
+    functions, captured = found
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     given = None if block_mask is None or callable(block_mask) else block_mask
     if functions.known is not None:
@@ -152,7 +140,7 @@ def _call_of(
             return words
     if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
         return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
-    call = _with_kernel(functions, captured, query, key, value, scale, block_mask)
+    call = with_kernel(functions, captured, (query, key, value), scale, block_mask)
     try:
         foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
     except NotBuilt as failed:
@@ -160,25 +148,62 @@ def _call_of(
     return FOREIGN if foreign else call
 
 
-def _with_kernel(
-    functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, block_mask: Any
-) -> "FlexCall | str":
+def functions_of(
+    score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, sizes: Iterable[tuple[str, int]]
+) -> tuple[Functions, tuple[Tensor, ...]] | str:
+    """Traced functions with their captured tensors, or the reason why kernels can't take them; `sizes` are numbers of values of indices."""
     try:
-        mods = emitted(functions.score, functions.mask, _types(captured, [False] * len(captured)), backward=False)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captured)):
-            trained = emitted(functions.score, functions.mask, _types(captured, [x.requires_grad for x in captured]), backward=True)
-            unmeasured = _unmeasured_too(query) or (bool(trained.trained) and _torchs_fails(query))
-            backward = kernel_of("bwd", query, key, value, trained, unmeasured=unmeasured)
-        else:
-            backward, unmeasured = None, _unmeasured_too(query)
+        functions, captured = _traced(score_mod, mask_mod, device)
     except Unsupported as unsupported:
         return str(unsupported)
-    kernel = kernel_of("fwd", query, key, value, mods, unmeasured=unmeasured)
+    if any(x.device != device for x in captured):
+        return "a captured tensor is on another device"
+    place = id(functions), tuple(sizes)
+    if functions.fresh or place not in _CHECKED:
+        for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
+            if output is not None:
+                bounds.check(name, output, captured, dict(place[1]))
+        if not functions.fresh:
+            if len(_CHECKED) > _MOST_TRACES:
+                _CHECKED.clear()
+            _CHECKED[place] = functions
+    return functions, captured
+
+
+def with_kernel(
+    functions: Functions,
+    captured: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    mask_of: Any = None,
+    sequences: Sequences | None = None,
+) -> FlexCall | str:
+    """The call of kernels with these functions, or the reason why none serves. Those of packed sequences serve measured or not."""
+    query, backward = tensors[0], None
+    try:
+        mods = emitted(functions.score, functions.mask, types_of(captured, [False] * len(captured)), backward=False)
+        unmeasured = sequences is not None or _unmeasured_too(query)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured)):
+            trained = emitted(functions.score, functions.mask, types_of(captured, [x.requires_grad for x in captured]), backward=True)
+            unmeasured = unmeasured or (bool(trained.trained) and _torchs_fails(query))
+            backward = kernel_of("bwd", *tensors, trained, unmeasured=unmeasured, sequences=sequences)
+    except Unsupported as unsupported:
+        return str(unsupported)
+    kernel = kernel_of("fwd", *tensors, mods, unmeasured=unmeasured, sequences=sequences)
     if isinstance(kernel, str) or isinstance(backward, str):
         return kernel if isinstance(kernel, str) else str(backward)
     if (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
         return why
-    return FlexCall(functions=functions, captured=captured, kernel=kernel, mods=mods, scale=scale, mask_of=block_mask)
+    return FlexCall(
+        functions=functions,
+        captured=captured,
+        kernel=kernel,
+        backward=backward,
+        mods=mods,
+        scale=scale,
+        mask_of=mask_of,
+        sequences=sequences,
+    )
 
 
 _WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")
@@ -259,7 +284,20 @@ def _unmeasured_too(query: Tensor) -> bool:
     return query.device.type != "cuda" or current().unmeasured
 
 
-def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, return_aux: Any) -> str | None:
+def _why_torch(query: Any, key: Any, value: Any, scale: Any, return_aux: Any) -> str | None:
+    if (why := why_torch(query, key, value, scale)) is not None:
+        return why
+    if not all(x.numel() for x in (query, key, value)):
+        return "a tensor is empty"
+    if return_aux is not None and return_aux.max_scores:
+        return "kernels return no maxima of scores"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are requested"
+    return None
+
+
+def why_torch(query: Any, key: Any, value: Any, scale: Any, *, dimensions: int = 4) -> str | None:
+    """The reason why no kernel with functions takes tensors of so many dimensions; None where one may."""
     every = (query, key, value)
     if torch.compiler.is_compiling():
         return "torch.compile traces the call"
@@ -267,18 +305,12 @@ def _why_torch(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, re
         return "arguments aren't plain tensors"
     if inspection.transformed():
         return "a transform of torch.func is active"
-    if any(x.dim() != 4 for x in every) or len({(x.dtype, x.device) for x in every}) > 1:
-        return "tensors don't have four dimensions, one dtype and one device"
+    if any(x.dim() != dimensions for x in every) or len({(x.dtype, x.device) for x in every}) > 1:
+        return f"tensors don't have {'four' if dimensions == 4 else 'three'} dimensions, one dtype and one device"
     if not served_here(query.device, query.dtype):
         return f"no kernel runs on {query.device} with {query.dtype}"
-    if not all(x.numel() for x in every):
-        return "a tensor is empty"
     if scale is not None and not scale > 0:
         return "the scale isn't above 0"
-    if return_aux is not None and return_aux.max_scores:
-        return "kernels return no maxima of scores"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are requested"
     if torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) is not query.dtype:
         return "autocast takes another type"
     if any(x.is_neg() for x in every):
@@ -305,7 +337,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
 
 _TRACES: "OrderedDict[Hashable, Functions]" = OrderedDict()
 _MOST_TRACES = 1024
-_CHECKED: dict[tuple[int, tuple[int, int, int, int]], Functions] = {}
+_CHECKED: dict[Hashable, Functions] = {}
 """Functions whose indices stay within captured tensors at these sizes; sizes of tensors are part of a trace's key."""
 
 
@@ -330,67 +362,6 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
     fresh = captured if -1 in among else ()
     return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known_structure(score, mask))  # type: ignore[arg-type]
-
-
-def _types(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
-    return tuple(Captured(x.dtype, x.dim(), trained and x.is_floating_point()) for x, trained in zip(captured, trains, strict=True))
-
-
-class _Flex(torch.autograd.Function):
-    """Output and LSE; gradients of queries, keys, values and captured tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *captured: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
-        out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
-        if query.transpose(1, 2).is_contiguous():
-            # The output has the queries' memory layout.
-            out = torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), dtype=query.dtype, device=query.device)
-            out = out.transpose(1, 2)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        config = call.kernel.config
-        more = list(captured)
-        if call.mods.mask:
-            more.append(blocks(call, call.kernel, query, key, (config.number("BLOCK_M"), config.number("BLOCK_N"))))
-        launch(call.kernel, (query, key, value, out, lse), more, call.scale)
-        ctx.save_for_backward(query, key, value, out, lse, *captured)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse, *captured = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (4 + len(captured))
-        call = ctx.call
-        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
-        if not copyable(operand(0, dout)):
-            dout = dout.contiguous()
-        types = _types(captured, ctx.needs_input_grad[4:])
-        mods = emitted(call.functions.score, call.functions.mask, types, backward=True)
-        kernel = kernel_of("bwd", query, key, value, mods)
-        if isinstance(kernel, str):
-            raise InputError(f"no kernel computes these gradients ({kernel}): use torch.nn.attention.flex_attention for training")
-        call = replace(call, mods=mods, captured=tuple(captured))
-        number = kernel.config.number
-        more = list(captured)
-        if mods.mask:
-            of_keys = blocks(call, kernel, query, key, (number("BLOCK_M"), number("BLOCK_N")), of_keys=True)
-            more.append(of_keys)
-            if "DQ_BLOCK_M" in kernel.config.as_dict():
-                more.append(blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N"))))
-        # Sums of atomic additions start from 0, and are rounded once.
-        sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
-        try:
-            launch(kernel, operands, [*more, *sums.values()], call.scale)
-        except NotBuilt:
-            return _Flex.backward(ctx, dout, dlse)
-        of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
-        wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-        return *wanted, None, *of_captured
 
 
 _SIGNATURE = inspect.signature(flex_attention)

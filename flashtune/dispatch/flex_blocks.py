@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.flex_kernels import ModKernel, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.dispatch.flex_kernels import ModKernel, Sequences, lists_of_kinds, lists_of_mask, tile_kinds
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.emit import Mods
 from flashtune.templates.mods.graph import Node
@@ -38,7 +38,9 @@ class FlexCall:
     mods: Mods
     scale: float
     mask_of: Any
-    """The BlockMask or mask_mod, for its lists of blocks."""
+    """The BlockMask or mask_mod, for its lists of blocks; None of packed sequences, which have none."""
+    backward: ModKernel | None = None
+    sequences: Sequences | None = None
 
 
 MOST_LISTS = 32

@@ -4,6 +4,7 @@ import gzip
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT, FAMILIES, Recorded, recorded_with, usual
 from flashtune.dispatch.launch import Program
+from flashtune.dispatch.packed import Numbers, rows_last, viewed
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
@@ -140,6 +142,30 @@ def kept(text: str, manifest: Manifest, codes: dict[str, bytes]) -> Manifest:
     return replace(written, folder=folder)
 
 
+class Sequences(NamedTuple):
+    """Packed sequences of a call with functions: bounds of queries and keys, numbers of used keys or None, and numbers of the call."""
+
+    bounds: tuple[Tensor, Tensor, Tensor | None]
+    numbers: Numbers
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Flags of a spec."""
+        _, _, _, left, right, *_ = self.numbers
+        return {"packed": True, "causal": right == 0, "window": left >= 0 or right > 0}
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """Parameters of a launch."""
+        _, _, _, left, right, bottom_right, *_ = self.numbers
+        return {"lengths": self.bounds, "diagonal": int(bottom_right), "window_left": left, "window_right": right}
+
+    @property
+    def repeats(self) -> bool:
+        """True if gradients need a kernel whose bits repeat: others know no unused keys either."""
+        return self.bounds[2] is not None or self.numbers.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 _KERNELS: dict[tuple[str, KernelSpec, torch.device, tuple[Config, ProblemKey] | None], ModKernel | str] = {}
 """Kernels by what is compiled in and the functions' record; without one the config is the default, or of another feature's record."""
 
@@ -148,19 +174,30 @@ UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTU
 
 
 def kernel_of(
-    direction: Direction, query: Tensor, key: Tensor, value: Tensor, functions: Mods, *, unmeasured: bool = True
+    direction: Direction,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    functions: Mods,
+    *,
+    unmeasured: bool = True,
+    sequences: Sequences | None = None,
 ) -> ModKernel | str:
     """The kernel of the functions' own record, else of the first family that takes tensors like these, or the reason why there is none.
 
     Families with plain pointers need a record of their own, unless `unmeasured` ones may serve, too.
     """
-    tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    tf32 = query.is_cuda and torch.get_float32_matmul_precision() != "highest" if sequences is None else sequences.numbers.tf32
+    flags = {"window": False} if sequences is None else sequences.flags
     spec = KernelSpec(
-        direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[3], d_v=value.shape[3], window=False, mask="none", tf32=tf32,
-        mods=known.keep(functions),
+        direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[-1], d_v=value.shape[-1], mask="none", **flags,
+        tf32=tf32 and query.dtype is torch.float32, mods=known.keep(functions),
     )  # fmt: skip
-    why, record = "", recorded_with(spec, query, key)
-    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction]]
+    why, record = "", None if spec.packed else recorded_with(spec, query, key)
+    varies = direction == "fwd" or sequences is None or not sequences.repeats
+    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction] if varies or family(name).repeatable]
+    if sequences is not None:
+        query, key, value = (rows_last(x.detach()) for x in (query, key, value))
     for name, own in choices if record is None else [(record.kind.name, record), *choices]:
         if own is None and name not in BUILT_FOR_IT and not unmeasured:
             return UNMEASURED
@@ -245,17 +282,22 @@ def layout(tensors: Tensors) -> Hashable:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
 
 
-def launch(kernel: ModKernel, operands: Tensors, more: Sequence[Tensor], scale: float) -> None:
+def launch(kernel: ModKernel, operands: Tensors, more: Sequence[Tensor], scale: float, sequences: Sequences | None = None) -> None:
     """Launch a pass: its operands in the order of flashtune.core.passes, then the tensors of functions (LaunchInputs.mods)."""
     spec = kernel.variant.spec
+    bounds: Tensors = ()
+    words: dict[str, Any] = {}
+    if sequences is not None:
+        operands, bounds, words = viewed(operands), sequences.bounds, sequences.words
     query, key, *_ = operands
     assert query is not None and key is not None, "a pass has queries and keys"
-    words = {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
+    words |= {"scale": scale, "mods": tuple(more), **launching.provided(kernel.loaded, query, key)}
 
     def plan() -> Plan:
         assert kernel.loaded.host is not None, "families of the package have a host side"
         return launching.plan(kernel.loaded.host, spec, operands, words)
 
     # Between both are the tensors of other features.
-    everything = [*operands, words["counts"], *[None] * (len(launching._MORE) - 1), *more]
-    kernel.run((scale, layout(operands), layout(more)), everything, plan)
+    everything = [*operands, words["counts"], *[None] * (len(launching._MORE) - 1), *bounds, *more]
+    numbers = () if sequences is None else sequences.numbers[2:]
+    kernel.run((scale, numbers, layout(operands), layout(bounds), layout(more)), everything, plan)

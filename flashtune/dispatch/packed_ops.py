@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:
     return random_bits(seed, packed.query.device)[0]
 
 
-def by_sequence(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE by a call of `attention` for each sequence; lengths are read by the host."""
+def by_sequence(
+    packed: Packed, numbers: Numbers, seed: int, of_sequence: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE by a call of `attention` for each sequence, or of a function like `_of_sequence`; lengths are read by the host."""
     query, key, value, cu_q, cu_k, used, slopes, sinks = packed
     of_q, of_k = cu_q.tolist(), cu_k.tolist()
     for name, bounds, x in (("cu_seqlens_q", of_q, query), ("cu_seqlens_k", of_k, key)):
@@ -45,7 +47,7 @@ def by_sequence(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Te
             keys = slice(first, min(end, first + some[b]))
             tensors = [x.transpose(0, 1)[None] for x in (query[start:stop], key[keys], value[keys])]
             with part_of_packed():
-                out, lse = _of_sequence(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
+                out, lse = (of_sequence or _of_sequence)(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
     rows, heads, _ = query.shape

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from numbers import Integral
 from operator import is_, or_
@@ -19,6 +19,7 @@ from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import context
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch import paged as pages
+from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
@@ -58,6 +59,8 @@ def attention_varlen(
     return_lse: bool = False,
     allow_tf32: bool = False,
     deterministic: bool = False,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
 ) -> Any:
     """Attention of sequences that lie one after the other; each sees its own keys alone.
 
@@ -82,12 +85,19 @@ def attention_varlen(
     many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
     keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
 
+    `score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` are functions as `flex_attention` takes them, where b is the
+    number of a sequence and positions count from the sequence's own first query and key. Beside them are `is_causal`, `window_size` and
+    `seqused_k`; what else hides keys or changes scores is to be written into them. Indices of captured tensors are compared with
+    `max_seqlen_q` and `max_seqlen_k`. Gradients are those of query, key, value and captured tensors of `score_mod` that ask for them.
+
     On a GPU kernels read lengths on the device: nothing waits for it, and a CUDA graph may be replayed with other lengths. They serve
     float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
     of `attention`, whose lengths are read by the host. `explain_varlen` says which.
 
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
+    if score_mod is not None or mask_mod is not None:
+        _refuse_beside_functions(locals())
     _check_splits(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
@@ -103,6 +113,9 @@ def attention_varlen(
     # Models' positions leave queries and keys in float32 under autocast, and values in its dtype.
     query, key, value = _cast(query, key, value)
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
+    if score_mod is not None or mask_mod is not None:
+        out, lse = _with_functions(*_parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k), score_mod, mask_mod)
+        return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
     signature = None if torch.compiler.is_compiling() else _signature(given, options, max_seqlen_q, max_seqlen_k)
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
     if plan is None:
@@ -113,6 +126,23 @@ def attention_varlen(
         slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, -1)
         out, lse = _planned(plan, Packed(query, key, value, cu_seqlens_q, given[4], seqused_k, slopes, sinks), seed)
     return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+
+
+def _refuse_beside_functions(given: dict[str, Any]) -> None:
+    """Raise InputError for an argument beside functions that isn't its default."""
+    for name, usual in inspect.signature(attention_varlen).parameters.items():
+        if name not in coded.TAKEN and given[name] is not usual.default and given[name] != usual.default:
+            remedy = "write it into these functions" if name in ("softcap", "alibi_slopes") else "call without functions where you need it"
+            raise InputError(f"{name} is no argument beside score_mod and mask_mod: leave it out, and {remedy}")
+
+
+def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call with a mask or a score as code."""
+    call = coded.call_of(packed, numbers, score_mod, mask_mod)
+    if isinstance(call, dict):
+        out, lse = attention_varlen(*packed[:5], numbers.max_q, numbers.max_k, return_lse=True, **call)
+        return out, lse
+    return coded.attend(call, packed, numbers, score_mod, mask_mod)
 
 
 def _cast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -166,6 +196,9 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
+    functions = given["score_mod"], given["mask_mod"]
+    if functions != (None, None):
+        _refuse_beside_functions(given)
     _check_splits(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})
@@ -175,6 +208,12 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
         return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), given["num_splits"])
     tensors = [given[name] for name in _NAMES]
     packed, numbers = _parsed(Packed(*_cast(*tensors[:3]), *tensors[3:]), options, given["max_seqlen_q"], given["max_seqlen_k"])
+    if functions != (None, None):
+        call = coded.call_of(packed, numbers, *functions)
+        if isinstance(call, dict):
+            found = explain_varlen(*packed[:5], numbers.max_q, numbers.max_k, **call)
+            return replace(found, reason=f"the functions are built in: {found.reason}")
+        return coded.explained(call, packed.query.device)
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:
         found = explained(packed, numbers, None if _trains(packed, numbers, why_torch) else why_torch)

@@ -83,7 +83,7 @@ def text_hash(family: Family, variant: Variant) -> str:
 
 
 def _text(family: Family, variant: Variant) -> str:
-    layout = family.layout(variant.spec, variant.config)
+    layout, mods = family.layout(variant.spec, variant.config), functions_of(variant.spec.mods)
     text = (
         environment()
         .get_template(family.template_file)
@@ -92,7 +92,8 @@ def _text(family: Family, variant: Variant) -> str:
             spec=variant.spec,
             config=variant.config.as_dict(),
             layout=layout,
-            mods=functions_of(variant.spec.mods),
+            mods=mods,
+            listed=mods is not None and mods.listed(variant.spec),
             block_d=getattr(layout, "block_d", padded(variant.spec.d)),
             block_dv=getattr(layout, "block_dv", padded(variant.spec.d_v)),
         )

@@ -106,6 +106,11 @@ def _hidden_by_score(*_: Tensor) -> Functions:
     return lambda s, b, h, q, k: torch.where((q + k) % 2 == 0, s, -math.inf), lambda b, h, q, k: q >= k
 
 
+def _root(*_: Tensor) -> Functions:
+    # Zeros past the ends have an infinite derivative.
+    return lambda s, b, h, q, k: 2 * s.abs().sqrt(), None
+
+
 def _numbers(*sizes: int, trained: bool = True, scale: float = 1.0) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: (torch.randn(sizes, generator=generator) * scale).requires_grad_(trained)
 
@@ -135,6 +140,7 @@ CASES: dict[str, Case] = {
     "bias": Case(_bias, _of(_numbers(4, 50, 70))),
     "gated": Case(_gated, _of(_numbers(4), _numbers(2, 50), _numbers(70), lambda generator: torch.tensor(1.7).requires_grad_())),
     "hidden_by_score": Case(_hidden_by_score),
+    "root": Case(_root),
 }
 
 

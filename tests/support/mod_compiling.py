@@ -16,7 +16,7 @@ from flashtune.core.compiled import from_compiled
 from flashtune.core.config import KernelSpec, Variant
 from flashtune.core.launching import LoadedKernel, Plan, operand
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex, kernels
+from flashtune.dispatch import flex, flex_autograd, kernels
 from flashtune.templates import family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -33,7 +33,7 @@ def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tup
     """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys, of the family with
     plain pointers or another one."""
     functions, captured = flex._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
-    types = flex._types(captured, [x.requires_grad and not template for x in captured])
+    types = flex_autograd.types_of(captured, [x.requires_grad and not template for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
     kind, target = family(template or f"flash_{direction}"), find_target(GPU)
     spec = KernelSpec(direction=direction, dtype="bf16", d=64, d_v=64, window=False, mask="none", mods=known.keep(made))

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex, flex_kernels
+from flashtune.dispatch import flex, flex_autograd, flex_kernels
 from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
@@ -258,7 +258,7 @@ def test_a_spec_holds_a_hash_and_no_code() -> None:
     plain = KernelSpec(direction="fwd", dtype="bf16", d=64, d_v=64, window=False, mask="none")
     assert "mods" not in plain.as_dict()
     functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.375, None, torch.device("cpu"))
-    made = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
+    made = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
     spec = KernelSpec(**plain.as_dict(), mods=known.keep(made))
     assert json.loads(json.dumps(spec.as_dict()))["mods"] == made.hash
     assert "1.375" not in json.dumps(spec.as_dict())
@@ -289,7 +289,7 @@ def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch
 
     answers: Any = iter([SimpleNamespace(captured=()), "no kernel is left"])
     monkeypatch.setattr(flex, "_call_of", lambda *given: next(answers))
-    monkeypatch.setattr(flex._Flex, "apply", fails)
+    monkeypatch.setattr(flex.Flex, "apply", fails)
     given = tensors(dtype=torch.float64)
     out = dispatch.flex_attention(*given, None, lambda b, h, q, k: q >= k)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True))
@@ -301,7 +301,7 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     monkeypatch.setattr(flex_kernels, "_KERNELS", {})
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made[kind.name])
     functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
-    mods = flex.emitted(functions.score, functions.mask, flex._types(captured, []), backward=False)
+    mods = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
     q, k, v = tensors()
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd_hopper"]
     made["flash_fwd_hopper"].failed = "no compiler"

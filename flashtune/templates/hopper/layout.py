@@ -116,7 +116,7 @@ class HopperTiles:
     def lists(self) -> list[str]:
         """Parameters of the lists of blocks that a mask as code has."""
         mods = functions_of(self.spec.mods)
-        return ["blocks_ptr", "stride_lb", "stride_lh", "stride_lt"] if mods is not None and mods.mask else []
+        return ["blocks_ptr", "stride_lb", "stride_lh", "stride_lt"] if mods is not None and mods.listed(self.spec) else []
 
     @property
     def score_params(self) -> list[str]:
@@ -219,7 +219,8 @@ class HopperLayout(HopperTiles):
     def parted(self) -> bool:
         """True if blocks after a tile's edge have a loop of their own: with frozen maxima, and where checks for unseen rows and hidden keys
         would cost most."""
-        edge = self.spec.mask == "none" and (self.spec.banded or self.overlap == 0)
+        # Functions may hide any key.
+        edge = self.spec.mask == "none" and not self.spec.mods and (self.spec.banded or self.overlap == 0)
         return self.settles or (self.asks_first and edge)
 
     @property

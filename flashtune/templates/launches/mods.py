@@ -28,9 +28,9 @@ def captured_of(spec: KernelSpec, inputs: LaunchInputs) -> list[Any]:
 
 
 def list_arguments(spec: KernelSpec, inputs: LaunchInputs, which: int) -> list[Any]:
-    """Kernel arguments for the list of blocks at this place; empty for specs without a mask as code."""
+    """Kernel arguments for the list of blocks at this place; empty for specs whose kernels walk none."""
     mods = functions_of(spec.mods)
-    if mods is None or not mods.mask:
+    if mods is None or not mods.listed(spec):
         return []
     blocks = inputs.mods[len(mods.captured) + which]
     return [blocks, *blocks.strides[:3]]

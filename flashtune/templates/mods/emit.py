@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashtune.core.config import KernelSpec
 from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, TYPES, Node, ordered
 from flashtune.templates.mods.operations import ARITHMETIC, COMPARISONS, LOGICAL
 from flashtune.templates.mods.trace import Unsupported, gradients
@@ -81,8 +82,11 @@ class Mods:
     @property
     def sizes(self) -> list[str]:
         """Names of the parameters that change from call to call."""
-        numbers = [name for name in (*self.parameters, *self.gradient_parameters) if not name.endswith("_ptr")]
-        return numbers + ["stride_lb", "stride_lh", "stride_lt"] * bool(self.mask)
+        return [name for name in (*self.parameters, *self.gradient_parameters) if not name.endswith("_ptr")]
+
+    def listed(self, spec: KernelSpec) -> bool:
+        """True if kernels walk lists of blocks: those of packed sequences evaluate a mask as code for every block instead."""
+        return bool(self.mask) and not spec.packed
 
     @property
     def arguments(self) -> str:

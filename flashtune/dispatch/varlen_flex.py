@@ -1,0 +1,137 @@
+"""Packed sequences with a mask and a score as code: kernels that serve them, and a call of `flex_attention` for each sequence."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.core import devices
+from flashtune.dispatch import flex
+from flashtune.dispatch.flex import Mod
+from flashtune.dispatch.flex_autograd import Flex
+from flashtune.dispatch.flex_blocks import FlexCall, Functions
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences
+from flashtune.dispatch.packed import Numbers, Packed
+from flashtune.dispatch.packed_ops import by_sequence
+from flashtune.dispatch.resolve import Explanation
+from flashtune.templates.mods import structure
+from flashtune.templates.mods.scores import slopes_of
+
+TAKEN = (
+    *("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "score_mod", "mask_mod", "scale"),
+    *("is_causal", "window_size", "causal_alignment", "seqused_k", "enable_gqa", "return_lse", "return_aux", "num_splits", "allow_tf32"),
+    *("deterministic", "seed"),
+)
+"""Arguments of `attention_varlen` beside functions."""
+
+
+def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> FlexCall | dict[str, Any] | str:
+    """The call of kernels with these functions, arguments of `attention_varlen` that mean the same, or the reason why PyTorch serves.
+
+    The number of a sequence isn't compared with captured tensors' sizes, since lists of bounds may be padded to a capacity.
+    """
+    tensors = packed[:3]
+    if (why := flex.why_torch(*tensors, numbers.scale, dimensions=3)) is not None:
+        return why
+    sizes = ("h", tensors[0].shape[1]), ("q_idx", int(numbers.max_q)), ("kv_idx", int(numbers.max_k))
+    found = flex.functions_of(score_mod, mask_mod, tensors[0].device, sizes)
+    if isinstance(found, str):
+        return found
+    functions, captured = found
+    if (words := _built_in(functions, captured, packed, numbers)) is not None:
+        return words
+    if functions.mask is not None and max(numbers.left, numbers.right) < 0 and (band := structure.band(functions.mask)) is not None:
+        # A band that kernels have built in narrows the keys that they walk.
+        left, right = (-1 if side is None else side for side in band)
+        functions, numbers = replace(functions, mask=None), numbers._replace(left=left, right=right, bottom_right=False)
+    sequences = Sequences((packed.cu_q, packed.cu_k, packed.used), numbers)
+    call = flex.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
+    if sequences.repeats and packed.used is None and torch.is_grad_enabled() and any(x.requires_grad for x in captured):
+        return "gradients of captured tensors are added up in no fixed order"
+    return call
+
+
+def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed, numbers: Numbers) -> dict[str, Any] | None:
+    """The arguments of `attention_varlen` for functions that it has built in; None where it hasn't, or has no gradient of their slopes."""
+    if functions.known is None:
+        return None
+    window, score = functions.known
+    placed = window != (None, None) or bool(score.slope)
+    # Kernels have one band on one diagonal. Slopes of sequences may be too few for a list of bounds that is padded.
+    if (placed and max(numbers.left, numbers.right) >= 0) or any("b" in x.reads for _, values in score.slope for x in values):
+        return None
+    slopes = slopes_of(score, captured, 1, packed.query.shape[1], packed.query.device)
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        return None
+    sides = window if placed else (numbers.left, numbers.right)
+    return {
+        "scale": numbers.scale * score.factor,
+        "softcap": score.softcap,
+        "alibi_slopes": slopes if slopes is None else slopes.flatten(),
+        "window_size": tuple(-1 if side is None else side for side in sides),
+        "causal_alignment": "bottom_right" if numbers.bottom_right and not placed else "top_left",
+        "seqused_k": packed.used,
+        "enable_gqa": True,
+        "allow_tf32": numbers.tf32,
+        "deterministic": numbers.deterministic,
+    }
+
+
+def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q) by kernels or, for a reason, by a call for each sequence."""
+    if isinstance(call, FlexCall):
+        try:
+            out, lse = Flex.apply(*packed[:3], call, *call.captured)  # type: ignore[no-untyped-call]
+            return out, lse
+        except NotBuilt:
+            # From now on another kernel serves such calls, or PyTorch.
+            again = call_of(packed, numbers, score_mod, mask_mod)
+            assert not isinstance(again, dict), "functions that are built in have no kernels of their own"
+            return attend(again, packed, numbers, score_mod, mask_mod)
+    return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod))
+
+
+def _of_sequence(
+    score_mod: Mod | None, mask_mod: Mod | None, tensors: list[Tensor], numbers: Numbers, seed: int, index: int, *_: None
+) -> tuple[Tensor, Tensor]:
+    """Output (1, Hq, N_q, D_v) and LSE of the sequence with this index, by `flex_attention`."""
+    query, key, value = tensors
+    if not key.shape[2]:
+        return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+    # Captured, so that compiled functions are those of other sequences.
+    places = torch.tensor([index, (key.shape[2] - query.shape[2]) * numbers.bottom_right], device=query.device)
+
+    def score(x: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert score_mod is not None, "only functions that a caller gives are called"
+        return score_mod(x, places[b], h, q_idx, kv_idx)
+
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        diagonal = q_idx + places[b + 1]
+        found = kv_idx >= 0 if mask_mod is None else mask_mod(places[b], h, q_idx, kv_idx)
+        found = found if numbers.left < 0 else found & (kv_idx >= diagonal - numbers.left)
+        return found if numbers.right < 0 else found & (kv_idx <= diagonal + numbers.right)
+
+    masked = mask_mod is not None or max(numbers.left, numbers.right) >= 0
+    gqa = query.shape[1] != key.shape[1]
+    found = flex.flex_attention(
+        query, key, value, None if score_mod is None else score, visible if masked else None, numbers.scale, gqa, return_lse=True
+    )
+    return found[0], found[1]
+
+
+def explained(call: FlexCall | str, device: torch.device) -> Explanation:
+    """Explanation of who serves such a call."""
+    gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
+    if isinstance(call, str):
+        return Explanation(kind="framework", reason=f"{call}, so each sequence is a call of flex_attention", gpu=gpu)
+    found = _of_kernel(call.kernel, gpu)
+    return found if call.backward is None else replace(found, backward=_of_kernel(call.backward, gpu))
+
+
+def _of_kernel(kernel: ModKernel, gpu: str) -> Explanation:
+    variant = kernel.variant
+    reason = f"packed sequences with the functions {variant.spec.mods}: {variant.config.label()} ({kernel.origin}, not measured)"
+    return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=variant.config)

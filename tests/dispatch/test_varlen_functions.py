@@ -1,0 +1,124 @@
+"""Packed sequences with a mask and a score as code: kernels without a GPU, a call of flex_attention for each sequence, and refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from hopper_kernels import config
+from interpreting import interpreted
+from mods_machine import Coded
+from packed_machine import Ragged
+from test_hopper_pieces import Masked
+from varlen_cases import inputs
+from varlen_functions import CASES, LENGTHS, kernel_call, made, wanted
+
+from flashtune import dispatch
+from flashtune.core.errors import InputError
+from flashtune.dispatch import flex
+from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
+
+WITHIN_OTHERS = {"relative", "causal relative", "both", "both, causal from the first", "built-in band", "built-in cap"}
+"""Cases whose code is that of others; kernels compute them on a GPU alone (tests/gpu/test_packed_functions.py)."""
+
+
+def test_kernels_compute_the_functions_of_each_sequence() -> None:
+    report = interpreted("interpret_varlen_functions", *(name for name in CASES if name not in WITHIN_OTHERS))
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) > 5
+
+
+def test_kernels_keep_the_promises_of_packed_calls_and_hoppers_gradients_are_right() -> None:
+    report = interpreted("interpret_varlen_functions")
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) > 5
+
+
+class Sequences(Coded, Ragged, Masked):
+    """The forward's stand-in for packed sequences with functions."""
+
+
+HOPPERS: list[tuple[str, dict[str, Any]]] = [
+    ("relative", {}),
+    ("prefix", {"BLOCK_M": 64}),
+    ("both", {"BLOCK_M": 64, "intra_wg_overlap": 0, "rescale": "grown"}),
+    ("both, causal from the first", {}),
+    ("causal relative", {"BLOCK_M": 64, "intra_wg_overlap": 0, "rescale": "grown"}),
+    ("both in a window", {"tiles": "chained", "order": "drawn"}),
+    ("hidden", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), HOPPERS, ids=str)
+def test_hoppers_forward_computes_the_functions_of_each_sequence(name: str, changes: dict[str, Any]) -> None:
+    call = kernel_call(name, FAMILY, lambda spec: config(spec, **changes), ((5, 0, 130, 64, 1, 0), (70, 3, 130, 0, 200, 0)))
+    module, [launch] = next(call)
+    Sequences(module, launch, seed=1).run()
+    assert max(next(call)) < 4e-3
+
+
+@pytest.mark.parametrize("name", ["causal relative", "prefix", "both in a window", "used keys", "hidden", "built-in slopes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_kernels_each_sequence_is_a_call_of_flex_attention(name: str, dtype: torch.dtype) -> None:
+    given, functions, _ = made(name, dtype=dtype)
+    given = given._replace(tensors=[x.detach() for x in given.tensors])
+    with torch.no_grad():
+        out, lse = given.call()
+        right, right_lse, _, _ = wanted(given, LENGTHS, functions)
+        torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
+        said = dispatch.explain_varlen(*given.arguments, enable_gqa=True, **given.words)
+    assert said.kind == "framework" and "each sequence is a call of flex_attention" in said.reason
+
+
+def test_the_lse_comes_on_request_with_functions_too() -> None:
+    from torch.nn.attention.varlen import AuxRequest
+
+    given, _, _ = made("prefix")
+    tensors = [x.detach() for x in given.tensors]
+    words = {"mask_mod": given.words["mask_mod"], "enable_gqa": True}
+    out = dispatch.attention_varlen(*tensors, *given.bounds, *given.longest, **words)
+    both = dispatch.attention_varlen(*tensors, *given.bounds, *given.longest, return_aux=AuxRequest(lse=True), **words)
+    assert torch.equal(both[0], out) and both[1].shape == (4, len(out))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"softcap": 2.0}, "softcap is no argument beside score_mod and mask_mod: leave it out, and write it into these functions"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is no argument beside score_mod and mask_mod"),
+        ({"sinks": torch.ones(4)}, "sinks is no argument beside score_mod and mask_mod"),
+        ({"dropout_p": 0.1}, "dropout_p is no argument beside score_mod and mask_mod: leave it out, and call without functions"),
+        ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table is no argument beside score_mod and mask_mod"),
+        ({"num_splits": 0}, "num_splits=0"),
+    ],
+    ids=str,
+)
+def test_what_functions_cannot_stand_beside_is_refused_in_a_sentence(words: dict[str, Any], said: str) -> None:
+    given = inputs({}, LENGTHS)
+    for call in (dispatch.attention_varlen, dispatch.explain_varlen):
+        with pytest.raises(InputError, match=said):
+            call(*given.arguments, enable_gqa=True, score_mod=lambda s, b, h, q, k: s, **words)
+
+
+def _branches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s if q > k else 2 * s
+
+
+TABLE = torch.arange(9.0)
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        ({"score_mod": _branches}, "branches on or converts a tensor's value"),
+        ({"mask_mod": lambda b, h, q, k: q - k}, "it must return a bool"),
+        ({"score_mod": lambda s, b, h, q, k: s + TABLE[q]}, "reads index 69 of dimension 0 of a captured tensor, whose size is 9"),
+        ({"score_mod": lambda s, b, h, q, k: s + TABLE[b], "mask_mod": lambda b, h, q, k: TABLE[k] > 0}, "reads index 63 of dimension 0"),
+    ],
+    ids=["branch", "number", "queries", "keys"],
+)
+def test_hostile_functions_are_refused_in_a_sentence(functions: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    given = inputs({}, LENGTHS)
+    with pytest.raises(InputError, match=said):
+        dispatch.attention_varlen(*given.arguments, enable_gqa=True, **functions)

@@ -1,0 +1,111 @@
+"""Packed sequences with a mask and a score as code by kernels in Triton's interpreter."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from interpreting import failures_of
+from mods_machine import Coded
+from packed_machine import Ragged
+from triton.experimental.gluon._runtime import GluonJITFunction
+from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, made, sequences_are_alone
+
+from flashtune.core.target import find_target
+from flashtune.dispatch import flex_kernels, packed_ops, varlen, varlen_flex
+from flashtune.templates import family
+
+warnings.filterwarnings("ignore")
+
+
+@contextmanager
+def _kernels_alone() -> Iterator[None]:
+    """Kernels have to serve: a call for each sequence fails."""
+
+    def fails(*_: object) -> None:
+        raise AssertionError("no kernel takes the call")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen_flex, "by_sequence", fails)
+        patch.setattr(packed_ops, "by_sequence", fails)
+        patch.setattr(varlen, "by_sequence", fails)
+        yield
+
+
+def of_case(name: str) -> None:
+    agrees(name)
+
+
+def of_halves() -> None:
+    agrees("both in a window", dtype=torch.float16, d=24, kind="fp16")
+
+
+def of_neighbours() -> None:
+    sequences_are_alone()
+
+
+def of_other_lengths() -> None:
+    """Another batch of sequences takes the same kernels."""
+    agrees("prefix", ((3, 9), (3, 9)))
+    count = len(flex_kernels._KERNELS)
+    agrees("prefix", ((20, 0, 1, 30), (17, 2, 0, 5)), padding=3)
+    assert len(flex_kernels._KERNELS) == count
+
+
+def of_explanations() -> None:
+    said = explained("both")
+    assert said.template == "flash_fwd" and said.backward.template == "flash_bwd" and "functions" in said.reason
+    for name in RECOGNISED:
+        assert explained(name).reason.startswith("the functions are built in: packed"), explained(name).reason
+    causal = explained("score of a causal mask")
+    assert causal.variant_id != explained("relative").variant_id, "a band among the functions narrows the keys that are walked"
+
+
+def of_bits_that_repeat() -> None:
+    """Deterministic gradients are those of kernels, except of captured tensors."""
+    given, _, _ = made("both")
+    given = given._replace(words=given.words | {"deterministic": True})
+    with pytest.raises(AssertionError, match="no kernel takes"):
+        given.call()
+    given, _, _ = made("causal relative")
+    out, _ = given._replace(words=given.words | {"deterministic": True}).call()
+    out[:9].sum().backward()
+
+
+HOPPERS: dict[str, dict[str, Any]] = {
+    "prefix": {},
+    "both in a window": {"persistent": True, "wait_early": True},
+    "infinite derivative": {"persistent": "dynamic"},
+}
+"""Cases of Hopper's backward, and axes of its configs."""
+
+
+class _Machine(Coded, Ragged):
+    """The stand-in for packed sequences with functions."""
+
+
+def of_hoppers_gradients() -> None:
+    kind = family("flash_bwd_hopper")
+    for seed, (name, changes) in enumerate(HOPPERS.items()):
+        call = kernel_call(
+            name,
+            kind,
+            lambda spec, axes=changes: kind.default(spec, find_target("h200")).replace(**axes),
+            ((5, 0, 130, 64, 1, 0), (70, 3, 130, 0, 200, 0)),
+        )
+        module, launches = next(call)
+        for kernel, *launch in launches:
+            if isinstance(kernel, GluonJITFunction):
+                _Machine(module, (kernel, *launch), seed=seed).run()
+            else:
+                grid, args, options = launch
+                kernel[grid](*args, **options)
+        assert max(next(call)) < 5e-3, name
+
+
+def main(*names: str) -> dict[str, str]:
+    """Failures of the named cases, or without names of everything else."""
+    assert all(name in CASES for name in names)
+    return failures_of(globals(), of_case, names, _kernels_alone)
