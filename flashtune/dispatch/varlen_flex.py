@@ -81,7 +81,8 @@ def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed
 
 
 def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
-    """Output (T_q, Hq, D_v) and LSE (Hq, T_q) by kernels or, for a reason, by a call for each sequence."""
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q) by kernels or, for a reason, by `flex_attention`: a call for each sequence, or one for all in
+    the graph of a compiler."""
     if isinstance(call, FlexCall):
         try:
             out, lse = Flex.apply(*packed[:3], call, *call.captured)  # type: ignore[no-untyped-call]
@@ -91,6 +92,8 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
             again = call_of(packed, numbers, score_mod, mask_mod)
             assert not isinstance(again, dict), "functions that are built in have no kernels of their own"
             return attend(again, packed, numbers, score_mod, mask_mod)
+    if torch.compiler.is_compiling():
+        return _at_once(packed, numbers, score_mod, mask_mod)
     return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod))
 
 
@@ -109,10 +112,8 @@ def _of_sequence(
         return score_mod(x, places[b], h, q_idx, kv_idx)
 
     def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        diagonal = q_idx + places[b + 1]
-        found = kv_idx >= 0 if mask_mod is None else mask_mod(places[b], h, q_idx, kv_idx)
-        found = found if numbers.left < 0 else found & (kv_idx >= diagonal - numbers.left)
-        return found if numbers.right < 0 else found & (kv_idx <= diagonal + numbers.right)
+        found = _in_band(numbers, q_idx + places[b + 1], kv_idx)
+        return found if mask_mod is None else found & mask_mod(places[b], h, q_idx, kv_idx)
 
     masked = mask_mod is not None or max(numbers.left, numbers.right) >= 0
     gqa = query.shape[1] != key.shape[1]
@@ -120,6 +121,45 @@ def _of_sequence(
         query, key, value, None if score_mod is None else score, visible if masked else None, numbers.scale, gqa, return_lse=True
     )
     return found[0], found[1]
+
+
+def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE by one call of `flex_attention` whose mask keeps sequences apart: a compiler has no lengths to read."""
+    query, key, value, cu_q, cu_k, used, *_ = packed
+    n_q, n_kv = cu_q.diff(), cu_k.diff() if used is None else torch.minimum(cu_k.diff(), used)
+    of_q, of_k = (
+        torch.bucketize(torch.arange(len(x), dtype=cu.dtype, device=cu.device), cu[1:], right=True)
+        for x, cu in ((query, cu_q), (key, cu_k))
+    )
+
+    def places(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
+        # Positions of pairs of two sequences may be none of a captured tensor.
+        together = (of_q[q_idx] == of_k[kv_idx]) & (of_q[q_idx] < packed.sequences)
+        b = torch.where(together, of_q[q_idx], 0)
+        return together, b, torch.where(together, q_idx - cu_q[b], 0), torch.where(together, kv_idx - cu_k[b], 0)
+
+    def score(x: Tensor, _: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert score_mod is not None, "only functions that a caller gives are called"
+        _, b, i, j = places(q_idx, kv_idx)
+        return score_mod(x, b, h, i, j)
+
+    def visible(_: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        together, b, i, j = places(q_idx, kv_idx)
+        found = together & (j < n_kv[b]) & (True if mask_mod is None else mask_mod(b, h, i, j))
+        return found & _in_band(numbers, i + (n_kv[b] - n_q[b]) * numbers.bottom_right, j)
+
+    # Zeros for keys of no sequence: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
+    unused = (of_k >= packed.sequences)[:, None, None]
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)))
+    gqa = query.shape[1] != key.shape[1]
+    out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, return_lse=True)
+    return out[0].transpose(0, 1), lse[0]
+
+
+def _in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:
+    """True for keys in the band of a call around the key on a query's diagonal."""
+    found = key >= 0 if numbers.left < 0 else key >= diagonal - numbers.left
+    return found if numbers.right < 0 else found & (key <= diagonal + numbers.right)
 
 
 def explained(call: FlexCall | str, device: torch.device) -> Explanation:

@@ -70,6 +70,21 @@ def test_without_kernels_each_sequence_is_a_call_of_flex_attention(name: str, dt
     assert said.kind == "framework" and "each sequence is a call of flex_attention" in said.reason
 
 
+@pytest.mark.parametrize("name", ["used keys", "both in a window"])
+def test_a_compiler_traces_a_call_without_a_break(name: str) -> None:
+    given, functions, _ = made(name)
+    tensors = [x.detach() for x in given.tensors]
+
+    def call(*x: torch.Tensor) -> Any:
+        return dispatch.attention_varlen(*x, *given.longest, enable_gqa=True, return_lse=True, **given.words)
+
+    with torch.no_grad():
+        out, lse = torch.compile(call, backend="eager", fullgraph=True)(*tensors, *given.bounds)
+        right, right_lse, _, _ = wanted(given, LENGTHS, functions)
+    torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
+
+
 def test_the_lse_comes_on_request_with_functions_too() -> None:
     from torch.nn.attention.varlen import AuxRequest
 

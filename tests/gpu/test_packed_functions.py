@@ -1,0 +1,107 @@
+"""Packed sequences with a mask and a score as code on a GPU: against float64, without waiting for the device, and under CUDA graphs."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from varlen_cases import Inputs
+from varlen_functions import CASES, LENGTHS, LONG, RECOGNISED, agrees, explained, made, sequences_are_alone
+
+from flashtune import dispatch
+
+DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_the_functions_of_each_sequence(name: str, kind: str) -> None:
+    agrees(name, LENGTHS, kind=kind, dtype=DTYPES[kind], device=DEVICE, d=64)
+
+
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("name", ["causal relative", "relative in a window", "prefix", "both", "both in a window", "infinite derivative"])
+def test_head_sizes_and_longer_sequences(name: str, d: int) -> None:
+    agrees(name, LONG, kind="bf16", dtype=torch.bfloat16, device=DEVICE, d=d)
+
+
+def test_float32_is_exact() -> None:
+    agrees("both in a window", LONG, device=DEVICE, d=64)
+
+
+def test_neighbours_are_not_read() -> None:
+    sequences_are_alone(DEVICE, dtype=torch.bfloat16, d=64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_serve_measured_or_not(name: str) -> None:
+    said = explained(name, device=DEVICE, dtype=torch.bfloat16, d=64)
+    families = {"flash_fwd_hopper", "flash_fwd"} if name in RECOGNISED else {"flash_fwd_hopper" if HOPPER else "flash_fwd"}
+    assert said.template in families, said
+    assert said.backward is not None and said.backward.template.startswith("flash_bwd")
+
+
+def step(given: Inputs) -> list[torch.Tensor]:
+    out, lse = given.call()
+    ended = lse == -torch.inf
+    return [out, lse, *torch.autograd.grad((out, lse), given.tensors, (given.dout, given.dlse.masked_fill(ended, 0.0)))]
+
+
+@pytest.mark.parametrize("name", ["both in a window", "prefix", "built-in slopes"])
+def test_nothing_waits_for_the_device(name: str) -> None:
+    given, _, _ = made(name, LENGTHS, dtype=torch.bfloat16, device=DEVICE, d=64)
+    step(given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["both in a window", "prefix", "score of a causal mask"])
+def test_a_graph_is_right_when_lengths_change(name: str) -> None:
+    rows, capacity = 650, 7
+    given, _, captured = made(name, ((rows,), (rows,)), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    for x in captured:
+        # Gradients of captured tensors are added up in no fixed order.
+        x.requires_grad_(False)
+    bounds = tuple(torch.tensor([0, *[rows] * capacity], dtype=torch.int32, device=DEVICE) for _ in range(2))
+    static: Any = given._replace(bounds=bounds, longest=(rows, rows), words=given.words | {"deterministic": True})
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(static)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        for one in bounds:
+            cuts = torch.randint(0, rows + 1, (capacity,), generator=generator).sort().values.tolist()
+            one.copy_(torch.tensor([0, *cuts], dtype=torch.int32))
+        graph.replay()
+        for ours, eager in zip(found, step(static), strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_a_compiled_call_computes_the_same() -> None:
+    given, _, _ = made("both in a window", LONG, dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    tensors = [x.detach() for x in given.tensors]
+
+    def call(*x: Any) -> Any:
+        return dispatch.attention_varlen(*x, *given.longest, enable_gqa=True, **given.words)
+
+    with torch.no_grad():
+        eager, traced = (one(*tensors, *given.bounds) for one in (call, torch.compile(call, fullgraph=True)))
+    torch.testing.assert_close(traced, eager, atol=2e-2, rtol=2e-2)
+
+
+def test_what_kernels_lack_is_served_by_a_call_for_each_sequence() -> None:
+    given, _, _ = made("prefix", LENGTHS, dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+    words = {"score_mod": lambda s, b, h, q, k: torch.lgamma(s.abs() + 1), "enable_gqa": True}
+    tensors = [x.detach() for x in given.tensors]
+    assert "lgamma" in dispatch.explain_varlen(*tensors, *given.bounds, *given.longest, **words).reason
+    assert dispatch.attention_varlen(*tensors, *given.bounds, *given.longest, **words).isfinite().all()
