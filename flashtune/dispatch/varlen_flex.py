@@ -43,10 +43,12 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
     functions, captured = found
     if (words := _built_in(functions, captured, packed, numbers)) is not None:
         return words
-    if functions.mask is not None and max(numbers.left, numbers.right) < 0 and (band := structure.band(functions.mask)) is not None:
-        # A band that kernels have built in narrows the keys that they walk.
+    mask, banded = functions.mask, max(numbers.left, numbers.right) >= 0
+    if mask is not None and not banded and (band := structure.band(mask, within=True)) is not None:
+        # It narrows the keys that kernels walk, and may be all of the mask.
         left, right = (-1 if side is None else side for side in band)
-        functions, numbers = replace(functions, mask=None), numbers._replace(left=left, right=right, bottom_right=False)
+        numbers = numbers._replace(left=left, right=right, bottom_right=False)
+        functions = replace(functions, mask=mask if structure.band(mask) is None else None)
     sequences = Sequences((packed.cu_q, packed.cu_k, packed.used), numbers)
     call = flex.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
     if sequences.repeats and packed.used is None and torch.is_grad_enabled() and any(x.requires_grad for x in captured):

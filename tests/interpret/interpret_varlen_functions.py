@@ -9,12 +9,12 @@ import pytest
 import torch
 from interpreting import failures_of
 from mods_machine import Coded
-from packed_machine import Ragged
+from packed_machine import Ragged, numbers_of
 from triton.experimental.gluon._runtime import GluonJITFunction
 from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, made, sequences_are_alone
 
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex_kernels, packed_ops, varlen, varlen_flex
+from flashtune.dispatch import flex_kernels, packed, packed_ops, varlen, varlen_flex
 from flashtune.templates import family
 
 warnings.filterwarnings("ignore")
@@ -54,13 +54,19 @@ def of_other_lengths() -> None:
     assert len(flex_kernels._KERNELS) == count
 
 
+def _parsed_of(name: str) -> tuple[Any, ...]:
+    given, functions, _ = made(name)
+    return packed.Packed(*given.tensors, *given.bounds), numbers_of(given), *functions
+
+
 def of_explanations() -> None:
     said = explained("both")
     assert said.template == "flash_fwd" and said.backward.template == "flash_bwd" and "functions" in said.reason
     for name in RECOGNISED:
         assert explained(name).reason.startswith("the functions are built in: packed"), explained(name).reason
-    causal = explained("score of a causal mask")
-    assert causal.variant_id != explained("relative").variant_id, "a band among the functions narrows the keys that are walked"
+    for name in ("score of a causal mask", "mask in a band"):
+        call = varlen_flex.call_of(*_parsed_of(name))
+        assert not isinstance(call, (str, dict)) and call.kernel.variant.spec.banded, "a band in a mask narrows the keys that are walked"
 
 
 def of_bits_that_repeat() -> None:

@@ -81,6 +81,7 @@ CASES: dict[str, Case] = {
     "infinite derivative": Case(_root),
     "hidden": Case(_hidden),
     "score of a causal mask": Case(lambda x: (_relative(x)[0], lambda b, h, q, k: q >= k), _numbers(4, 15, trained=True)),
+    "mask in a band": Case(lambda: (None, lambda b, h, q, k: (q >= k) & (q % 3 != k % 5) & (q - k < 40))),
     "built-in band": Case(lambda: (None, lambda b, h, q, k: (q >= k) & (q - k < 12))),
     "built-in cap": Case(lambda: (lambda s, b, h, q, k: 2 * torch.tanh(s / 2), None), words={"is_causal": True}),
     "built-in slopes": Case(lambda x: (lambda s, b, h, q, k: s + x[h] * (k - q), lambda b, h, q, k: q >= k), _numbers(4)),

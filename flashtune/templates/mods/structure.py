@@ -17,14 +17,16 @@ class Line(NamedTuple):
     constant: int
 
 
-def band(mask: Node) -> tuple[int | None, int | None] | None:
-    """(left, right) of a mask that shows query q the keys from q - left to q + right, None for an open side; None for any other mask."""
+def band(mask: Node, *, within: bool = False) -> tuple[int | None, int | None] | None:
+    """(left, right) of a mask that shows query q the keys from q - left to q + right, None for an open side; None for any other mask. With
+    `within`, a band beside other conditions, joined by `&`, counts, too."""
     packet = mask.target.overloadpacket if mask.kind == "operation" else None
     if packet in (aten.bitwise_and, aten.logical_and):
-        both = [band(x) if isinstance(x, Node) and x.dtype is torch.bool else None for x in mask.arguments]
-        if both[0] is None or both[1] is None:
+        both = [band(x, within=within) if isinstance(x, Node) and x.dtype is torch.bool else None for x in mask.arguments]
+        found = [sides for sides in both if sides is not None]
+        if not found or (len(found) < 2 and not within):
             return None
-        left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(both[0], both[1], strict=True))
+        left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(*found, strict=True))
         return left, right
     if packet not in (aten.ge, aten.gt, aten.le, aten.lt):
         return None
