@@ -1,19 +1,17 @@
 """Sequences that are flattened into rows of a batch, as padding-free training has them: where each begins, from arguments or positions."""
 
 import functools
-from collections.abc import Mapping, MutableMapping
+import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
 from flashtune.integrations.sources import arguments_of_attention, source_of
-
-_FOUND: MutableMapping[Tensor, dict[Any, "Bounds"]] = WeakTensorKeyDictionary()
-"""Bounds of the positions that a step's layers share, so that the host waits for them once."""
 
 
 class Bounds(NamedTuple):
@@ -95,49 +93,85 @@ def _hands_on(configuration: str) -> bool:
     return bool(arguments_of_attention(configuration)) and "allow_is_causal_skip=False" not in source_of(configuration)
 
 
-def bounds_in_mask(positions: Tensor) -> Bounds:
+def bounds_in_mask(positions: Tensor, layer: int | None = None) -> Bounds:
     """Bounds of sequences by a result of `positions_as_mask`."""
-    return _shared(positions[:, :, 0, 0], "steps")
+    known = _known(positions, "steps", layer)
+    return known or _remembered(positions, "steps", layer, _computed(positions[:, :, 0, 0], "steps"))
 
 
-def bounds_at_restarts(positions: Any, rows: int) -> Bounds | None:
+def bounds_at_restarts(positions: Any, rows: int, layer: int | None = None) -> Bounds | None:
     """Bounds of sequences in the only row of a batch whose positions (1, `rows`) begin again; None if they never do, or aren't known.
 
     As flash attention has it in transformers, which makes no mask of them beside a cache. The host waits for the positions once a step;
-    a compiler or a CUDA graph can't, and sees one sequence.
+    a compiler or a CUDA graph can't, and sees one sequence. `layer` is the number of the layer that asks.
     """
-    if not isinstance(positions, Tensor) or positions.shape != (1, rows) or rows < 2 or positions.is_meta or is_tracing(positions):
+    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.shape != (1, rows) or rows < 2:
         return None
-    found = _shared(positions, "restarts")
-    return found if len(found.cu_q) > 2 else None
+    found = _known(positions, "restarts", layer)
+    if found is None:
+        # This check takes longer than all others together.
+        if positions.is_meta or is_tracing(positions):
+            return None
+        found = _remembered(positions, "restarts", layer, _computed(positions, "restarts"))
+    return None if len(found.cu_q) == 2 else found
 
 
-def _shared(positions: Tensor, rule: str) -> Bounds:
-    """Bounds by a rule, computed once for positions that several layers get, as views of one tensor or itself."""
-    if positions.is_inference():
-        # Nothing says whether it was written since.
-        return _computed(positions, rule)
-    base = positions if positions._base is None else positions._base
-    known = _FOUND.setdefault(base, {})
-    key = rule, positions._version, positions.shape, positions.stride(), positions.storage_offset()
-    if key not in known:
-        # Of older versions nobody asks again.
-        for old in [one for one in known if one[1] != key[1]]:
-            known.pop(old, None)
-        known[key] = _computed(positions, rule)
-    return known[key]
+class _Recent(NamedTuple):
+    """Bounds that were computed last, and of which positions."""
+
+    base: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    layer: int | None
+    found: Bounds
+
+
+_recent: tuple[_Recent, ...] = ()
+"""Bounds of the positions that a step's layers share, so that the host waits for them once. Kinds of layers may have masks of their own."""
+
+_KEPT = 4
+
+
+def _known(positions: Tensor, rule: str, layer: int | None) -> Bounds | None:
+    """Bounds that another layer of the step had computed, of this tensor or of views of one."""
+    base, state = _base_of(positions), _state_of(positions, rule)
+    for known in _recent:
+        if known.base() is base and known.state == state:
+            # Nothing says whether a tensor of inference mode was written since; within a step, whose layers ask in order, it wasn't.
+            if not positions.is_inference():
+                return known.found
+            if layer is not None and known.layer is not None and layer > known.layer:
+                return _remembered(positions, rule, layer, known.found)
+    return None
+
+
+def _remembered(positions: Tensor, rule: str, layer: int | None, found: Bounds) -> Bounds:
+    """The bounds that are given, kept for the layers that follow."""
+    global _recent
+    base, state = _base_of(positions), _state_of(positions, rule)
+    others = tuple(one for one in _recent if not (one.base() is base and one.state[0] == rule))
+    _recent = (_Recent(weakref.ref(base), state, layer, found), *others)[:_KEPT]
+    return found
+
+
+def _base_of(positions: Tensor) -> Tensor:
+    return positions if positions._base is None else positions._base
+
+
+def _state_of(positions: Tensor, rule: str) -> tuple[Any, ...]:
+    version = None if positions.is_inference() else positions._version
+    return rule, version, positions.shape, positions.stride(), positions.storage_offset()
 
 
 def _computed(positions: Tensor, rule: str) -> Bounds:
     """Bounds by a rule, from positions (B, N) of rows that follow one another."""
     # One copy, since each number that is read from the device waits for it.
-    host = positions.detach().cpu()
+    host = positions.detach().cpu().numpy()
     later, before = host[:, 1:], host[:, :-1]
-    begins = torch.ones_like(host, dtype=torch.bool)
+    begins = np.ones_like(host, dtype=bool)
     begins[:, 1:] = later - before != 1 if rule == "steps" else (later < before) | (later == host[:, :1])
-    bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([host.numel()])])
-    longest = int(bounds.diff().max())
-    cu = bounds.to(torch.int32).to(positions.device, non_blocking=True)
+    bounds = np.append(np.flatnonzero(begins), host.size).astype(np.int32)
+    longest = int(np.diff(bounds).max())
+    cu = torch.from_numpy(bounds).to(positions.device, non_blocking=True)
     return Bounds(cu, cu, longest, longest)
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import made
@@ -115,6 +116,26 @@ def test_positions_are_read_once_a_step_and_given_bounds_never(
     for way in ("bounds and positions", "bounds beside a cache", "bounds alone"):
         logits_of(model, **collated(way))
     assert len(read) == 3
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+@torch.inference_mode()
+def test_tensors_of_inference_mode_are_read_once_a_step(
+    model: "PreTrainedModel", calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashtune.integrations import flattened
+
+    read: list[str] = []
+    computed = flattened._computed
+    monkeypatch.setattr(flattened, "_computed", lambda positions, rule: read.append(rule) or computed(positions, rule))
+    for way, rule in (("positions", "steps"), ("positions beside a cache", "restarts")):
+        batch = collated(way)
+        for bounds in ([0, 5, 17, 26], [0, 9, 26]):
+            batch["position_ids"][0] = torch.cat([torch.arange(n) for n in np.diff(bounds)])
+            logits_of(model, **batch)
+            assert calls[-1][3].tolist() == bounds, "their version can't be asked for"
+        assert read == [rule] * 2
+        read.clear()
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
