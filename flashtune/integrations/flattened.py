@@ -95,8 +95,10 @@ def _hands_on(configuration: str) -> bool:
 
 def bounds_in_mask(positions: Tensor, layer: int | None = None) -> Bounds:
     """Bounds of sequences by a result of `positions_as_mask`."""
-    known = _known(positions, "steps", layer)
-    return known or _remembered(positions, "steps", layer, _computed(positions[:, :, 0, 0], "steps"))
+    known = _known(positions, layer)
+    found = known.found if known is not None else _remembered(positions, layer, _by_steps(positions[:, :, 0, 0]))
+    assert found is not None, "kept for masks and for positions apart: their shapes differ"
+    return found
 
 
 def bounds_at_restarts(positions: Any, rows: int, layer: int | None = None) -> Bounds | None:
@@ -107,22 +109,22 @@ def bounds_at_restarts(positions: Any, rows: int, layer: int | None = None) -> B
     """
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.shape != (1, rows) or rows < 2:
         return None
-    found = _known(positions, "restarts", layer)
-    if found is None:
-        # This check takes longer than all others together.
-        if positions.is_meta or is_tracing(positions):
-            return None
-        found = _remembered(positions, "restarts", layer, _computed(positions, "restarts"))
-    return None if len(found.cu_q) == 2 else found
+    known = _known(positions, layer)
+    if known is not None:
+        return known.found
+    # This check takes longer than all others together.
+    if positions.is_meta or is_tracing(positions):
+        return None
+    return _remembered(positions, layer, _by_restarts(positions))
 
 
 class _Recent(NamedTuple):
-    """Bounds that were computed last, and of which positions."""
+    """Bounds that were computed last, None of one sequence, and of which positions."""
 
     base: weakref.ref[Tensor]
     state: tuple[Any, ...]
     layer: int | None
-    found: Bounds
+    found: Bounds | None
 
 
 _recent: tuple[_Recent, ...] = ()
@@ -131,24 +133,26 @@ _recent: tuple[_Recent, ...] = ()
 _KEPT = 4
 
 
-def _known(positions: Tensor, rule: str, layer: int | None) -> Bounds | None:
-    """Bounds that another layer of the step had computed, of this tensor or of views of one."""
-    base, state = _base_of(positions), _state_of(positions, rule)
+def _known(positions: Tensor, layer: int | None) -> _Recent | None:
+    """What another layer of the step had computed, of this tensor or of views of one."""
+    global _recent
+    base, state = _base_of(positions), _state_of(positions)
     for known in _recent:
         if known.base() is base and known.state == state:
             # Nothing says whether a tensor of inference mode was written since; within a step, whose layers ask in order, it wasn't.
-            if not positions.is_inference():
-                return known.found
-            if layer is not None and known.layer is not None and layer > known.layer:
-                return _remembered(positions, rule, layer, known.found)
+            if positions.is_inference():
+                if layer is None or known.layer is None or layer <= known.layer:
+                    return None
+                _remembered(positions, layer, known.found)
+            return known
     return None
 
 
-def _remembered(positions: Tensor, rule: str, layer: int | None, found: Bounds) -> Bounds:
+def _remembered(positions: Tensor, layer: int | None, found: Bounds | None) -> Bounds | None:
     """The bounds that are given, kept for the layers that follow."""
     global _recent
-    base, state = _base_of(positions), _state_of(positions, rule)
-    others = tuple(one for one in _recent if not (one.base() is base and one.state[0] == rule))
+    base, state = _base_of(positions), _state_of(positions)
+    others = tuple(one for one in _recent if not (one.base() is base and one.state[1:] == state[1:]))
     _recent = (_Recent(weakref.ref(base), state, layer, found), *others)[:_KEPT]
     return found
 
@@ -157,21 +161,33 @@ def _base_of(positions: Tensor) -> Tensor:
     return positions if positions._base is None else positions._base
 
 
-def _state_of(positions: Tensor, rule: str) -> tuple[Any, ...]:
+def _state_of(positions: Tensor) -> tuple[Any, ...]:
     version = None if positions.is_inference() else positions._version
-    return rule, version, positions.shape, positions.stride(), positions.storage_offset()
+    return version, positions.shape, positions.stride(), positions.storage_offset()
 
 
-def _computed(positions: Tensor, rule: str) -> Bounds:
-    """Bounds by a rule, from positions (B, N) of rows that follow one another."""
+def _by_steps(positions: Tensor) -> Bounds:
+    """Bounds of sequences that begin where a step between positions (B, N) isn't 1, and with each row."""
     # One copy, since each number that is read from the device waits for it.
     host = positions.detach().cpu().numpy()
-    later, before = host[:, 1:], host[:, :-1]
     begins = np.ones_like(host, dtype=bool)
-    begins[:, 1:] = later - before != 1 if rule == "steps" else (later < before) | (later == host[:, :1])
-    bounds = np.append(np.flatnonzero(begins), host.size).astype(np.int32)
+    begins[:, 1:] = host[:, 1:] - host[:, :-1] != 1
+    return _bounds_of(begins, positions.device)
+
+
+def _by_restarts(positions: Tensor) -> Bounds | None:
+    """Bounds of sequences that begin where positions (1, N) begin again; None of one sequence."""
+    host = positions.detach().cpu().numpy()[0]
+    later, before = host[1:], host[:-1]
+    begins = np.ones_like(host, dtype=bool)
+    begins[1:] = (later < before) | (later == host[0])
+    return _bounds_of(begins, positions.device) if begins[1:].any() else None
+
+
+def _bounds_of(begins: "np.typing.NDArray[np.bool_]", device: torch.device) -> Bounds:
+    bounds = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
     longest = int(np.diff(bounds).max())
-    cu = torch.from_numpy(bounds).to(positions.device, non_blocking=True)
+    cu = torch.from_numpy(bounds).to(device, non_blocking=True)
     return Bounds(cu, cu, longest, longest)
 
 

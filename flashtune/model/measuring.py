@@ -61,8 +61,12 @@ class Check:
         return self.tuned <= self.allowed
 
 
+class StandardFails(RuntimeError):
+    """A model fails with PyTorch's own attention: there is nothing to compare with."""
+
+
 def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Check:
-    """Errors of one workload, with a smaller batch where it is large."""
+    """Errors of one workload, with a smaller batch where it is large; raises StandardFails where PyTorch's attention can't compute it."""
     small = replace(workload, batch=min(workload.batch, CHECKED_BATCH))
     inputs = subject.inputs(small, device=device, dtype=dtype)
     exact = copy.deepcopy(model).float()
@@ -73,7 +77,12 @@ def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, devic
     errors = {}
     for implementation in (subject.standard, "tuned"):
         subject.attend(model, implementation)
-        found = _results(model, inputs, small)
+        try:
+            found = _results(model, inputs, small)
+        except RuntimeError as error:
+            if implementation == "tuned" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise StandardFails(str(error).splitlines()[0][:200]) from error
         errors[implementation] = _largest_error(found, expected)
     allowed = ALLOWED * errors[subject.standard] + torch.finfo(dtype).eps
     return Check(tuned=errors["tuned"], torch=errors[subject.standard], allowed=allowed)

@@ -18,7 +18,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.core.target import find_target
-from flashtune.model import measuring, recording, shares
+from flashtune.model import measuring, recording, shares, tuning
 from flashtune.model.sources import find_subject
 from flashtune.model.tuning import Judged, ModelReport
 from flashtune.model.workloads import DECODED, Run, Workload, lengths, padding_mask, parse, runner
@@ -160,6 +160,29 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_error(tmp_path: Path, m
     attend = dispatch.attention
     monkeypatch.setattr(dispatch, "attention", lambda q, *others, **words: attend(3 * q, *others, **words))
     assert not measuring.check(subject, model, parse("train:2x24"), device="cpu", dtype=torch.bfloat16).right
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_workload_in_which_pytorchs_own_attention_fails_is_left_out(tmp_path: Path, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=1)
+    results = measuring._results
+
+    def failing(model: torch.nn.Module, inputs: Any, workload: Workload) -> list[torch.Tensor]:
+        if workload.trains and model.config._attn_implementation == "sdpa":
+            raise RuntimeError("mha_graph.execute failed\nat a line")
+        return results(model, inputs, workload)
+
+    monkeypatch.setattr(measuring, "_results", failing)
+    monkeypatch.setattr(tuning, "_lost", lambda _device: lost)
+    monkeypatch.setattr(measuring, "MOST_ROUNDS", 1)
+    judged = tuning.record_calls(
+        subject, [parse(text) for text in ("forward:1x8", "train:1x8", "forward:1x9")], dtype=torch.float32, device="cpu"
+    )
+    tuning.judge(subject, judged, device="cpu", dtype=torch.float32, say=lambda _text: None)
+    first, failed, after = judged
+    assert first.times is not None and not first.why
+    assert (failed.check, failed.times, failed.why) == (None, None, "PyTorch's own attention fails in it (mha_graph.execute failed)")
+    assert (after.times is None, "name it alone" in after.why) == (lost, lost)
 
 
 @pytest.mark.parametrize("text", ["forward:2x24", "decode:2x24", "train:2x24"])
