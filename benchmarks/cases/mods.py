@@ -3,7 +3,7 @@
 Functions as in attention-gym (causal, window, document, prefix-LM, dilated, global + window, soft cap, ALiBi, signed ALiBi, relative bias,
 learned bias with its gradient). All run interleaved on the same inputs, as whole calls; a backward is that of output and captured tensors
 alone, without the forward. Our lists of blocks are kept with the BlockMask, as FlexAttention's are in it; `lists_us` is the time of the
-forward's lists when they are made anew.
+forward's lists when they are made anew. Documents are beside `attention_varlen`, too, to which they are packed sequences.
 
 Prints a line for each cell and writes mods.json after each.
 """
@@ -80,6 +80,20 @@ CASES: dict[str, Callable[[int, int], tuple[Mods, list[Tensor]]]] = {
 Run = Callable[[], object]
 
 
+def packed_function(n: int) -> Callable[..., Tensor]:
+    """Attention of `_documents` (N,) as packed causal sequences, of tensors (1, H, N, D)."""
+    lengths = torch.unique_consecutive(_documents(n), return_counts=True)[1]
+    bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    longest = int(lengths.max())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        rows = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = dispatch.attention_varlen(*rows, bounds, bounds, longest, longest, is_causal=True)
+        return out.transpose(0, 1)[None]
+
+    return attend
+
+
 def whole_calls(function: Callable[..., Any], tensors: list[Tensor], trained: list[Tensor], mods: Mods, mask: Any) -> tuple[Run, Run]:
     """The forward and the backward of a call; both have run once."""
     out = function(*tensors, score_mod=mods[0], block_mask=mask)
@@ -106,6 +120,8 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
     functions: dict[str, Callable[..., Any]] = {"ours": dispatch.flex_attention, "flex": torch.compile(flex_attention)}
     if options.autotune:
         functions["flex_autotuned"] = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
+    if name == "document":
+        functions["packed"] = packed_function(n)
     calls = {key: whole_calls(function, tensors, trained, mods, mask) for key, function in functions.items()}
     found: dict[str, Any] = {"case": name, "n": n, "d": d, "served": dispatch.explain_flex(*tensors, score_mod=mods[0], block_mask=mask)}
     theirs, mine = (calls[key][0]() for key in ("flex", "ours"))

@@ -1,8 +1,9 @@
 """Expected values of each pass's written operands at a place, by the reference; PyTorch is imported at use."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING
 
 from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
@@ -75,9 +76,19 @@ def _attended(
 
 
 def forward_oracle(
-    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None" = None
+    problem: "Problem",
+    operands: "Mapping[str, Tensor]",
+    parameters: CallParameters,
+    places: Sequence[Place],
+    dtype: "torch.dtype | None" = None,
+) -> "list[dict[str, Tensor]]":
+    """Output and LSE at each place by the reference, some rows at a time."""
+    return [_forward_at(problem, operands, parameters, place, dtype) for place in places]
+
+
+def _forward_at(
+    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None"
 ) -> "dict[str, Tensor]":
-    """Output and LSE at a place by the reference, some rows at a time."""
     import torch
 
     batch, head, kv_head = place.batch, place.head, place.head // problem.gqa_ratio
@@ -92,45 +103,71 @@ def forward_oracle(
 
 
 def backward_oracle(
-    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None" = None
-) -> "dict[str, Tensor]":
-    """Gradients by autograd through the reference, some rows at a time; those of keys sum over all rows of a group's heads.
+    problem: "Problem",
+    operands: "Mapping[str, Tensor]",
+    parameters: CallParameters,
+    places: Sequence[Place],
+    dtype: "torch.dtype | None" = None,
+) -> "list[dict[str, Tensor]]":
+    """Gradients at each place by autograd through the reference, some rows at a time; those of keys sum over all rows of a group's heads.
 
     They are taken at the forward's rounded output, which BACKWARD reads: rounding moves delta = rowsum(dO * O) as a gradient of the LSE
     would, as much as the tolerances allow where scores are large.
     """
     import torch
 
-    batch, kv_head, ratio = place.batch, place.head // problem.gqa_ratio, problem.gqa_ratio
-    first, stop, _ = place.queries.indices(problem.n_q)
+    kind = dtype or torch.float64
+    ratio = problem.gqa_ratio
+    found: list[dict[str, Tensor]] = [{} for _ in places]
+    by_group: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, place in enumerate(places):
+        by_group[place.batch, place.head // ratio].append(index)
+    # All places of a group share the work, which is that of all its heads.
+    for (batch, kv_head), some in by_group.items():
+        wanted = {places[index].head for index in some}
+        dq, dk, dv = _group_gradients(problem, operands, parameters, batch, kv_head, wanted, dtype)
+        for index in some:
+            place = places[index]
+            found[index] = {"dq": dq[place.head][place.queries], "dk": dk[place.keys], "dv": dv[place.keys]}
+    for place, values in zip(places, found, strict=True):
+        if "dslopes" in operands:
+            parts = _score_gradients(problem, operands, parameters, place, kind)
+            values["dslopes"] = torch.cat([-(gradients * far).sum(-1) for gradients, far in parts])
+        if "dbias" in operands:
+            values["dbias"] = _bias_gradient(problem, operands, parameters, place, kind)
+    return found
+
+
+def _group_gradients(
+    problem: "Problem",
+    operands: "Mapping[str, Tensor]",
+    parameters: CallParameters,
+    batch: int,
+    kv_head: int,
+    wanted: Set[int],
+    dtype: "torch.dtype | None",
+) -> "tuple[dict[int, Tensor], Tensor, Tensor]":
+    """Gradients of the queries of the wanted heads of a group, by head, and of the group's keys and values, in all rows."""
+    import torch
+
     kind = dtype or torch.float64
     k, v = (operands[name][batch, kv_head].to(kind) for name in ("k", "v"))
-    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-
-    def add(head: int, start: int, end: int) -> "Tensor":
-        """Add these rows' gradients of the keys; returns the gradient of the rows."""
-        rows = batch, head, slice(start, end)
-        leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].to(kind), k, v)]
-        with torch.enable_grad():
-            out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start, dtype)
-            found = torch.autograd.grad(_loss(operands, rows, out, lse), leaves)
-        dk.add_(found[1])
-        dv.add_(found[2])
-        return found[0]
-
-    edges = sorted({0, first, stop, problem.n_q, *range(0, problem.n_q, ORACLE_ROWS)})
-    for head in range(kv_head * ratio, (kv_head + 1) * ratio):
-        for start, end in pairwise(edges):
-            rows = add(head, start, end)
-            if head == place.head and first <= start < stop:
-                dq.append(rows)
-    found = {"dq": torch.cat(dq), "dk": dk[place.keys], "dv": dv[place.keys]}
-    if "dslopes" in operands:
-        parts = _score_gradients(problem, operands, parameters, place, kind)
-        found["dslopes"] = torch.cat([-(gradients * far).sum(-1) for gradients, far in parts])
-    if "dbias" in operands:
-        found["dbias"] = _bias_gradient(problem, operands, parameters, place, kind)
-    return found
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq: dict[int, Tensor] = {}
+    for head in range(kv_head * problem.gqa_ratio, (kv_head + 1) * problem.gqa_ratio):
+        parts = []
+        for start in range(0, problem.n_q, ORACLE_ROWS):
+            rows = batch, head, slice(start, min(start + ORACLE_ROWS, problem.n_q))
+            leaves = [x.detach().requires_grad_() for x in (operands["q"][rows].to(kind), k, v)]
+            with torch.enable_grad():
+                out, lse = _attended(problem, (leaves[0], leaves[1], leaves[2]), parameters, batch, head, start, dtype)
+                gradients = torch.autograd.grad(_loss(operands, rows, out, lse), leaves)
+            parts.append(gradients[0])
+            dk.add_(gradients[1])
+            dv.add_(gradients[2])
+        if head in wanted:
+            dq[head] = torch.cat(parts)
+    return dq, dk, dv
 
 
 def _loss(operands: "Mapping[str, Tensor]", rows: tuple[int, int, slice], out: "Tensor", lse: "Tensor") -> "Tensor":

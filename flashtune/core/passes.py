@@ -5,7 +5,7 @@ model look a pass up by a problem's direction (decision 0001). Importing this ne
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -68,17 +68,17 @@ class Operand(NamedTuple):
 
 
 class Oracle(Protocol):
-    """Function from all operands to the expected values of the written ones at a place, by default in float64."""
+    """Function from all operands to the expected values of the written ones at each place, by default in float64."""
 
     def __call__(
         self,
         problem: "Problem",
         operands: "Mapping[str, torch.Tensor]",
         parameters: CallParameters,
-        place: "Place",
+        places: "Sequence[Place]",
         dtype: "torch.dtype | None" = None,
-    ) -> "dict[str, torch.Tensor]":
-        """Tensors of `dtype`, by name."""
+    ) -> "list[dict[str, torch.Tensor]]":
+        """Tensors of `dtype`, by name, for each place."""
         ...
 
 
@@ -119,12 +119,12 @@ class Pass(NamedTuple):
         return found
 
 
-def _computed(oracle: str, *args: Any, **kwargs: Any) -> "dict[str, torch.Tensor]":
+def _computed(oracle: str, *args: Any, **kwargs: Any) -> "list[dict[str, torch.Tensor]]":
     """The result of a function of flashtune.core.oracles, by its name."""
     # Calls need a pass's sizes, and shouldn't wait for imports of checks.
     from flashtune.core import oracles
 
-    found: dict[str, torch.Tensor] = getattr(oracles, oracle)(*args, **kwargs)
+    found: list[dict[str, torch.Tensor]] = getattr(oracles, oracle)(*args, **kwargs)
     return found
 
 

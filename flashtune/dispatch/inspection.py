@@ -47,12 +47,12 @@ DECIDED = _Decided()
 ON_THE_CPU = "kernels run on GPUs (or on the CPU with TRITON_INTERPRET=1 set at import)"
 """Reason for PyTorch's own operations there, for which no address matters."""
 
-_TRANSFORMED = "a torch.func or forward-mode transform is active"
+TRANSFORMED = "a torch.func or forward-mode transform is active"
 _WATCHED = "a mode or a tracer watches torch's operations"
 _SUBCLASS = "tensor subclasses have their own dispatch"
 _SWITCHED_OFF = "flash attention is switched off (torch.nn.attention.sdpa_kernel)"
 
-PERHAPS_FAKE = frozenset((_TRANSFORMED, _WATCHED, _SUBCLASS, _SWITCHED_OFF))
+PERHAPS_FAKE = frozenset((TRANSFORMED, _WATCHED, _SUBCLASS, _SWITCHED_OFF))
 """Reasons with which tensors may be fake ones, which have no address."""
 
 SEEN_THROUGH = PERHAPS_FAKE - {_SWITCHED_OFF}
@@ -76,7 +76,7 @@ def perhaps_fake(why_torch: str | None, query: Tensor) -> bool:
 def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Reason for which only PyTorch's own operations can serve these tensors now, or None where a kernel may."""
     if forward_ad._current_level >= 0 or _peek() is not None:
-        return _TRANSFORMED
+        return TRANSFORMED
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return _WATCHED
     if not (flash_attention_on() or DECIDED.kernels):

@@ -22,11 +22,12 @@ from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refu
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_configs import choice_of
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
-from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH
+from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
 from flashtune.dispatch.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch.torch_backends import TorchBackend
 from flashtune.templates import families
 from flashtune.templates.family import Family
 
@@ -223,11 +224,16 @@ def _out_of_reach(call: Call) -> str | None:
 def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
     """Plan of the implementation that the caller names; raises InputError, with the cause and the remedy, where it can't serve.
 
-    Under transforms, modes, tracers and subclasses (`SEEN_THROUGH`), and with nothing to compute, PyTorch's operations serve any name.
+    Under transforms, modes, tracers and subclasses (`SEEN_THROUGH`), and with nothing to compute, PyTorch's operations serve any name;
+    under transforms a backend that is named comes first.
     """
     nothing = call.empty or not call.d or not call.d_v
     reason = f"the caller named {name}" + ", and there is nothing to compute" * nothing
     said = functools.partial(Explanation, reason=reason, gpu=_slug(call.device))
+    backend = PROVIDERS.get(name)
+    if torch_only is TRANSFORMED and isinstance(backend, TorchBackend) and not nothing:
+        yield Candidate(backend.transformed(call, tensors), "provider", functools.partial(said, kind="provider", provider=name))
+        return
     if name == TORCHS or torch_only in SEEN_THROUGH or nothing:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", functools.partial(said, kind="framework"))
         return

@@ -103,6 +103,11 @@ class TorchBackend(Provider):
             return ProviderPlan(call, self.name, lambda query, key, value, *_: (single(query, key, value), None), single)
         return ProviderPlan(call, self.name, run, direct)
 
+    def transformed(self, call: Call, tensors: Tensors) -> "ProviderPlan":
+        """PyTorch's plan with this backend first, for calls that only PyTorch's function can take: the math backend alone has derivatives
+        of every kind."""
+        return ProviderPlan(call, self.name, self._first(call, TorchPlan.of(call, *tensors).run), None)
+
     def _operator(self, call: Call, otherwise: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
         """Function of query, key and value that runs the backend's operator as PyTorch's function would, without choosing a backend; None
         where that does more. In PyTorch's deterministic mode, which backends may refuse, it is the function `otherwise`."""

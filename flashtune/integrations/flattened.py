@@ -1,19 +1,17 @@
 """Sequences that are flattened into rows of a batch, as padding-free training has them: where each begins, from arguments or positions."""
 
 import functools
-from collections.abc import Mapping, MutableMapping
+import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
 from flashtune.integrations.sources import arguments_of_attention, source_of
-
-_FOUND: MutableMapping[Tensor, dict[Any, "Bounds"]] = WeakTensorKeyDictionary()
-"""Bounds of the positions that a step's layers share, so that the host waits for them once."""
 
 
 class Bounds(NamedTuple):
@@ -95,49 +93,101 @@ def _hands_on(configuration: str) -> bool:
     return bool(arguments_of_attention(configuration)) and "allow_is_causal_skip=False" not in source_of(configuration)
 
 
-def bounds_in_mask(positions: Tensor) -> Bounds:
+def bounds_in_mask(positions: Tensor, layer: int | None = None) -> Bounds:
     """Bounds of sequences by a result of `positions_as_mask`."""
-    return _shared(positions[:, :, 0, 0], "steps")
+    known = _known(positions, layer)
+    found = known.found if known is not None else _remembered(positions, layer, _by_steps(positions[:, :, 0, 0]))
+    assert found is not None, "kept for masks and for positions apart: their shapes differ"
+    return found
 
 
-def bounds_at_restarts(positions: Any, rows: int) -> Bounds | None:
+def bounds_at_restarts(positions: Any, rows: int, layer: int | None = None) -> Bounds | None:
     """Bounds of sequences in the only row of a batch whose positions (1, `rows`) begin again; None if they never do, or aren't known.
 
     As flash attention has it in transformers, which makes no mask of them beside a cache. The host waits for the positions once a step;
-    a compiler or a CUDA graph can't, and sees one sequence.
+    a compiler or a CUDA graph can't, and sees one sequence. `layer` is the number of the layer that asks.
     """
-    if not isinstance(positions, Tensor) or positions.shape != (1, rows) or rows < 2 or positions.is_meta or is_tracing(positions):
+    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.shape != (1, rows) or rows < 2:
         return None
-    found = _shared(positions, "restarts")
-    return found if len(found.cu_q) > 2 else None
+    known = _known(positions, layer)
+    if known is not None:
+        return known.found
+    # This check takes longer than all others together.
+    if positions.is_meta or is_tracing(positions):
+        return None
+    return _remembered(positions, layer, _by_restarts(positions))
 
 
-def _shared(positions: Tensor, rule: str) -> Bounds:
-    """Bounds by a rule, computed once for positions that several layers get, as views of one tensor or itself."""
-    if positions.is_inference():
-        # Nothing says whether it was written since.
-        return _computed(positions, rule)
-    base = positions if positions._base is None else positions._base
-    known = _FOUND.setdefault(base, {})
-    key = rule, positions._version, positions.shape, positions.stride(), positions.storage_offset()
-    if key not in known:
-        # Of older versions nobody asks again.
-        for old in [one for one in known if one[1] != key[1]]:
-            known.pop(old, None)
-        known[key] = _computed(positions, rule)
-    return known[key]
+class _Recent(NamedTuple):
+    """Bounds that were computed last, None of one sequence, and of which positions."""
+
+    base: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    layer: int | None
+    found: Bounds | None
 
 
-def _computed(positions: Tensor, rule: str) -> Bounds:
-    """Bounds by a rule, from positions (B, N) of rows that follow one another."""
+_recent: tuple[_Recent, ...] = ()
+"""Bounds of the positions that a step's layers share, so that the host waits for them once. Kinds of layers may have masks of their own."""
+
+_KEPT = 4
+
+
+def _known(positions: Tensor, layer: int | None) -> _Recent | None:
+    """What another layer of the step had computed, of this tensor or of views of one."""
+    global _recent
+    base, state = _base_of(positions), _state_of(positions)
+    for known in _recent:
+        if known.base() is base and known.state == state:
+            # Nothing says whether a tensor of inference mode was written since; within a step, whose layers ask in order, it wasn't.
+            if positions.is_inference():
+                if layer is None or known.layer is None or layer <= known.layer:
+                    return None
+                _remembered(positions, layer, known.found)
+            return known
+    return None
+
+
+def _remembered(positions: Tensor, layer: int | None, found: Bounds | None) -> Bounds | None:
+    """The bounds that are given, kept for the layers that follow."""
+    global _recent
+    base, state = _base_of(positions), _state_of(positions)
+    others = tuple(one for one in _recent if not (one.base() is base and one.state[1:] == state[1:]))
+    _recent = (_Recent(weakref.ref(base), state, layer, found), *others)[:_KEPT]
+    return found
+
+
+def _base_of(positions: Tensor) -> Tensor:
+    return positions if positions._base is None else positions._base
+
+
+def _state_of(positions: Tensor) -> tuple[Any, ...]:
+    version = None if positions.is_inference() else positions._version
+    return version, positions.shape, positions.stride(), positions.storage_offset()
+
+
+def _by_steps(positions: Tensor) -> Bounds:
+    """Bounds of sequences that begin where a step between positions (B, N) isn't 1, and with each row."""
     # One copy, since each number that is read from the device waits for it.
-    host = positions.detach().cpu()
-    later, before = host[:, 1:], host[:, :-1]
-    begins = torch.ones_like(host, dtype=torch.bool)
-    begins[:, 1:] = later - before != 1 if rule == "steps" else (later < before) | (later == host[:, :1])
-    bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([host.numel()])])
-    longest = int(bounds.diff().max())
-    cu = bounds.to(torch.int32).to(positions.device, non_blocking=True)
+    host = positions.detach().cpu().numpy()
+    begins = np.ones_like(host, dtype=bool)
+    begins[:, 1:] = host[:, 1:] - host[:, :-1] != 1
+    return _bounds_of(begins, positions.device)
+
+
+def _by_restarts(positions: Tensor) -> Bounds | None:
+    """Bounds of sequences that begin where positions (1, N) begin again; None of one sequence."""
+    host = positions.detach().cpu().numpy()[0]
+    later, before = host[1:], host[:-1]
+    begins = np.ones_like(host, dtype=bool)
+    begins[1:] = (later < before) | (later == host[0])
+    return _bounds_of(begins, positions.device) if begins[1:].any() else None
+
+
+def _bounds_of(begins: "np.typing.NDArray[np.bool_]", device: torch.device) -> Bounds:
+    bounds = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+    longest = int(np.diff(bounds).max())
+    cu = torch.from_numpy(bounds).to(device, non_blocking=True)
     return Bounds(cu, cu, longest, longest)
 
 

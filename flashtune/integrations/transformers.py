@@ -147,7 +147,7 @@ def attention_forward(
         logger.warning_once("tuned attention computes no attention weights: output_attentions=True needs attn_implementation='eager'")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     sinks = None if s_aux is None else s_aux.float()
-    bounds = _bounds(query, key, attention_mask, causal, others) if position_bias is None else None
+    bounds = _bounds(module, query, key, attention_mask, causal, others) if position_bias is None else None
     if bounds is not None:
         left = None if sliding_window is None else sliding_window - 1
         options = {"window_size": (left, 0 if causal else left), "dropout_p": dropout, "scale": scaling, "softcap": softcap or 0.0}
@@ -180,17 +180,17 @@ def attention_forward(
 
 
 def _bounds(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, others: dict[str, Any]
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, others: dict[str, Any]
 ) -> flattened.Bounds | None:
     """Bounds of the flattened sequences of a call; None where its rows are sequences themselves."""
     given = flattened.given_bounds(others)
     if given is not None:
         return given
     if flattened.is_positions(mask):
-        return flattened.bounds_in_mask(mask)
+        return flattened.bounds_in_mask(mask, getattr(module, "layer_idx", None))
     # Beside a cache transformers makes no mask of positions.
     if mask is None and causal and len(query) == 1 and query.shape[2] == key.shape[2]:
-        return flattened.bounds_at_restarts(others.get("position_ids"), query.shape[2])
+        return flattened.bounds_at_restarts(others.get("position_ids"), query.shape[2], getattr(module, "layer_idx", None))
     return None
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,16 @@ from flashtune.model.workloads import Run, Workload, runner
 CHECKED_BATCH = 2
 """Sequences at most of a check: float32 and eager attention need several times the memory of a run."""
 
+SMALL = 1 / 64
+
 ALLOWED = 2.0
 """Error of tuned attention over that of PyTorch's, both against eager attention in float32, up to which outputs count as right."""
 
-ROUNDS = 10
+LEAST_ROUNDS, MOST_ROUNDS = 10, 60
+"""Timings of each implementation: a host's own times vary by a tenth, so that short runs take many."""
+
+ROUNDS_S = 6.0
+"""Seconds after which no further round of a workload begins, beyond the least number."""
 
 LEAST_S = 0.02
 """Least time of one timing, in seconds: shorter runs are repeated within it."""
@@ -38,7 +45,11 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Errors of a model's outputs, and of its gradients where it trains, against eager attention in float32, over the largest value."""
+    """Errors of a model's outputs, and of its gradients where it trains, against eager attention in float32.
+
+    Each is the largest error of a tensor over its largest value. Gradients that are small beside others, as that of a key's bias, which is
+    0 but for rounding, count over a `SMALL` part of the largest one.
+    """
 
     tuned: float
     torch: float
@@ -50,8 +61,12 @@ class Check:
         return self.tuned <= self.allowed
 
 
+class StandardFails(RuntimeError):
+    """A model fails with PyTorch's own attention: there is nothing to compare with."""
+
+
 def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Check:
-    """Errors of one workload, with a smaller batch where it is large."""
+    """Errors of one workload, with a smaller batch where it is large; raises StandardFails where PyTorch's attention can't compute it."""
     small = replace(workload, batch=min(workload.batch, CHECKED_BATCH))
     inputs = subject.inputs(small, device=device, dtype=dtype)
     exact = copy.deepcopy(model).float()
@@ -62,8 +77,13 @@ def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, devic
     errors = {}
     for implementation in (subject.standard, "tuned"):
         subject.attend(model, implementation)
-        found = _results(model, inputs, small)
-        errors[implementation] = max(_error(one, other) for one, other in zip(found, expected, strict=True))
+        try:
+            found = _results(model, inputs, small)
+        except RuntimeError as error:
+            if implementation == "tuned" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise StandardFails(str(error).splitlines()[0][:200]) from error
+        errors[implementation] = _largest_error(found, expected)
     allowed = ALLOWED * errors[subject.standard] + torch.finfo(dtype).eps
     return Check(tuned=errors["tuned"], torch=errors[subject.standard], allowed=allowed)
 
@@ -88,13 +108,16 @@ def _results(model: torch.nn.Module, inputs: dict[str, Any], workload: Workload)
     return [out, *gradients]
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    if not expected.numel():
-        return 0.0
-    largest = expected.abs().max().item()
-    gap = (found.float() - expected).abs().max().item()
-    # NaN counts as infinitely wrong.
-    return gap / max(largest, 1e-30) if gap == gap else float("inf")
+def _largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Largest error of an output, the first of each list, and of gradients, those that follow."""
+    largest = [one.abs().max().item() if one.numel() else 0.0 for one in expected]
+    least = SMALL * max(largest[1:], default=0.0)
+    errors = []
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        gap = (one.float() - other).abs().max().item() if other.numel() else 0.0
+        # NaN counts as infinitely wrong.
+        errors.append(gap / max(largest[number], least if number else 0.0, 1e-30) if gap == gap else float("inf"))
+    return max(errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +173,18 @@ def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, dev
                     if implementation not in backends:
                         raise
                     del times[implementation]
-        for turn in range(ROUNDS):
-            for implementation in _in_turn(list(times), turn):
+        began = time.perf_counter()
+        order, shuffled = list(times), random.Random(0)
+        for turn in range(MOST_ROUNDS):
+            if turn >= LEAST_ROUNDS and time.perf_counter() - began > ROUNDS_S:
+                break
+            # What ran before a timing has its share in it.
+            shuffled.shuffle(order)
+            for implementation in order:
                 with alone(implementation):
                     times[implementation].append(_timed(run, repeats))
     ms = {name: 1e3 * statistics.median(found) for name, found in times.items()}
     return Times(ms.pop("tuned"), ms.pop(subject.standard), ms)
-
-
-def _in_turn(names: list[str], turn: int) -> list[str]:
-    """Names in an order that begins with another one at each turn: what ran before a timing has its share in it."""
-    first = turn % len(names)
-    return names[first:] + names[:first]
 
 
 def _timed(run: Run, repeats: int) -> float:

@@ -135,10 +135,10 @@ def record_calls(subject: Subject, workloads: Sequence[Workload], *, dtype: torc
 def judge(subject: Subject, workloads: Sequence[Judged], *, device: str, dtype: torch.dtype, say: Say) -> None:
     """Check and measure every workload on a GPU with the databases in force, and store the results in it.
 
-    Memory that a workload lacks leaves it out, with the reason.
+    A workload for which memory lacks, or that PyTorch's own attention fails to compute, is left out, with the reason.
     """
     model = subject.build(device=device, dtype=dtype)
-    for one in workloads:
+    for number, one in enumerate(workloads):
         for name in ("check", "time"):
             say(f"{one.workload}: {name}")
             try:
@@ -146,9 +146,26 @@ def judge(subject: Subject, workloads: Sequence[Judged], *, device: str, dtype: 
                     one.check = measuring.check(subject, model, one.workload, device=device, dtype=dtype)
                 else:
                     one.times = measuring.measure(subject, model, one.workload, device=device, dtype=dtype)
+                torch.cuda.empty_cache()
             except torch.OutOfMemoryError:
                 one.why = f"the GPU's memory is too small for its {name}"
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
+            except measuring.StandardFails as error:
+                one.why = f"PyTorch's own attention fails in it ({error})"
+                if _lost(device):
+                    for other in workloads[number + 1 :]:
+                        other.why = f"after PyTorch's failure in {one.workload} the GPU serves this process no longer: name it alone"
+                    return
+                break
+
+
+def _lost(device: str) -> bool:
+    """True if an earlier error of the GPU fails everything that follows in this process."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
 
 
 def best_records(problems: Sequence[Problem], target: Target, records: Sequence[TuningRecord]) -> dict[Problem, TuningRecord]:

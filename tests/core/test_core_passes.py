@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import band_of
 
-from flashtune.core import reference
+from flashtune.core import oracles, reference
 from flashtune.core.errors import InputError
 from flashtune.core.oracles import Place
 from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, per_head_words
@@ -90,7 +90,7 @@ def test_gradients_that_are_asked_for_are_written_and_checked_too() -> None:
     inputs = make_inputs(p, device="cpu", seed=1)
     # Some rows of a bias have all of its columns, whatever keys are asked for.
     some = Place(batch=1, head=2, queries=slice(3, 9), keys=slice(5, 8))
-    values = p.contract.oracle(p, inputs.operands, inputs.parameters, some)
+    values = p.contract.oracle(p, inputs.operands, inputs.parameters, [some])[0]
     assert {o.name: inputs.operands[o.name][o.at(some, p)].shape for o in p.contract.written} == {n: x.shape for n, x in values.items()}
     # The bias is one for both batches, and so is its gradient.
     assert p.io_bytes() - replace(p, features=p.forward().features).io_bytes() == 4 * (4 * 20 * 28 + 2 * 4 * 20)
@@ -126,3 +126,16 @@ def test_a_changed_input_changes_what_the_forward_wrote() -> None:
     redistribute(inputs, "sink+8")
     assert not torch.equal(inputs.out, before)
     assert check(launch, inputs, oracle(inputs, everywhere(TRAINED))).reason == ""
+
+
+def test_each_head_is_computed_once_for_all_places_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = replace(TRAINED, features=Features())
+    assert p.gqa_ratio > 1
+    inputs = make_inputs(p, device="cpu", seed=1)
+    computed: list[tuple[int, int]] = []
+    attended = oracles._attended
+    monkeypatch.setattr(oracles, "_attended", lambda *given: computed.append(given[3:5]) or attended(*given))
+    found = oracle(inputs, everywhere(p))
+    assert sorted(computed) == [(b, h) for b in range(p.batch) for h in range(p.heads)]
+    alone = oracle(inputs, [Place(batch=1, head=p.heads - 1, queries=slice(2, 5), keys=slice(1, 4))])[0].values
+    assert torch.equal(alone["dq"], found[-1].values["dq"][2:5]) and torch.equal(alone["dk"], found[-1].values["dk"][1:4])

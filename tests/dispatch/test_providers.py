@@ -142,6 +142,17 @@ def test_tracers_get_torchs_operation_and_transforms_torchs_own_choice() -> None
         assert dispatch.attention(q, k, v, implementation="math").dtype == torch.bfloat16
 
 
+def test_under_a_transform_a_named_backend_of_torchs_comes_first() -> None:
+    q, k, v, tangent = (drawn(1, 2, 9, 8, seed=seed) for seed in range(4))
+    # Flash attention has no forward-mode derivative on the CPU, and is PyTorch's own choice there.
+    found, forward = torch.func.jvp(lambda x: dispatch.attention(x, k, v, implementation="math"), (q,), (tangent,))
+    close(found, expected(*(x.double() for x in (q, k, v))))
+    _, wanted = torch.func.jvp(lambda x: expected(x, k.double(), v.double()), (q.double(),), (tangent.double(),))
+    close(forward, wanted)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(lambda x: dispatch.attention(x, k, v, implementation="flash"), (q,), (tangent,))
+
+
 @pytest.mark.parametrize("name", ["flashtune", "torch", *NAMES])
 @pytest.mark.parametrize("shape", [(0, 2, 9, 8), (2, 0, 9, 8), (1, 2, 0, 8), (1, 2, 9, 0)])
 def test_where_there_is_nothing_to_compute_any_name_gives_what_torch_gives(name: str, shape: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import made
@@ -48,6 +49,20 @@ def collated(way: str, tokens: torch.Tensor = TOKENS) -> dict[str, Any]:
     if way == "bounds alone":
         del batch["position_ids"]
     return {name: x for name, x in batch.items() if name != "labels"} | {"use_cache": "cache" in way}
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch, read: list[str]) -> None:
+    """Note by which rule positions are read."""
+    from flashtune.integrations import flattened
+
+    for rule in ("steps", "restarts"):
+        computed = getattr(flattened, f"_by_{rule}")
+
+        def noted(positions: torch.Tensor, rule: str = rule, computed: Any = computed) -> Any:
+            read.append(rule)
+            return computed(positions)
+
+        monkeypatch.setattr(flattened, f"_by_{rule}", noted)
 
 
 WAYS = pytest.mark.parametrize("way", ["bounds and positions", "bounds beside a cache", "positions", "positions beside a cache"])
@@ -98,11 +113,8 @@ def test_a_sequence_changes_no_bit_of_its_neighbours(model: "PreTrainedModel", w
 def test_positions_are_read_once_a_step_and_given_bounds_never(
     model: "PreTrainedModel", calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashtune.integrations import flattened
-
     read: list[str] = []
-    computed = flattened._computed
-    monkeypatch.setattr(flattened, "_computed", lambda positions, rule: read.append(rule) or computed(positions, rule))
+    note_reads(monkeypatch, read)
     batch = collated("positions")
     logits_of(model, **batch).sum().backward()
     assert read == ["steps"], "of masks of both kinds and two layers"
@@ -115,6 +127,23 @@ def test_positions_are_read_once_a_step_and_given_bounds_never(
     for way in ("bounds and positions", "bounds beside a cache", "bounds alone"):
         logits_of(model, **collated(way))
     assert len(read) == 3
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+@torch.inference_mode()
+def test_tensors_of_inference_mode_are_read_once_a_step(
+    model: "PreTrainedModel", calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    note_reads(monkeypatch, read)
+    for way, rule in (("positions", "steps"), ("positions beside a cache", "restarts")):
+        batch = collated(way)
+        for bounds in ([0, 5, 17, 26], [0, 9, 26]):
+            batch["position_ids"][0] = torch.cat([torch.arange(n) for n in np.diff(bounds)])
+            logits_of(model, **batch)
+            assert calls[-1][3].tolist() == bounds, "their version can't be asked for"
+        assert read == [rule] * 2
+        read.clear()
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)

@@ -137,15 +137,16 @@ def everywhere(problem: Problem, batches: Sequence[int] | None = None) -> list[P
 def whole(problem: Problem, seed: int, batches: Sequence[int] | None = None) -> list[Place]:
     """All rows of as many heads as WHOLE_SCORES and WHOLE_ELEMENTS allow: random ones of the largest problems, else all."""
     p = problem
-    # A backward's oracle computes all query heads of a key head for each of them.
-    work = p.n_q * p.n_kv * (1 if p.direction == "fwd" else 3 * p.gqa_ratio)
+    work = p.n_q * p.n_kv * (1 if p.direction == "fwd" else 3)
     elements = max(math.prod(operand.shape(p)) for operand in p.contract.written) // (p.batch * p.heads)
     count = max(1, min(WHOLE_SCORES // work, WHOLE_ELEMENTS // max(1, elements)))
     found = everywhere(p, batches)
     if count >= len(found):
         return found
-    chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count]
-    return [found[index] for index in sorted(chosen.tolist())]
+    # A backward's oracle computes the query heads of a key head together.
+    group = 1 if p.direction == "fwd" else p.gqa_ratio
+    chosen = torch.randperm(len(found) // group, generator=torch.Generator().manual_seed(seed))[: max(1, count // group)]
+    return [found[index * group + head] for index in sorted(chosen.tolist()) for head in range(group)]
 
 
 def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = None) -> list[Expected]:
@@ -155,7 +156,11 @@ def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = N
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        return [Expected(place, p.contract.oracle(p, inputs.operands, inputs.parameters, place, dtype)) for place in where]
+        some = list(where)
+        return [
+            Expected(place, values)
+            for place, values in zip(some, p.contract.oracle(p, inputs.operands, inputs.parameters, some, dtype), strict=True)
+        ]
     finally:
         torch.set_float32_matmul_precision(before)
 

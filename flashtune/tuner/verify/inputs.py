@@ -306,6 +306,6 @@ def run_forward(inputs: Inputs) -> None:
         p = part.problem
         for batch, head, start in product(batches, range(p.heads), range(0, p.n_q, _FORWARD_ROWS)):
             place = Place(batch=batch, head=head, queries=slice(start, start + _FORWARD_ROWS))
-            found = FORWARD.oracle(p, part.operands, part.parameters, place)
+            [found] = FORWARD.oracle(p, part.operands, part.parameters, [place])
             for operand in from_earlier:
                 part.operands[operand.name][operand.at(place, p)] = found[operand.name].to(part.operands[operand.name].dtype)
