@@ -14,8 +14,8 @@ from flashtune.core import devices
 from flashtune.core.errors import InputError
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.flex_autograd import Flex, types_of
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, agrees, agrees_with_band, sizes_of
+from flashtune.dispatch.flex_autograd import attend, types_of
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_torch import options_note, torchs
@@ -78,7 +78,7 @@ def flex_attention(
         out, lse = found if wants_lse else (found, None)
     else:
         try:
-            out, lse = Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+            out, lse = attend(query, key, value, call)
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
             return flex_attention(**given)
@@ -179,11 +179,36 @@ def with_kernel(
     sequences: Sequences | None = None,
 ) -> FlexCall | str:
     """The call of kernels with these functions, or the reason why none serves. Those of packed sequences serve measured or not."""
-    query, backward = tensors[0], None
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured))
+    memo = current()
+    flags = memo.unmeasured, torch.get_float32_matmul_precision(), *(() if sequences is None else (sequences.numbers, sequences.repeats))
+    place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
+    known = _CHOSEN.setdefault(memo, {})
+    of, chosen = known.get(place, (None, ""))
+    if of is not functions or (not isinstance(chosen, str) and chosen.failed):
+        chosen = _kernels(functions, captured, tensors, trains, sequences)
+        if not functions.fresh:
+            if len(known) >= _MOST_TRACES:
+                known.clear()
+            known[place] = functions, chosen
+    if isinstance(chosen, str):
+        return chosen
+    return FlexCall(functions=functions, captured=captured, kernels=chosen, scale=scale, mask_of=mask_of, sequences=sequences)
+
+
+_CHOSEN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, tuple[Functions, Kernels | str]]]" = weakref.WeakKeyDictionary()
+"""Kernels by all that they are chosen by, for the calls that follow."""
+
+
+def _kernels(
+    functions: Functions, captured: tuple[Tensor, ...], tensors: tuple[Tensor, Tensor, Tensor], trains: bool, sequences: Sequences | None
+) -> Kernels | str:
+    """The kernels of a call's passes, or the reason why none serve."""
+    query, backward, trained = tensors[0], None, None
     try:
         mods = emitted(functions.score, functions.mask, types_of(captured, [False] * len(captured)), backward=False)
         unmeasured = sequences is not None or _unmeasured_too(query)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured)):
+        if trains:
             trained = emitted(functions.score, functions.mask, types_of(captured, [x.requires_grad for x in captured]), backward=True)
             unmeasured = unmeasured or (bool(trained.trained) and _torchs_fails(query))
             backward = kernel_of("bwd", *tensors, trained, unmeasured=unmeasured, sequences=sequences)
@@ -194,16 +219,7 @@ def with_kernel(
         return kernel if isinstance(kernel, str) else str(backward)
     if (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
         return why
-    return FlexCall(
-        functions=functions,
-        captured=captured,
-        kernel=kernel,
-        backward=backward,
-        mods=mods,
-        scale=scale,
-        mask_of=mask_of,
-        sequences=sequences,
-    )
+    return Kernels(kernel, mods, backward, trained)
 
 
 _WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")

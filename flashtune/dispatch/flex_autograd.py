@@ -10,14 +10,36 @@ from torch import Tensor
 from flashtune.core.errors import InputError
 from flashtune.core.launches import copyable
 from flashtune.core.launching import operand
-from flashtune.dispatch.flex_blocks import FlexCall, blocks
+from flashtune.dispatch.flex_blocks import FlexCall, Kernels, blocks
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch
-from flashtune.templates.mods.emit import Captured, emitted
+from flashtune.templates.mods.emit import Captured, Mods, emitted
 
 
 def types_of(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
     """Types of captured tensors, of which these get gradients."""
     return tuple(Captured(x.dtype, x.dim(), trained and x.is_floating_point()) for x, trained in zip(captured, trains, strict=True))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call, with its gradients where it has a backward."""
+    if call.kernels.backward is None:
+        with torch.no_grad():
+            return _forward(query, key, value, call)
+    found: tuple[Tensor, Tensor] = Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor]:
+    if call.sequences is None and query.transpose(1, 2).is_contiguous():
+        # The output has the queries' memory layout.
+        out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
+    else:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    rows = query.shape[:3] if call.sequences is None else query.shape[1::-1]
+    lse = query.new_empty(rows, dtype=torch.float32)
+    more = [*call.captured, *_lists(call, call.kernel, query, key)]
+    launch(call.kernel, (query, key, value, out, lse), more, call.scale, call.sequences)
+    return out, lse
 
 
 class Flex(torch.autograd.Function):
@@ -26,15 +48,7 @@ class Flex(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *captured: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
         """Output and LSE of a call's tensors, kept for the gradients."""
-        out = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
-        if call.sequences is None and query.transpose(1, 2).is_contiguous():
-            # The output has the queries' memory layout.
-            out = torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), dtype=query.dtype, device=query.device)
-            out = out.transpose(1, 2)
-        rows = query.shape[:3] if call.sequences is None else query.shape[1::-1]
-        lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-        more = [*captured, *_lists(call, call.kernel, query, key)]
-        launch(call.kernel, (query, key, value, out, lse), more, call.scale, call.sequences)
+        out, lse = _forward(query, key, value, call)
         ctx.save_for_backward(query, key, value, out, lse, *captured)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -52,12 +66,8 @@ class Flex(torch.autograd.Function):
         if dout.dim() == 3 or not copyable(operand(0, dout)):
             # Gradients may be expanded scalars, or parts of others that begin anywhere.
             dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
-        types = types_of(captured, ctx.needs_input_grad[4:])
-        mods = emitted(call.functions.score, call.functions.mask, types, backward=True)
-        kernel = kernel_of("bwd", query, key, value, mods, sequences=call.sequences)
-        if isinstance(kernel, str):
-            raise InputError(f"no kernel computes these gradients ({kernel}): use torch.nn.attention.flex_attention for training")
-        call = replace(call, mods=mods, captured=tuple(captured))
+        kernel, mods = _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])
+        call = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))
         # Sums of atomic additions start from 0, and are rounded once.
         sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
@@ -70,6 +80,20 @@ class Flex(torch.autograd.Function):
         of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
         wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
         return *wanted, None, *of_captured
+
+
+def _of_gradients(
+    call: FlexCall, tensors: tuple[Tensor, Tensor, Tensor], captured: Sequence[Tensor], trains: Sequence[bool]
+) -> tuple[ModKernel, Mods]:
+    """The kernel of gradients of query, key and value, and of the captured tensors that ask here, with its functions."""
+    kernel, mods = call.kernels.backward, call.kernels.trained
+    if kernel is None or mods is None or kernel.failed or list(trains) != [x.requires_grad for x in captured]:
+        mods = emitted(call.functions.score, call.functions.mask, types_of(captured, trains), backward=True)
+        found = kernel_of("bwd", *tensors, mods, sequences=call.sequences)
+        if isinstance(found, str):
+            raise InputError(f"no kernel computes these gradients ({found}): use torch.nn.attention.flex_attention for training")
+        kernel = found
+    return kernel, mods
 
 
 def _lists(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, *, backward: bool = False) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,19 +28,41 @@ class Functions:
     """Band and score where `attention` has both built in (flashtune.templates.mods.structure and scores)."""
 
 
+class Kernels(NamedTuple):
+    """Kernels of a call's passes, with the functions that are compiled into each; no backward where nothing gets a gradient."""
+
+    forward: ModKernel
+    mods: Mods
+    backward: ModKernel | None = None
+    trained: Mods | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if one of them couldn't be built at an earlier call."""
+        return bool(self.forward.failed or (self.backward is not None and self.backward.failed))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlexCall:
     """A call that kernels serve."""
 
     functions: Functions
     captured: tuple[Tensor, ...]
-    kernel: ModKernel
-    mods: Mods
+    kernels: Kernels
     scale: float
     mask_of: Any
     """The BlockMask or mask_mod, for its lists of blocks; None of packed sequences, which have none."""
-    backward: ModKernel | None = None
     sequences: Sequences | None = None
+
+    @property
+    def kernel(self) -> ModKernel:
+        """The forward's kernel."""
+        return self.kernels.forward
+
+    @property
+    def mods(self) -> Mods:
+        """The functions that are compiled into the forward's kernel."""
+        return self.kernels.mods
 
 
 MOST_LISTS = 32

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtune.core import devices
 from flashtune.dispatch import flex
 from flashtune.dispatch.flex import Mod
-from flashtune.dispatch.flex_autograd import Flex
+from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences
 from flashtune.dispatch.packed import Numbers, Packed
@@ -87,7 +87,7 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
     the graph of a compiler."""
     if isinstance(call, FlexCall):
         try:
-            out, lse = Flex.apply(*packed[:3], call, *call.captured)  # type: ignore[no-untyped-call]
+            out, lse = attend_by_kernels(*packed[:3], call)
             return out, lse
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
@@ -170,7 +170,8 @@ def explained(call: FlexCall | str, device: torch.device) -> Explanation:
     if isinstance(call, str):
         return Explanation(kind="framework", reason=f"{call}, so each sequence is a call of flex_attention", gpu=gpu)
     found = _of_kernel(call.kernel, gpu)
-    return found if call.backward is None else replace(found, backward=_of_kernel(call.backward, gpu))
+    backward = call.kernels.backward
+    return found if backward is None else replace(found, backward=_of_kernel(backward, gpu))
 
 
 def _of_kernel(kernel: ModKernel, gpu: str) -> Explanation:
