@@ -83,7 +83,7 @@ def of_bits_that_repeat() -> None:
 HOPPERS: dict[str, dict[str, Any]] = {
     "prefix": {},
     "both in a window": {"persistent": True, "wait_early": True},
-    "infinite derivative": {"persistent": "dynamic"},
+    "no derivative at 0": {"persistent": "dynamic"},
 }
 """Cases of Hopper's backward, and axes of its configs."""
 

@@ -107,8 +107,8 @@ def _hidden_by_score(*_: Tensor) -> Functions:
 
 
 def _root(*_: Tensor) -> Functions:
-    # Zeros past the ends have an infinite derivative.
-    return lambda s, b, h, q, k: 2 * s.abs().sqrt(), None
+    # Its derivative is NaN at 0, the score of what lies past the ends.
+    return lambda s, b, h, q, k: 2 * (s * s).sqrt(), None
 
 
 def _numbers(*sizes: int, trained: bool = True, scale: float = 1.0) -> Callable[[torch.Generator], Tensor]:
