@@ -161,9 +161,9 @@ class Sequences(NamedTuple):
         return {"lengths": self.bounds, "diagonal": int(bottom_right), "window_left": left, "window_right": right}
 
     @property
-    def repeats(self) -> bool:
-        """True if gradients need a kernel whose bits repeat: others know no unused keys either."""
-        return self.bounds[2] is not None or self.numbers.deterministic or torch.are_deterministic_algorithms_enabled()
+    def deterministic(self) -> bool:
+        """True if bits have to repeat."""
+        return self.numbers.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 _KERNELS: dict[tuple[str, KernelSpec, torch.device, tuple[Config, ProblemKey] | None], ModKernel | str] = {}
@@ -194,7 +194,8 @@ def kernel_of(
         tf32=tf32 and query.dtype is torch.float32, mods=known.keep(functions),
     )  # fmt: skip
     why, record = "", None if spec.packed else recorded_with(spec, query, key)
-    varies = direction == "fwd" or sequences is None or not sequences.repeats
+    # Kernels whose bits vary know no unused keys either.
+    varies = direction == "fwd" or sequences is None or not (sequences.deterministic or sequences.bounds[2] is not None)
     choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction] if varies or family(name).repeatable]
     if sequences is not None:
         query, key, value = (rows_last(x.detach()) for x in (query, key, value))

@@ -36,6 +36,8 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
     tensors = packed[:3]
     if (why := flex.why_torch(*tensors, numbers.scale, dimensions=3)) is not None:
         return why
+    if 0 in (packed.sequences, *tensors[1].shape[1:], tensors[2].shape[2]):
+        return "there is nothing to compute"
     sizes = ("h", tensors[0].shape[1]), ("q_idx", int(numbers.max_q)), ("kv_idx", int(numbers.max_k))
     found = flex.functions_of(score_mod, mask_mod, tensors[0].device, sizes)
     if isinstance(found, str):
@@ -50,10 +52,9 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
         numbers = numbers._replace(left=left, right=right, bottom_right=False)
         functions = replace(functions, mask=mask if structure.band(mask) is None else None)
     sequences = Sequences((packed.cu_q, packed.cu_k, packed.used), numbers)
-    call = flex.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
-    if sequences.repeats and packed.used is None and torch.is_grad_enabled() and any(x.requires_grad for x in captured):
+    if sequences.deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in captured):
         return "gradients of captured tensors are added up in no fixed order"
-    return call
+    return flex.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
 
 
 def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed, numbers: Numbers) -> dict[str, Any] | None:

@@ -42,6 +42,11 @@ def of_halves() -> None:
     agrees("both in a window", dtype=torch.float16, d=24, kind="fp16")
 
 
+def of_nothing() -> None:
+    for lengths in (((0, 0), (0, 0)), ((3, 0), (0, 0)), ((0, 0), (0, 3))):
+        agrees("prefix", lengths, padding=0)
+
+
 def of_neighbours() -> None:
     sequences_are_alone()
 

@@ -106,7 +106,7 @@ def wanted(given: Inputs, lengths: tuple[tuple[int, ...], ...], functions: Funct
     q, k, v = leaves
     rows, heads, d = q.shape
     out, lse = torch.zeros(rows, heads, v.shape[2], dtype=torch.float64), torch.full((heads, rows), -math.inf, dtype=torch.float64)
-    words, loss = given.words, torch.zeros((), dtype=torch.float64)
+    words, loss = given.words, sum((x[:0].sum() for x in leaves), torch.zeros((), dtype=torch.float64))
     alignment = words.get("causal_alignment", "bottom_right")
     (left, right), score_mod, mask_mod = (
         Sides.of(words.get("window_size", (-1, -1)), words.get("is_causal", False), alignment).window,
@@ -150,7 +150,9 @@ def agrees(name: str, lengths: tuple[tuple[int, ...], ...] = LENGTHS, *, kind: s
     torch.testing.assert_close(lse.cpu().double(), right_lse, atol=bound.lse_atol, rtol=LSE_RTOL)
     pairs = [(x, y) for x, y in zip([*given.tensors, *captured], [*leaves, *twins], strict=True) if x.requires_grad]
     found = torch.autograd.grad((out, lse), [x for x, _ in pairs], (given.dout, given.dlse))
-    for place, (ours, theirs) in enumerate(zip(found, torch.autograd.grad(loss, [y for _, y in pairs]), strict=True)):
+    for place, (ours, theirs) in enumerate(
+        zip(found, torch.autograd.grad(loss, [y for _, y in pairs], materialize_grads=True), strict=True)
+    ):
         gap, norm = float((ours.cpu().double() - theirs).norm()), float(theirs.norm())
         # Terms of both signs cancel in sums over many pairs.
         allowed = bound.gradient_norm * (1 if kind == "fp32" else 2 if place < 3 else 5)
