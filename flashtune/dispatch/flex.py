@@ -181,7 +181,9 @@ def with_kernel(
     """The call of kernels with these functions, or the reason why none serves. Those of packed sequences serve measured or not."""
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured))
     memo = current()
-    flags = memo.unmeasured, torch.get_float32_matmul_precision(), *(() if sequences is None else (sequences.numbers, sequences.repeats))
+    flags: tuple[Any, ...] = memo.unmeasured, torch.get_float32_matmul_precision()
+    if sequences is not None:
+        flags = (*flags, sequences.numbers, sequences.bounds[2] is None, sequences.deterministic)
     place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
     known = _CHOSEN.setdefault(memo, {})
     of, chosen = known.get(place, (None, ""))

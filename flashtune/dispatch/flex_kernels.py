@@ -96,7 +96,7 @@ class ModKernel:
             program = self._programs[key]
             held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
             addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
-            program.run(addresses, torch.cuda.current_stream(self.device).cuda_stream)
+            program.run(addresses, torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def program(self, plan: Plan) -> Program:
         """Launches prepared for tensors of a plan's layout; the current device must be the kernel's."""
