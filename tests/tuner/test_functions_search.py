@@ -515,9 +515,7 @@ def test_outcomes_of_functions_are_of_the_families_that_take_them(file: Path) ->
 def test_the_baseline_is_flex_attention_with_the_functions(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
 
-    made = module.create_block_mask
     monkeypatch.setattr(baseline, "compiled_flex", lambda *, dynamic: module.flex_attention)
-    monkeypatch.setattr(module, "create_block_mask", lambda *given, _compile, **words: made(*given, **words))
     problem = coded(file, replace(SMALL, n_q=128, n_kv=128))
     inputs = make_inputs(problem, device="cpu", seed=4)
     call = baseline.pytorch_call(inputs)

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
+from flashtune.core.flex_attention import flex_arguments
 from flashtune.core.torch_attention import compiled_flex, sdpa, sound_backends
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -105,22 +105,14 @@ class _Call:
             return self.function(q, k, v, attn_mask=mask, **kwargs)
 
 
-MANY_PAIRS = 1 << 26
-"""Pairs of queries and keys of a mask above which PyTorch's lists of blocks are made by a compiled function."""
-
-
 def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     """FlexAttention's pass with a mask and a score as code."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     assert inputs.coded is not None, "the caller looked"
     p, functions = inputs.problem, inputs.coded.functions
     mods = functions.mods("fwd")
     sizes = (p.batch if mods.by_batch else None, p.heads if mods.by_head else None, p.n_q, p.n_kv)
-    # Uncompiled it takes seconds less, and memory for all pairs.
-    many = math.prod(size or 1 for size in sizes) > MANY_PAIRS
-    mask = None if functions.mask_mod is None else create_block_mask(functions.mask_mod, *sizes, device=inputs.q.device, _compile=many)
-    words = {"score_mod": functions.score_mod, "block_mask": mask, "scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
+    words = flex_arguments(functions.mask_mod, functions.score_mod, sizes, inputs.q.device)
+    words |= {"scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
     flex = compiled_flex(dynamic=False)
     if p.direction == "fwd":
         call: Callable[[], object] = lambda: flex(inputs.q, inputs.k, inputs.v, **words)  # noqa: E731
