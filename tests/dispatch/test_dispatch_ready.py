@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from flashtune.core import shipped_kernels
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import resolve
+from flashtune.dispatch import kernels
 from flashtune.dispatch.choose import choose
 from flashtune.dispatch.records import unaligned
 from flashtune.templates import families, family, rendering
@@ -74,7 +75,7 @@ def test_nothing_is_rendered_to_be_looked_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(rendering, "render", lambda *_: pytest.fail("rendered"))
     spec = replace(PLAIN, d=104, d_v=104).spec()
-    hopper, ready = family("flash_fwd_hopper"), resolve.compiled_on(H200)
+    hopper, ready = family("flash_fwd_hopper"), partial(kernels.compiled, arch=H200.arch)
     assert not ready(hopper, spec, hopper.default(spec, H200))
     (tmp_path / "kernels" / "sm_90a-triton-3.6.0").mkdir(parents=True)
     assert not ready(hopper, spec, hopper.default(spec, H200))
