@@ -45,7 +45,7 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
         return None
-    if inputs.coded is not None:
+    if inputs.mods is not None:
         return None if backend is not None else _flex(inputs, step)
     if inputs.sequences:
         return None if backend is not None else _packed(inputs, step)
@@ -107,10 +107,10 @@ class _Call:
 
 def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     """FlexAttention's pass with a mask and a score as code."""
-    assert inputs.coded is not None, "the caller looked"
-    p, functions = inputs.problem, inputs.coded.functions
-    mods = functions.mods("fwd")
-    sizes = (p.batch if mods.by_batch else None, p.heads if mods.by_head else None, p.n_q, p.n_kv)
+    assert inputs.mods is not None, "the caller looked"
+    p, functions = inputs.problem, inputs.mods.functions
+    source = functions.mods("fwd")
+    sizes = (p.batch if source.by_batch else None, p.heads if source.by_head else None, p.n_q, p.n_kv)
     words = flex_arguments(functions.mask_mod, functions.score_mod, sizes, inputs.q.device)
     words |= {"scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
     flex = compiled_flex(dynamic=False)

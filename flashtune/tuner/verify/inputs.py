@@ -32,7 +32,7 @@ class Inputs:
     """Operands of one problem's pass by name, in their order, with the keyword parameters of `launch`.
 
     Of packed sequences operands are (1, H, T, D) as kernels take them, and `sequences` are the lengths of each one's queries and keys;
-    those in `poisoned` are NaN, and nothing of them is compared. `coded` makes the tensors of a mask and a score as code.
+    those in `poisoned` are NaN, and nothing of them is compared. `mods` makes the tensors of a mask and a score as code.
     """
 
     problem: Problem
@@ -40,7 +40,7 @@ class Inputs:
     parameters: CallParameters
     sequences: tuple[tuple[int, int], ...] = ()
     poisoned: frozenset[int] = frozenset()
-    coded: FunctionTensors | None = None
+    mods: FunctionTensors | None = None
 
     @property
     def q(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Inputs:
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `launch`."""
-        return self.parameters.keywords() | ({} if self.coded is None else {"mods": self.coded})
+        return self.parameters.keywords() | ({} if self.mods is None else {"mods": self.mods})
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -260,10 +260,10 @@ def make_inputs(
         mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
     elif f.mask == "bool":
         mask = _shared_bool_mask(p, device, generator)
-    coded = FunctionTensors(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
+    mods = FunctionTensors(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
     parameters = CallParameters(
         scale=p.d**-0.5,
-        scores=None if coded is None else coded.functions.scores,
+        mods=None if mods is None else mods.functions.scores,
         band=p.band if bounds is None else replace(p.band, diagonal=int(f.alignment == "bottom_right")),
         mask=None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
         softcap=SOFTCAP if f.softcap else 0.0,
@@ -282,7 +282,7 @@ def make_inputs(
         if sequences:
             x = operands[o.name]
             operands[o.name] = x.as_strided(x.shape, (0, *x.stride()[1:]), x.storage_offset())
-    inputs = Inputs(problem=p, operands=operands, parameters=parameters, sequences=sequences, poisoned=poisoned, coded=coded)
+    inputs = Inputs(problem=p, operands=operands, parameters=parameters, sequences=sequences, poisoned=poisoned, mods=mods)
     for index in poisoned:
         part = inputs.sequence(index)
         for o in p.contract.operands:
