@@ -329,7 +329,8 @@ def _inconclusive(error: BaseException) -> bool:
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
     """Time a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
-    from flashtune.tuner.timing.baseline import BACKENDS, pytorch_call
+    from flashtune.core.torch_attention import BACKENDS
+    from flashtune.tuner.timing.baseline import pytorch_call
 
     bench = _ready(problem, target, seed)
     try:

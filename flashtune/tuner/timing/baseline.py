@@ -8,22 +8,14 @@ from typing import Any
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.flex_attention import flex_arguments
-from flashtune.core.torch_attention import compiled_flex, sdpa, sound_backends
+from flashtune.core.torch_attention import BACKENDS, compiled_flex, sdpa, sound_backends
 from flashtune.tuner.verify.inputs import Inputs
-
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-"""PyTorch's backends by the names that `flashtune bench` shows."""
 
 EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
 """Flags of problems that PyTorch's functions compute, some by a mask or a bias."""

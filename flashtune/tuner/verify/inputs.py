@@ -91,28 +91,28 @@ class Inputs:
     def group(self, batch: int, kv_head: int) -> "Inputs":
         """Views of one key head with its query heads, as inputs of a problem of their own; without dropout, whose mask depends on the
         head's number."""
-        p, given = self.problem, self.parameters
+        p = self.problem
         assert not p.features.dropout, "another head has another mask"
         heads = slice(kv_head * p.gqa_ratio, (kv_head + 1) * p.gqa_ratio)
         places = {"batch": slice(batch, batch + 1), "heads": heads, "kv_heads": slice(kv_head, kv_head + 1)}
-        operands = {o.name: self.operands[o.name][tuple(places.get(axis, slice(None)) for axis in o.axes)] for o in p.contract.operands}
-        per_head = {name: x[places["batch"], places[PER_HEAD[name]]] for name, x in given.per_head().items()}
-        mask = None if given.mask is None else given.mask[places["batch"], heads]
-        return Inputs(
-            problem=replace(p, batch=1, heads=p.gqa_ratio, kv_heads=1),
-            operands=operands,
-            parameters=replace(given, mask=mask, **per_head_words(per_head)),
-        )
+        return self._views(replace(p, batch=1, heads=p.gqa_ratio, kv_heads=1), places)
 
     def alone(self, batch: int) -> "Inputs":
         """Views of one batch, as inputs of a problem of their own; without dropout's own mask of it."""
-        p, given = self.problem, self.parameters
-        here = slice(batch, batch + 1)
-        per_head = {name: x[here] for name, x in given.per_head().items()}
+        return self._views(replace(self.problem, batch=1), {"batch": slice(batch, batch + 1)})
+
+    def _views(self, problem: Problem, places: dict[str, slice]) -> "Inputs":
+        """Views of these parts of axes, as inputs of a problem."""
+
+        def part(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+            return x[tuple(places.get(axis, slice(None)) for axis in axes)]
+
+        per_head = {name: part(x, ("batch", PER_HEAD[name])) for name, x in self.parameters.per_head().items()}
+        mask = None if self.parameters.mask is None else part(self.parameters.mask, ("batch", "heads"))
         return Inputs(
-            problem=replace(p, batch=1),
-            operands={name: x[here] for name, x in self.operands.items()},
-            parameters=replace(given, mask=None if given.mask is None else given.mask[here], **per_head_words(per_head)),
+            problem=problem,
+            operands={o.name: part(self.operands[o.name], o.axes) for o in problem.contract.operands},
+            parameters=replace(self.parameters, mask=mask, **per_head_words(per_head)),
         )
 
     def parts(self) -> list[tuple["Inputs", Sequence[int]]]:
