@@ -165,11 +165,10 @@ def machine_code_of(variant_id: str, text: str, target: Target) -> Manifest | No
 
 
 def _shipped(variant_id: str, arch: str) -> Manifest | None:
-    try:
+    # A damaged package is reported to its user by dispatch.
+    with suppress(EnvironmentProblem):
         return shipped_manifest(PACKAGE, variant_id, arch)
-    except EnvironmentProblem:
-        # A damaged package is reported to its user by dispatch.
-        return None
+    return None
 
 
 @contextmanager

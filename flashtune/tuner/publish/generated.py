@@ -243,17 +243,21 @@ def _readme(arranged: Sequence[Arranged]) -> str:
             name, variant = f"[{Path(one.kernel.path).stem}]({one.kernel.path})", f"`{one.kernel.variant_id}`"
             for record, role in [*((record, "") for record in one.records), *((record, ", fallback") for record in one.fallbacks)]:
                 pytorch = "" if record.framework_us is None else f"{record.framework_us:.1f}"
-                p, ours = record.problem, f"{record.median_us:.1f}"
-                cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, pytorch, _standing(record) + role]
+                p, ours, unchecked = record.problem, f"{record.median_us:.1f}", ", unchecked" * (record.outcome.fate is Fate.UNCHECKED)
+                cells = [
+                    name,
+                    variant,
+                    record.key.gpu,
+                    p.label(),
+                    f"{p.batch} x {p.heads}",
+                    ours,
+                    pytorch,
+                    record.outcome.source + unchecked + role,
+                ]
                 lines.append(f"| {' | '.join(cells)} |")
                 name = variant = ""
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def _standing(record: TuningRecord) -> str:
-    """Source of a record's time, with ", unchecked" where its numbers weren't checked."""
-    return record.outcome.source + (", unchecked" if record.outcome.fate is Fate.UNCHECKED else "")
 
 
 def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes], archives: Mapping[str, Packed]) -> str:
