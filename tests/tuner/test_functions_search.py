@@ -23,7 +23,7 @@ from flashtune.cli.main import main
 from flashtune.core import limits
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import FlashtuneError, InputError
-from flashtune.core.nearness import functions_in
+from flashtune.core.nearness import mods_in
 from flashtune.core.oracles import Place
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Finding, TuningRecord
@@ -126,7 +126,7 @@ def test_a_hash_comes_back_from_the_key_and_json(name: str, tf32: bool, n: int, 
     problem = replace(SMALL, n_q=n, n_kv=n, features=features, direction=direction)
     key = problem.key("h100")
     assert Features.from_json(json.loads(key.features)) == features == problem.seen().features
-    assert functions_in(key) == name == problem.spec().mods
+    assert mods_in(key.features) == name == problem.spec().mods
     assert f"mods-{name}" in problem.label() and f"mods-{name}" in problem.spec().label()
     assert key != replace(problem, features=Features(tf32=tf32)).key("h100")
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.core.nearness import functions_in, nearest
+from flashtune.core.nearness import mods_in, nearest
 from flashtune.core.problem import Problem
 from flashtune.core.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
@@ -104,9 +104,9 @@ def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[
 def _nearest(problem: Problem, target: Target, records: Sequence[TuningRecord]) -> list[tuple[float, TuningRecord]]:
     """Records with their distances, the nearest first: of functions their own, then those of the built-in feature that is most alike."""
     key, hashed = problem.key(target.slug), problem.features.mods
-    found = nearest(key, (record for record in records if functions_in(record.key) == hashed))
+    found = nearest(key, (record for record in records if mods_in(record.key.features) == hashed))
     if hashed:
-        found += nearest(alike(problem).key(target.slug), (record for record in records if not functions_in(record.key)))
+        found += nearest(alike(problem).key(target.slug), (record for record in records if not mods_in(record.key.features)))
     return found
 
 
