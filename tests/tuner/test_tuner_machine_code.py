@@ -20,7 +20,7 @@ from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import INDEX, read_index
 from flashtune.core.launching import LoadedKernel, plan, provided
 from flashtune.core.problem import Problem
-from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index, shipped_manifest
+from flashtune.core.shipped_kernels import PACKAGE, folder_of, manifest_in, shipped_index, shipped_manifest
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.templates.loading import host_of, load_kernel
@@ -32,7 +32,6 @@ from flashtune.tuner.publish.generated import (
     arrange,
     index_text,
     kept,
-    manifest_in,
     orders_of,
     present_archive,
     write,

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.binaries import Manifest, parse_manifest, source_digest
+from flashtune.core.binaries import Manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
@@ -19,7 +19,7 @@ from flashtune.core.files import write_whole
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
 from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.shipped_kernels import archive_name, find_archive
+from flashtune.core.shipped_kernels import archive_name, find_archive, manifest_in
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render, variant_of
@@ -200,14 +200,6 @@ def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Bu
         return None
     binaries = tuple(replace(binary, file="") for binary in found.binaries)
     return Built(manifest=Manifest(variant_id=found.variant_id, binaries=binaries, source_sha256=found.source_sha256), codes=codes)
-
-
-def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: str) -> Manifest | None:
-    """Manifest of a variant in an archive of this index; None where there is none. Raises EnvironmentProblem where it can't be read."""
-    piece = index.manifest_of(variant_id, arch)
-    if piece is None or archive is None:
-        return None
-    return parse_manifest(archive.read(piece.place, piece.sha256), archive.path, archive)
 
 
 def selected(arranged: Sequence[Arranged]) -> list[Arranged]:
