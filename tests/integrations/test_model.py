@@ -208,7 +208,7 @@ def test_each_implementation_is_timed_first_and_after_every_other(tmp_path: Path
     monkeypatch.setattr(measuring, "LEAST_ROUNDS", 40)
     attended: list[str] = []
     monkeypatch.setattr(type(subject), "attend", lambda _self, _model, implementation: attended.append(implementation))
-    monkeypatch.setattr(measuring, "BACKENDS", {})
+    monkeypatch.setattr(measuring, "FUSED", ())
     measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
     rounds = [tuple(attended[at : at + 2]) for at in range(2, len(attended), 2)]
     assert set(rounds) == {("sdpa", "tuned"), ("tuned", "sdpa")} and len(rounds) >= 40
