@@ -8,10 +8,10 @@ from typing import Any
 import frozen
 
 from flashtune.core.binaries import Manifest
-from flashtune.core.shipped_kernels import PACKAGE, folder_of, shipped_index
+from flashtune.core.shipped_kernels import PACKAGE, folder_of, manifest_in, shipped_index
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS
-from flashtune.tuner.publish.generated import arrange, manifest_in, present_archive
+from flashtune.tuner.publish.generated import arrange, present_archive
 
 
 def current(new: bool = False) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def group_of(result: SearchResult) -> Group | None:
     pool = Candidates(space, result.problem)
     apart = np.square(pool.features[:, None] - pool.features[None])
     columns = np.array(pool.columns)
-    steps = {name: apart[:, :, columns == name].sum(axis=2) for name in [*pool.axes, ""]}
+    steps = {name: apart[:, :, columns == name].sum(axis=2) for name in dict.fromkeys(pool.columns)}
     errors = np.array([times[candidate] for candidate in pool.candidates]) - pool.log_times
     return Group(steps, steps[""] == 0, errors - np.median(errors))
 

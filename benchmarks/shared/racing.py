@@ -153,7 +153,7 @@ def of_models(target: Target, *, most: int, seed: int) -> Work:
 
 def ships(candidate: Candidate, problem: Problem) -> bool:
     """True where the package holds machine code of a candidate."""
-    return shipped_index(PACKAGE).find(candidate.variant(problem.spec()).id) is not None
+    return candidate.variant(problem.spec()).id in {kernel.variant_id for kernel in shipped_index(PACKAGE).kernels}
 
 
 def shipped_first(

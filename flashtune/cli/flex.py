@@ -1,5 +1,6 @@
 """`flashtune search --implementation flex`: tune FlexAttention's own kernels by measuring, and store their options."""
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flashtune.cli.console import console, print_json
 from flashtune.core.errors import EnvironmentProblem, InputError, NoKernelFound
 from flashtune.core.problem import Problem
+from flashtune.core.secrets import command_line
 from flashtune.core.target import Target
 from flashtune.core.words import counted
 
@@ -32,7 +34,7 @@ def require_gpu() -> None:
 
 
 def search_flex(
-    target: Target, problems: Sequence[Problem], options: "SearchOptions", *, command: str, notes: "Console", out: bool, as_json: bool
+    target: Target, problems: Sequence[Problem], options: "SearchOptions", *, notes: "Console", out: bool, as_json: bool
 ) -> None:
     """Tune FlexAttention for each problem, and store the options that gain."""
     from flashtune.cli.search import choose_source
@@ -42,18 +44,17 @@ def search_flex(
         raise InputError(
             f"--{given[0].removesuffix('s')} is for kernels of flashtune, and --implementation flex tunes others: leave it out"
         )
-    require_gpu()
     choose_source(target, predict=False)
     for problem in problems:
         refuse_untunable(problem)
-    found = tuned(target, problems, options, command=command, notes=notes)
+    found = tuned(target, problems, options, notes=notes)
     if as_json:
         print_json([row(one, target) for one in found])
     elif out:
         _print(found, target)
 
 
-def tuned(target: Target, problems: Sequence[Problem], options: "SearchOptions", *, command: str, notes: "Console") -> "list[FlexFound]":
+def tuned(target: Target, problems: Sequence[Problem], options: "SearchOptions", *, notes: "Console") -> "list[FlexFound]":
     """Results of the problems, each stored once it is there; `notes` gets a line for each wave, and for a problem without a result.
 
     Raises NoKernelFound where none has one.
@@ -66,6 +67,7 @@ def tuned(target: Target, problems: Sequence[Problem], options: "SearchOptions",
 
     ends = None if options.budget_s is None else time.monotonic() + options.budget_s
     most = min(PROCESS_LIMIT, options.jobs or max(1, cores() - 1))
+    command = command_line(["flashtune", *sys.argv[1:]])
     made_by = provenance(command=command, seed=options.seed, measured=True, target=target)
     found: list[FlexFound] = []
     failed: NoKernelFound | None = None

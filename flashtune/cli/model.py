@@ -85,7 +85,7 @@ def model(
     judged = tuning.record_calls(subject, chosen, dtype=kind, device=device)
     report = tuning.ModelReport(subject.name, target, dtype, judged)
     for one in judged:
-        messages().print(f"{one.workload}: {tuning.shown_shares(one.counts)}")
+        messages().print(f"{one.workload}: {one.counts.total()} attention calls of {len(one.counts)} kinds")
     destination = _destination(path, out)
     options = SearchOptions(trials=trials, budget_s=seconds_of(budget), predict=predict)
     report.records = _tuned(report.problems(), target, source, options, quiet=as_json)
@@ -115,11 +115,10 @@ def _tuned(
     problems: list["Problem"], target: "Target", source: "Source", options: SearchOptions, *, quiet: bool
 ) -> dict["Problem", "TuningRecord"]:
     """The record of each problem, after a search of those that have none yet of this source or a better one."""
-    from flashtune.model.tuning import best_records
 
     def known() -> dict["Problem", "TuningRecord"]:
-        usable = [one for one in stored(None) if one.key.gpu == target.slug and unservable(one) is None]
-        return best_records(problems, target, usable)
+        usable = {one.key: one for one in stored(None) if one.key.gpu == target.slug and unservable(one) is None}
+        return {problem: usable[key] for problem in problems if (key := problem.key(target.slug)) in usable}
 
     served = {problem for problem, record in known().items() if source == "predicted" or record.outcome.source == "measured"}
     missing, others = searchable([problem for problem in problems if problem not in served], target)

@@ -175,7 +175,11 @@ def search(
 
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
-    target = _target(gpu_name, implementation)
+    if implementation == "flex":
+        from flashtune.cli.flex import require_gpu
+
+        require_gpu()
+    target = gpu_of(gpu_name)
     problems = requested.problems()
     budget_s = None if budget is None else seconds_of(budget)
     options = SearchOptions(until=share_of("--until", until), budget_s=budget_s, **others)
@@ -185,8 +189,7 @@ def search(
             if implementation == "flex":
                 from flashtune.cli.flex import search_flex
 
-                command = command_line(["flashtune", *sys.argv[1:]])
-                search_flex(target, problems, options, command=command, notes=notes, out=not quiet, as_json=as_json)
+                search_flex(target, problems, options, notes=notes, out=not quiet, as_json=as_json)
                 return
             records = _found(target, problems, requested, options, quiet=lines is None and (quiet or as_json), notes=notes)
         if as_json:
@@ -195,15 +198,6 @@ def search(
             print_json([record_row(record) for record in records])
         for out in (*([] if quiet or as_json else [console()]), *([] if lines is None else [lines])):
             _print(records, target, options.location, out)
-
-
-def _target(gpu_name: str | None, implementation: str) -> Target:
-    """GPU that is searched for; raises EnvironmentProblem where FlexAttention is to be tuned without one."""
-    if implementation == "flex":
-        from flashtune.cli.flex import require_gpu
-
-        require_gpu()
-    return gpu_of(gpu_name)
 
 
 def _found(
@@ -254,12 +248,11 @@ def run_search(
     options: SearchOptions,
     *,
     quiet: bool,
-    command: str | None = None,
     notes: "Console | None" = None,
 ) -> list[TuningRecord]:
     """Search these problems and return the records that the database then has for them.
 
-    `command` is stored as the command line. Progress, unless `quiet`, and notes go to the console `notes` (None: standard error).
+    Progress, unless `quiet`, and notes go to the console `notes` (None: standard error).
     """
     from flashtune.tuner.children.start import start_server
 
@@ -303,7 +296,7 @@ def run_search(
     )
     _refuse_unsearchable(plan)
     logger.debug("planned")
-    records = _run(plan, location=location, storage_url=options.storage, command=command, quiet=quiet, notes=notes or messages())
+    records = _run(plan, location=location, storage_url=options.storage, quiet=quiet, notes=notes or messages())
     logger.debug("searched")
     if source == "measured":
         keep_machine_code(records, target, jobs=plan.jobs, notes=notes)
@@ -323,9 +316,7 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
         SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 
 
-def _run(
-    plan: "SearchPlan", *, location: str, storage_url: str | None, command: str | None, quiet: bool, notes: "Console"
-) -> list[TuningRecord]:
+def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, quiet: bool, notes: "Console") -> list[TuningRecord]:
     """Run the search into the database at `location`, and return its records of the problems."""
     from flashtune.cli.progress import SearchProgress
     from flashtune.cli.storage import study_storage
@@ -335,7 +326,7 @@ def _run(
 
     # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
     sys.setswitchinterval(SWITCH_S)
-    command = command or command_line(["flashtune", *sys.argv[1:]])
+    command = command_line(["flashtune", *sys.argv[1:]])
     trials, measured = None if plan.sampler == "exhaustive" else plan.trials, plan.source == "measured"
     with (
         Store.open(location, writable=True) as store,

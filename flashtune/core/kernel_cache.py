@@ -70,13 +70,6 @@ def find(variant_id: str, arch: str, triton: str | None = None) -> Manifest | No
     return None
 
 
-def holds(arch: str) -> bool:
-    """True if the user's cache has anything for an architecture (`sm_90a`)."""
-    with suppress(OSError):
-        return any(place.name.partition("-triton-")[0] == arch for place in (wanted_cache_dir() / "kernels").iterdir())
-    return False
-
-
 def _own(path: Path) -> bool:
     """True if this exists, is no link, and only this user can write to it."""
     try:

@@ -45,11 +45,6 @@ class GeneratedKernel(NamedTuple):
     sibling: str = ""
     sibling_manifest: Piece | None = None
 
-    @property
-    def module(self) -> str:
-        """The name of the module within the package that the folder is."""
-        return self.path.removesuffix(".py").replace("/", ".")
-
 
 class ArchiveFacts(NamedTuple):
     """Facts about an architecture's archive: the digest in its header, and its groups."""
@@ -67,21 +62,9 @@ class Index:
     files: Mapping[str, str] = field(default_factory=dict)
     archives: Mapping[str, ArchiveFacts] = field(default_factory=dict)
 
-    def find(self, variant_id: str, arch: str | None = None) -> GeneratedKernel | None:
-        """The kernel with this id: that for `arch` where there is one, else any, since their texts are equal."""
-        found = self._by_id.get(variant_id, [])
-        return next((kernel for kernel in found if kernel.arch == arch), found[0] if found else None)
-
     def manifest_of(self, variant_id: str, arch: str) -> Piece | None:
         """The place of a variant's manifest for an architecture, be it a kernel or a sibling; None where there is none."""
         return self._manifests.get((variant_id, arch))
-
-    @cached_property
-    def _by_id(self) -> dict[str, list[GeneratedKernel]]:
-        found: dict[str, list[GeneratedKernel]] = {}
-        for kernel in self.kernels:
-            found.setdefault(kernel.variant_id, []).append(kernel)
-        return found
 
     @cached_property
     def _manifests(self) -> dict[tuple[str, str], Piece]:

@@ -248,8 +248,8 @@ class Host(Protocol):
         ...
 
 
-def copyable(x: Operand, bytes_apart: int = 16) -> bool:
+def copyable(x: Operand) -> bool:
     """True if the copy engine can read `x` (B, H, N, D): aligned, contiguous rows, other strides positive multiples of 16 bytes."""
-    unit = bytes_apart // x.item_bytes
+    unit = 16 // x.item_bytes
     steps = zip(x.shape[:3], x.strides[:3], strict=True)
     return x.aligned and x.strides[3] == 1 and all(size == 1 or (step > 0 and step % unit == 0) for size, step in steps)

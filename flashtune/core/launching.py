@@ -78,12 +78,12 @@ def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], k
     if lengths is not None:
         lengths = tuple(None if x is None else operand(len(everything) + i, x) for i, x in enumerate(lengths))
         everything += keywords["lengths"]
-    coded: Any = keywords.get("mods", ())
-    if callable(coded):
+    captured: Any = keywords.get("mods", ())
+    if callable(captured):
         # Lists of blocks depend on the config's tiles.
-        coded = coded(host.config)
-    mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(coded))
-    everything += coded
+        captured = captured(host.config)
+    mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(captured))
+    everything += captured
     scratch = Scratch(len(everything))
     numbers = {name: keywords[name] for name in _NUMBERS if name in keywords}
     numbers |= {"lengths": lengths, "misses": misses, "mods": mods}

@@ -95,13 +95,9 @@ def _dtypes(a: str, b: str) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _functions_in(features: str) -> str:
+def mods_in(features: str) -> str:
+    """The hash of the mask and the score as code in a key's features (Features.mods), empty without."""
     return str(json.loads(features).get("mods", ""))
-
-
-def functions_in(key: ProblemKey) -> str:
-    """The hash of a key's mask and score as code (Features.mods), empty without."""
-    return _functions_in(key.features) if '"mods"' in key.features else ""
 
 
 @lru_cache(maxsize=4096)

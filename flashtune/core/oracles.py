@@ -64,11 +64,11 @@ def _attended(
     here = None if mask is None else mask[batch_index, head_index, rows]
     if score_leaf is not None:
         here = reference.joined(score_leaf, here)
-    coded = parameters.scores
+    mods = parameters.mods
     out, lse = reference.attention(
         *(q, k, v),
         keep=keep,
-        scores=None if coded is None else lambda x: coded(x[0, 0], batch, head, first)[None, None],
+        mods=None if mods is None else lambda x: mods(x[0, 0], batch, head, first)[None, None],
         dtype=dtype or torch.float64,
         **replace(parameters, mask=here, band=parameters.band.from_row(first), **per_head_words(per_head)).formula(),
     )

@@ -24,7 +24,7 @@ FACTORS = ("q_descale", "k_descale", "v_descale")
 PER_HEAD_FLAGS = {"alibi_slopes": "alibi"} | {name: name for name in PER_HEAD if name not in (*FACTORS, "alibi_slopes")}
 """The feature that each of the others needs; a launch uses callers' names, but for `slopes`."""
 
-_NO_FORMULA = ("seed", "offset", "lengths", "scores")
+_NO_FORMULA = ("seed", "offset", "lengths", "mods")
 """Parameters that the reference's formula takes in another form."""
 
 DROPOUT_STEPS = 32768
@@ -42,7 +42,7 @@ class CallParameters:
 
     `mask` is a view expanded to (B, Hq, N_q, N_kv); `slopes` (B, Hq) are ALiBi's; `descale` are factors of fp8 inputs: q (B, Hq),
     k and v (B, Hkv); `sinks` (B, Hq) are logits. `seed` (64 bits) and `offset` fix dropout's mask. `lengths` of packed sequences are as in
-    LaunchInputs, where the band's diagonal is 1 or 0. `scores` is a mask and a score as code for the reference: scores (rows, N_kv) of a
+    LaunchInputs, where the band's diagonal is 1 or 0. `mods` is a mask and a score as code for the reference: scores (rows, N_kv) of a
     batch and a head from a row on, to those of the softmax; launches take tensors in its place.
     """
 
@@ -57,7 +57,7 @@ class CallParameters:
     descale: "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None" = None
     sinks: "torch.Tensor | None" = None
     lengths: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None" = None
-    scores: "Callable[[torch.Tensor, int, int, int], torch.Tensor] | None" = None
+    mods: "Callable[[torch.Tensor, int, int, int], torch.Tensor] | None" = None
 
     def per_head(self) -> "dict[str, torch.Tensor]":
         """The parameters per head, by the names of `PER_HEAD`."""
@@ -71,7 +71,7 @@ class CallParameters:
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of a rendered module's `launch`, without parameters per head that are None."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("band", "scores")}
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("band", "mods")}
         return {name: value for name, value in found.items() if value is not None or name == "mask"} | self.band.keywords()
 
 

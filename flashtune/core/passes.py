@@ -6,8 +6,8 @@ model look a pass up by a problem's direction (decision 0001). Importing this ne
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
@@ -67,10 +67,19 @@ class Operand(NamedTuple):
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
 
-class Oracle(Protocol):
-    """Function from all operands to the expected values of the written ones at each place, by default in float64."""
+class Pass(NamedTuple):
+    """One direction of attention. `operands` are in the order of a launch's positional arguments.
 
-    def __call__(
+    `products` names, for each matrix product over the visible pairs, the head size that it runs along or spans.
+    `oracle_name` is its function of flashtune.core.oracles, `bounds` are the tolerances of each written operand of a kernel.
+    """
+
+    operands: tuple[Operand, ...]
+    products: tuple[Literal["d", "d_v"], ...]
+    oracle_name: Literal["forward_oracle", "backward_oracle"]
+    bounds: "Callable[[KernelSpec], Mapping[str, Bound]]"
+
+    def oracle(
         self,
         problem: "Problem",
         operands: "Mapping[str, torch.Tensor]",
@@ -78,21 +87,12 @@ class Oracle(Protocol):
         places: "Sequence[Place]",
         dtype: "torch.dtype | None" = None,
     ) -> "list[dict[str, torch.Tensor]]":
-        """Tensors of `dtype`, by name, for each place."""
-        ...
+        """The expected values of the written operands at each place by name, from all operands, by default in float64."""
+        # Calls need a pass's sizes, and shouldn't wait for imports of checks.
+        from flashtune.core import oracles
 
-
-class Pass(NamedTuple):
-    """One direction of attention. `operands` are in the order of a launch's positional arguments.
-
-    `products` names, for each matrix product over the visible pairs, the head size that it runs along or spans.
-    `bounds` are the tolerances of each written operand of a kernel.
-    """
-
-    operands: tuple[Operand, ...]
-    products: tuple[Literal["d", "d_v"], ...]
-    oracle: Oracle
-    bounds: "Callable[[KernelSpec], Mapping[str, Bound]]"
+        found: list[dict[str, torch.Tensor]] = getattr(oracles, self.oracle_name)(problem, operands, parameters, places, dtype)
+        return found
 
     @property
     def written(self) -> tuple[Operand, ...]:
@@ -119,15 +119,6 @@ class Pass(NamedTuple):
         return found
 
 
-def _computed(oracle: str, *args: Any, **kwargs: Any) -> "list[dict[str, torch.Tensor]]":
-    """The result of a function of flashtune.core.oracles, by its name."""
-    # Calls need a pass's sizes, and shouldn't wait for imports of checks.
-    from flashtune.core import oracles
-
-    found: list[dict[str, torch.Tensor]] = getattr(oracles, oracle)(*args, **kwargs)
-    return found
-
-
 def _forward_bounds(spec: KernelSpec) -> "dict[str, Bound]":
     from flashtune.core.tolerances import LSE_RTOL, Bound, tolerance
 
@@ -147,7 +138,7 @@ FORWARD = Pass(
         Operand(name="lse", title="LSE", axes=("batch", "heads", "n_q"), element="fp32", written=True),
     ),
     products=("d", "d_v"),
-    oracle=partial(_computed, "forward_oracle"),
+    oracle_name="forward_oracle",
     bounds=_forward_bounds,
 )
 
@@ -178,7 +169,7 @@ BACKWARD = Pass(
     ),
     # S and dP again, then dV, dK and dQ.
     products=("d", "d_v", "d_v", "d", "d"),
-    oracle=partial(_computed, "backward_oracle"),
+    oracle_name="backward_oracle",
     bounds=_backward_bounds,
 )
 

@@ -118,11 +118,11 @@ def scores_of(
     band: Band,
     softcap: float,
     slopes: Tensor | None,
-    coded: Callable[[Tensor], Tensor] | None = None,
+    mods: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Scores before the softmax, in the dtype of q and k, which have equally many heads (see `attention`), -inf where a pair is hidden."""
     scores = scale * (q @ k.transpose(-1, -2))
-    scores = scores if coded is None else coded(scores)
+    scores = scores if mods is None else mods(scores)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
@@ -150,7 +150,7 @@ def attention(
     slopes: Tensor | None = None,
     descale: tuple[Tensor, Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
-    scores: Callable[[Tensor], Tensor] | None = None,
+    mods: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v with every feature, in `dtype`: output (B, Hq, N_q, D_v) and natural-log LSE (B, Hq, N_q).
@@ -161,7 +161,7 @@ def attention(
     gives 0 and LSE -inf.
     `slopes` (B, Hq) are ALiBi's: each score loses slope |i + diagonal - j|. `descale` are factors by which q (B, Hq), k and v (B, Hkv)
     are multiplied. `sinks` (B, Hq) are logits of one more key for every row, whose value is 0: neither
-    scaled nor masked, and in the LSE, so that rows without visible keys have the sink as theirs. `scores` is a mask and a score as code: a
+    scaled nor masked, and in the LSE, so that rows without visible keys have the sink as theirs. `mods` is a mask and a score as code: a
     function of scaled scores to those of the softmax, -inf where a pair is hidden. Differentiable.
     """
     ratio = q.shape[1] // max(1, k.shape[1])
@@ -169,7 +169,7 @@ def attention(
     if descale is not None:
         q, k, v = (x * factor.to(dtype)[..., None, None] for x, factor in zip((q, k, v), descale, strict=True))
     k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-    found = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes, coded=scores)
+    found = scores_of(q, k, mask=mask, scale=scale, band=band or Band(), softcap=softcap, slopes=slopes, mods=mods)
     beside = []
     if sinks is not None:
         # As with biases, no gradient may flow through -inf - -inf.

@@ -88,8 +88,13 @@ def shipped_manifest(package: str, variant_id: str, arch: str) -> Manifest | Non
 
     Raises EnvironmentProblem where the archive differs from the package's index.
     """
-    piece = shipped_index(package).manifest_of(variant_id, arch)
-    archive = None if piece is None else shipped_archive(package, arch)
+    index = shipped_index(package)
+    return None if index.manifest_of(variant_id, arch) is None else manifest_in(shipped_archive(package, arch), index, variant_id, arch)
+
+
+def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: str) -> Manifest | None:
+    """The manifest of a variant in an archive of this index; None where there is none. Raises EnvironmentProblem where it can't be read."""
+    piece = index.manifest_of(variant_id, arch)
     if piece is None or archive is None:
         return None
     manifest = parse_manifest(archive.read(piece.place, piece.sha256), archive.path, archive)

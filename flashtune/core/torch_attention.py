@@ -15,6 +15,14 @@ sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttrib
 """The function behind torch.nn.functional's. Looked up there instead, attention would call itself after
 `F.scaled_dot_product_attention = dispatch.attention`."""
 
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""PyTorch's backends by the names that `flashtune bench` and records have."""
+
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 _AUTOCASTS = frozenset(kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu") if torch.amp.is_autocast_available(kind))

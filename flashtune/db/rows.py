@@ -129,7 +129,7 @@ def run_row(result: SearchResult) -> dict[str, object]:
         "baseline_backend": tidy(baseline.backend, NAME_LENGTH) if baseline else None,
         **_measurement_columns(baseline.measurement if baseline else None, "baseline_"),
         "baseline_call_us": baseline.call_us if baseline else None,
-        **_conditions_columns(provenance.conditions),
+        **{f"race_{field.name}": getattr(provenance.conditions, field.name, None) for field in fields(Conditions)},
         "ended_by": result.ending.reason if result.ending else None,
         "expected_regret": result.ending.regret if result.ending else None,
     }
@@ -196,10 +196,6 @@ def read_provenance(row: Row) -> Provenance:
     )
 
 
-def _conditions_columns(conditions: Conditions | None) -> dict[str, object]:
-    return {f"race_{field.name}": getattr(conditions, field.name) if conditions else None for field in fields(Conditions)}
-
-
 def _read_conditions(row: Row) -> Conditions | None:
     if row.missing("race_samples"):
         stray = next((name for field in fields(Conditions) if not row.missing(name := f"race_{field.name}")), None)
@@ -263,7 +259,7 @@ def read_ending(row: Row) -> Ending | None:
 
 def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
     """Columns of `trial` and `candidate` (without ids); a NaN error is stored as infinity, since databases have no NaN."""
-    facts, error = outcome.facts, outcome.max_error
+    error = outcome.max_error
     return {
         "number": number,
         "template": outcome.template,
@@ -274,7 +270,7 @@ def trial_row(outcome: Outcome, number: int) -> dict[str, object]:
         "source": outcome.source,
         "reason": tidy(outcome.reason),
         **_measurement_columns(outcome.measurement),
-        **{name: getattr(facts, name) if facts else None for name in FACTS},
+        **{name: getattr(outcome.facts, name, None) for name in FACTS},
         "max_error": math.inf if error is not None and math.isnan(error) else error,
         "finalist": int(outcome.finalist),
         "rank": outcome.rank,
@@ -375,7 +371,7 @@ def _read_facts(row: Row) -> CompileFacts | None:
 
 
 def _measurement_columns(measurement: Measurement | None, prefix: str = "") -> dict[str, object]:
-    return {f"{prefix}{name}": getattr(measurement, name) if measurement else None for name in TIMES}
+    return {f"{prefix}{name}": getattr(measurement, name, None) for name in TIMES}
 
 
 def _read_measurement(row: Row, prefix: str = "") -> Measurement | None:

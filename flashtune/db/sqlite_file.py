@@ -214,7 +214,7 @@ class SqliteFile:
             self._attempt(lambda: _alone(self._path, "PRAGMA journal_mode=WAL", self.name, self._allowance(self._path)))
             return
         try:
-            _build(self._path, self.name, _nothing, wal=True)
+            _build(self._path, self.name, lambda connection: None, wal=True)
         except FileExistsError:
             # Another process created it first.
             return
@@ -258,10 +258,6 @@ def _upgrade(connection: Connection) -> None:
     upgrade(connection)
 
 
-def _nothing(connection: Connection) -> None:
-    """Write nothing."""
-
-
 def _change_no_row(connection: Connection) -> None:
     """Write nothing, by a statement that fails on a read-only file, where SQLite without WAL lets a writing transaction begin."""
     connection.exec_driver_sql(f"UPDATE {values.VERSION_TABLE} SET version_num = version_num WHERE 0")
@@ -292,11 +288,8 @@ def _refuse_large(path: Path, beside: list[Path], name: str) -> None:
 
 def _alone(path: Path, statement: str, name: str, allowance: Allowance) -> None:
     """Run a statement outside of any transaction."""
-    connection = connect(path, "mode=rw", name, allowance)
-    try:
+    with closing(connect(path, "mode=rw", name, allowance)) as connection:
         connection.execute(statement)
-    finally:
-        connection.close()
 
 
 def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bool, replace: bool = False) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flashtune.core.band import Band
 from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
-from flashtune.core.problem import MaskKind, Problem
+from flashtune.core.problem import MAX_HEAD_DIM, MaskKind, Problem
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
 
 Outputs = tuple[Tensor, Tensor | None]
 """Output and, where it is requested, LSE."""
@@ -101,6 +102,19 @@ class Call:
     def empty(self) -> bool:
         """True where there is nothing to compute: no query, or no key to attend to."""
         return 0 in (self.batch, self.heads, self.n_q, self.n_kv)
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """Reason why no kernel can serve a call like this, whatever was measured; None where one might."""
+        if self.empty:
+            return "there is nothing to compute"
+        if self.problem is None and self.dtype in KERNEL_DTYPES:
+            return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {self.d_v if 0 < self.d <= MAX_HEAD_DIM else self.d}"
+        if self.problem is None:
+            return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(self.dtype).removeprefix('torch.')}"
+        if self.problem.dtype == "bf16" and self.device.type == "cpu":
+            return "Triton's interpreter can't multiply bfloat16"
+        return None
 
     @property
     def fused_by_torch(self) -> bool:

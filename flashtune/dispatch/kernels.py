@@ -14,7 +14,7 @@ from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, environment_fault
 from flashtune.core.folders import let_triton_write
 from flashtune.core.launching import LoadedKernel
-from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
+from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive, shipped_index, shipped_manifest
 from flashtune.core.target import Target
 from flashtune.dispatch.driver import NO_RESOURCES, DriverError
 from flashtune.templates.family import Family
@@ -70,6 +70,18 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
     # Launches by host code in a text aren't planned. An id doesn't name a text: an earlier version's code takes other arguments.
     current = kind.host is not None and found.source_sha256 == source_digest(rendering.render(kind, chosen))
     return found if current else None
+
+
+def uncompiled(chosen: Variant, arch: str) -> str | None:
+    """Reason why this variant has no machine code here for an architecture; None where it has."""
+    try:
+        if manifest(chosen, arch) is not None:
+            return None
+        if lacks_archive(PACKAGE, chosen.id, arch):
+            return f"its machine code is in {distribution(arch)}, which isn't installed"
+    except EnvironmentProblem as error:
+        return str(error)
+    return "there is no machine code of it"
 
 
 def host_code(family: Family, chosen: Variant) -> LoadedKernel:

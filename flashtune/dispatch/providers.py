@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import InputError
+from flashtune.core.flex_attention import band_mod, flex_arguments, soft_cap_mod
 from flashtune.core.problem import Problem
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.dispatch.call import Call, PerHead
@@ -97,7 +98,8 @@ class Flex(Provider):
 
     def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
         """As the base class; blocks of hidden pairs are found once."""
-        functions = self._functions(call)
+        band = band_mod(call.band) if call.band.bounded else None
+        functions = flex_arguments(band, soft_cap_mod(call.softcap), (None, None, call.n_q, call.n_kv), call.device)
 
         def run(options: dict[str, int] | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             words = {"scale": call.scale, "enable_gqa": call.shared, "kernel_options": options, **functions}
@@ -109,26 +111,6 @@ class Flex(Provider):
         plan = ProviderPlan.of(call, self.name, lambda query, key, value, _: tuned.run(run, query, key, value, **functions), tensors)
         plan.note = lambda: tuned.note(*call.views(*tensors[:3]), **functions)
         return plan
-
-    def _functions(self, call: Call) -> dict[str, Any]:
-        """Arguments for the band and the soft cap of a call."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        band, cap = call.band, call.softcap
-        blocks = None
-        if band.bounded:
-
-            def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                at = i + band.diagonal - j
-                inside = at >= -(band.right if band.right is not None else call.n_kv + call.n_q)
-                return inside if band.left is None else inside & (at <= band.left)
-
-            blocks = create_block_mask(seen, None, None, call.n_q, call.n_kv, device=call.device)
-
-        def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return cap * torch.tanh(score / cap)
-
-        return {"block_mask": blocks, "score_mod": capped if cap else None}
 
 
 PROVIDERS: Mapping[str, Provider] = {

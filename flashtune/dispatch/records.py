@@ -12,7 +12,7 @@ import numpy as np
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
 from flashtune.core.errors import InputError
-from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, functions_in, sms_apart
+from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
 from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
@@ -167,7 +167,7 @@ def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
     """True where a record of one may serve the other: one pass, both packed or neither, both decode steps or neither, the same functions,
     element types of one size."""
     types = theirs.dtype == ours.dtype or OTHER_16_BITS.get(theirs.dtype) == ours.dtype
-    if theirs.direction != ours.direction or (theirs.spread > 0) != (ours.spread > 0) or functions_in(theirs) != functions_in(ours):
+    if theirs.direction != ours.direction or (theirs.spread > 0) != (ours.spread > 0) or mods_in(theirs.features) != mods_in(ours.features):
         return False
     return types and (theirs.n_q <= DECODE_ROWS) == (ours.n_q <= DECODE_ROWS)
 

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.config import Config, Variant
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Problem, ProblemKey
+from flashtune.core.errors import InputError
+from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
-from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive
 from flashtune.core.target import Target
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import backwards, kernels
 from flashtune.dispatch.call import Call, PerHead, trained_as
-from flashtune.dispatch.choose import BUCKET, Choice, Compiled, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
+from flashtune.dispatch.choose import BUCKET, Choice, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_configs import choice_of
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
@@ -90,7 +88,7 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: Sequenc
     record, variant, reason = choice.record, choice.variant, choice.note
     if choice.provider is not None:
         reason = f"{PROVIDERS[choice.provider].title} serves: {reason}"
-    if variant is not None and not interpreted and target.arch.isdigit() and (why := _uncompiled(variant, target)) is not None:
+    if variant is not None and not interpreted and target.arch.isdigit() and (why := kernels.uncompiled(variant, target.arch)) is not None:
         reason += f"; {why}, so Triton compiles it at the first call"
     if choice.kind == "framework" and record is None and refused:
         reason += f" ({refused[0]})"
@@ -123,18 +121,6 @@ def said_of(record: TuningRecord | None) -> dict[str, Any]:
         "median_us": record.median_us,
         "framework_us": record.framework_us,
     }
-
-
-def _uncompiled(variant: Variant, target: Target) -> str | None:
-    """Reason why this variant has no machine code here; None where it has."""
-    try:
-        if kernels.manifest(variant, target.arch) is not None:
-            return None
-        if lacks_archive(PACKAGE, variant.id, target.arch):
-            return f"its machine code is in {distribution(target.arch)}, which isn't installed"
-    except EnvironmentProblem as error:
-        return str(error)
-    return "there is no machine code of it"
 
 
 class Candidate(NamedTuple):
@@ -176,8 +162,7 @@ def candidates(
     decode step begins with the choice for its length bucket. With `ours` kernels serve wherever they can, measured or not.
     """
     problem = call.problem
-    if torch_only is None:
-        torch_only = _out_of_reach(call)
+    torch_only = torch_only or call.out_of_reach
     if torch_only in GRADIENTS and problem is not None:
         if not (ours or GRADIENTS[torch_only]):
             yield from _by_provider(memo, call, trained_as(problem), (q, k, v, mask), per_head)
@@ -205,20 +190,6 @@ def candidates(
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
     yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind="framework", said=said)
-
-
-def _out_of_reach(call: Call) -> str | None:
-    """Reason why no kernel can serve a call like this, whatever was measured; None where one might."""
-    if call.empty:
-        return "there is nothing to compute"
-    if call.problem is None and call.dtype in KERNEL_DTYPES:
-        size = call.d_v if 0 < call.d <= MAX_HEAD_DIM else call.d
-        return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {size}"
-    if call.problem is None:
-        return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    if call.problem.dtype == "bf16" and call.device.type == "cpu":
-        return "Triton's interpreter can't multiply bfloat16"
-    return None
 
 
 def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
@@ -309,7 +280,8 @@ def _trained(
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
             if forward.kind == "framework":
                 return f"no kernel serves the forward ({forward.explanation.reason})"
-            yield forward._replace(said=functools.partial(_explained_both, forward, chosen, trained, target), trains=True)
+            both = lambda one=forward: replace(one.explanation, backward=explained(chosen, trained, target, ()))  # noqa: E731
+            yield forward._replace(said=both, trains=True)
     return why
 
 
@@ -342,7 +314,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, pinned, q.stride()), kind="exact", said=said)
     words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
-    words["compiled"] = compiled_on(target)
+    words["compiled"] = functools.partial(kernels.compiled, arch=target.arch)
     surroundings = (problem, target, records, known)
     for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
         if isinstance(choice, Refusal):
@@ -406,21 +378,11 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
-    for choice in rank(problem, target, pool, families(), **words, compiled=compiled_on(target)):
+    for choice in rank(problem, target, pool, families(), **words, compiled=functools.partial(kernels.compiled, arch=target.arch)):
         if isinstance(choice, Choice):
             return explained(choice, problem, target, refused)
         refused.append(_refusal(choice))
     raise AssertionError("the ranking ends with PyTorch")
-
-
-def _explained_both(forward: Candidate, chosen: Choice, problem: Problem, target: Target) -> Explanation:
-    """Explanation of a forward by kernels, and of the kernel `chosen` for its backward."""
-    return replace(forward.explanation, backward=explained(chosen, problem, target, ()))
-
-
-def compiled_on(target: Target) -> Compiled:
-    """Predicate of variants that have machine code for this GPU."""
-    return functools.partial(kernels.compiled, arch=target.arch)
 
 
 def _refusal(refusal: Refusal, warn: Callable[[str], None] | None = None) -> str:

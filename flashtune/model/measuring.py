@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from flashtune.core.torch_attention import BACKENDS
 from flashtune.model.sources import Subject
 from flashtune.model.workloads import Run, Workload, runner
 
@@ -35,11 +36,7 @@ LEAST_S = 0.02
 
 MOST_REPEATS = 20
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+FUSED = ("flash", "cudnn", "efficient")
 """PyTorch's fused backends, with each of which the whole model is timed."""
 
 
@@ -152,7 +149,7 @@ def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, dev
     PyTorch's order; a backend with which the model fails is left out.
     """
     inputs = subject.inputs(workload, device=device, dtype=dtype)
-    backends = BACKENDS if subject.standard == "sdpa" else {}
+    backends = FUSED if subject.standard == "sdpa" else ()
     times: dict[str, list[float]] = {subject.standard: [], "tuned": [], **{name: [] for name in backends}}
     run = runner(model, inputs, workload)
 
@@ -160,7 +157,7 @@ def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, dev
         subject.attend(model, subject.standard if implementation in backends else implementation)
         if implementation not in backends:
             return nullcontext()
-        return sdpa_kernel([backends[implementation], *BACKENDS.values(), SDPBackend.MATH], set_priority=True)
+        return sdpa_kernel([BACKENDS[name] for name in (implementation, *FUSED, "math")], set_priority=True)
 
     with _without_collections():
         repeats = 1

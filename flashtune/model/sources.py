@@ -1,6 +1,5 @@
 """Sources of a model: a folder or a config.json of transformers or diffusers, from which the model is built."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.files import read_json
 from flashtune.model.workloads import Workload
 
 SEED = 1234
@@ -75,16 +75,12 @@ def _place(path: Path) -> Place:
     else:
         file, folder = path, None
     try:
-        with file.open("rb") as opened:
-            text = opened.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        config = json.loads(text)
+        config = read_json(file, MOST_BYTES)
         if not isinstance(config, dict):
             raise ValueError("it is no JSON object")
     except FileNotFoundError as error:
         raise InputError(f"there is no {file}: name a folder with a model's config.json, or that file") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file} can't be read as a model's config ({error}): name a model of transformers or diffusers") from error
     return Place(file, folder, config)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, first_line
 from flashtune.model.sources import SEED, Place, library, random_inputs
 from flashtune.model.workloads import Workload, padding_mask
 
@@ -19,7 +19,7 @@ class TransformersModel:
             self.config = self._transformers.AutoConfig.for_model(**words)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
-                f"transformers can't read {place.path} ({_line(error)}): update transformers, or name another model"
+                f"transformers can't read {place.path} ({first_line(error)}): update transformers, or name another model"
             ) from error
         self._folder = place.folder
         self._whole = layers is None or not _shortened(self.config, layers)
@@ -120,7 +120,7 @@ class TransformersModel:
             model.set_attn_implementation(name)  # type: ignore[operator]
         except ValueError as error:
             raise InputError(
-                f"{self.name} can't be given another attention ({_line(error)}): its model ignores attn_implementation"
+                f"{self.name} can't be given another attention ({first_line(error)}): its model ignores attn_implementation"
             ) from error
 
 
@@ -137,7 +137,3 @@ def _shortened(config: Any, layers: int) -> bool:
         if isinstance(kinds, list) and len(kinds) > layers:
             part.layer_types = kinds[:layers]
     return changed
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

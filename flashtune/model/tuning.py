@@ -1,7 +1,7 @@
 """Steps of `flashtune model`: record a model's calls, search them, write its database, and judge the whole model with it."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,14 +166,3 @@ def _lost(device: str) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def best_records(problems: Sequence[Problem], target: Target, records: Sequence[TuningRecord]) -> dict[Problem, TuningRecord]:
-    """The record of each problem's key, where there is one."""
-    by_key = {record.key: record for record in records}
-    return {problem: by_key[problem.key(target.slug)] for problem in problems if problem.key(target.slug) in by_key}
-
-
-def shown_shares(counts: Mapping[Problem, int]) -> str:
-    """Number of calls and of different problems, in words."""
-    return f"{sum(counts.values())} attention calls of {len(counts)} kinds"

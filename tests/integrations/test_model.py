@@ -208,7 +208,7 @@ def test_each_implementation_is_timed_first_and_after_every_other(tmp_path: Path
     monkeypatch.setattr(measuring, "LEAST_ROUNDS", 40)
     attended: list[str] = []
     monkeypatch.setattr(type(subject), "attend", lambda _self, _model, implementation: attended.append(implementation))
-    monkeypatch.setattr(measuring, "BACKENDS", {})
+    monkeypatch.setattr(measuring, "FUSED", ())
     measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
     rounds = [tuple(attended[at : at + 2]) for at in range(2, len(attended), 2)]
     assert set(rounds) == {("sdpa", "tuned"), ("tuned", "sdpa")} and len(rounds) >= 40
@@ -221,7 +221,7 @@ def test_times_are_of_both_implementations(tmp_path: Path, monkeypatch: pytest.M
     model = subject.build(device="cpu", dtype=torch.float32)
     found = measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
     assert found.tuned_ms > 0 and found.speedup == found.torch_ms / found.tuned_ms
-    assert set(found.backends_ms) == set(measuring.BACKENDS) and all(ms > 0 for ms in found.backends_ms.values())
+    assert set(found.backends_ms) == set(measuring.FUSED) and all(ms > 0 for ms in found.backends_ms.values())
     best = measuring.Times(tuned_ms=10.0, torch_ms=9.0, backends_ms={"flash": 8.0, "cudnn": 11.0})
     assert (best.best_backend, best.against_best) == ("flash", 0.8)
     assert (replace(best, torch_ms=5.0).best_backend, replace(best, backends_ms={}).against_best) == ("torch", 0.9)
@@ -257,7 +257,7 @@ def test_a_backend_with_which_a_model_fails_is_left_out(tmp_path: Path, monkeypa
     monkeypatch.setattr(measuring, "runner", runs)
     found = measuring.measure(subject, model, parse("forward:1x8"), device="cpu", dtype=torch.float32)
     assert set(found.backends_ms) == {"flash", "efficient"}
-    assert {order[0] for order in orders} == {one.value for one in measuring.BACKENDS.values()}
+    assert {order[0] for order in orders} == {measuring.BACKENDS[name].value for name in measuring.FUSED}
     assert torch._C._get_sdp_priority_order() == usual
 
 

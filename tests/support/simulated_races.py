@@ -9,9 +9,10 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from flashtune.core.results import Outcome, SearchResult
-from flashtune.tuner.timing.racing import Contest, placed
+from flashtune.tuner.timing.racing import Contest, ranked
 
 DRIFT = 0.002
 """What clocks change from round to round (the standard deviation of a step)."""
@@ -66,7 +67,8 @@ def pick(finalists: Sequence[Outcome], dice: random.Random) -> Pick:
     while racers := contest.racers():
         contest.add(racers, race(finalists, racers, dice))
     standing = contest.standing()
-    return Pick(place=placed(finalists, standing.behind, is_stored=lambda outcome: False)[0], races=standing.races)
+    by_place: Any = list(enumerate(finalists))
+    return Pick(place=cast(int, ranked(by_place, behind=standing.behind)[0]), races=standing.races)
 
 
 def repeated(finalists: Sequence[Outcome], times: int, seed: int = 0) -> tuple[float, float, float]:

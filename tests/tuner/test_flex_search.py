@@ -14,8 +14,10 @@ import torch
 from click.testing import CliRunner
 
 from flashtune.cli.main import main
-from flashtune.core import flex_options, reference
+from flashtune.core import flex_attention, flex_options, reference
+from flashtune.core.band import Band
 from flashtune.core.errors import InputError, NoKernelFound
+from flashtune.core.flex_attention import band_mod, flex_arguments
 from flashtune.core.lengths import Lengths
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate, Measurement, Provenance
@@ -291,3 +293,13 @@ def test_the_command_tunes_stores_and_prints(monkeypatch: pytest.MonkeyPatch, ow
     assert checked.exit_code == 4 and "1 skipped: flex is no kernel of flashtune" in checked.stderr
     refused = search(*words, "--template", "flash_fwd")
     assert refused.exit_code == 2 and "--template is for kernels of flashtune" in refused.stderr
+
+
+def test_blocks_of_large_masks_are_found_by_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda function: made.append(function.__name__) or function)
+    band, device = band_mod(Band(right=0)), torch.device("cpu")
+    for most, found in ((300 * 200, []), (300 * 200 - 1, ["create_block_mask"])):
+        monkeypatch.setattr(flex_attention, "COMPILED_PAIRS", most)
+        mask = flex_arguments(band, None, (None, None, 300, 200), device)["block_mask"]
+        assert made == found and mask.kv_num_blocks.tolist() == [[[1, 1, 2]]]

@@ -23,7 +23,7 @@ from flashtune.cli.main import main
 from flashtune.core import limits
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import FlashtuneError, InputError
-from flashtune.core.nearness import functions_in
+from flashtune.core.nearness import mods_in
 from flashtune.core.oracles import Place
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Finding, TuningRecord
@@ -126,7 +126,7 @@ def test_a_hash_comes_back_from_the_key_and_json(name: str, tf32: bool, n: int, 
     problem = replace(SMALL, n_q=n, n_kv=n, features=features, direction=direction)
     key = problem.key("h100")
     assert Features.from_json(json.loads(key.features)) == features == problem.seen().features
-    assert functions_in(key) == name == problem.spec().mods
+    assert mods_in(key.features) == name == problem.spec().mods
     assert f"mods-{name}" in problem.label() and f"mods-{name}" in problem.spec().label()
     assert key != replace(problem, features=Features(tf32=tf32)).key("h100")
 
@@ -515,9 +515,7 @@ def test_outcomes_of_functions_are_of_the_families_that_take_them(file: Path) ->
 def test_the_baseline_is_flex_attention_with_the_functions(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
 
-    made = module.create_block_mask
     monkeypatch.setattr(baseline, "compiled_flex", lambda *, dynamic: module.flex_attention)
-    monkeypatch.setattr(module, "create_block_mask", lambda *given, _compile, **words: made(*given, **words))
     problem = coded(file, replace(SMALL, n_q=128, n_kv=128))
     inputs = make_inputs(problem, device="cpu", seed=4)
     call = baseline.pytorch_call(inputs)

@@ -20,7 +20,7 @@ from flashtune.templates import family
 from flashtune.tuner.children import tasks
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Timed
-from flashtune.tuner.timing.racing import RACES, TIE, Contest, fallback_ahead, first_by_calls, placed, to_call, to_race, trimmed_mean
+from flashtune.tuner.timing.racing import RACES, TIE, Contest, fallback_ahead, first_by_calls, ranked, to_call, to_race, trimmed_mean
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch
 
 TRIALS = folder() / "2026-11-21-h200-forward" / "tuned.sqlite"
@@ -166,9 +166,9 @@ def sized(name: str, threads: int, shared: int) -> Outcome:
 def test_ties_go_to_the_stored_row_then_to_fewer_warps_then_to_less_memory() -> None:
     outcomes = [sized("a", 256, 1), sized("b", 128, 9), sized("c", 128, 3), sized("d", 512, 9), sized("e", 32, 0)]
     behind = [0.0, 0.006, 0.001, 0.003, 0.008]
-    assert placed(outcomes, behind, is_stored=lambda outcome: False) == [2, 1, 0, 3, 4]
-    assert placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id == "d") == [3, 2, 1, 0, 4]
-    assert placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id == "e") == [2, 1, 0, 3, 4], "it isn't tied"
+    candidates: Any = list(zip("abcde", outcomes, strict=True))
+    for known, order in ((None, "cbade"), ("d", "dcbae"), ("e", "cbade")):
+        assert "".join(ranked(candidates, behind=behind, known=known)) == order, "only e isn't tied"  # type: ignore[arg-type]
 
 
 def test_repeated_searches_pick_alike_under_the_noise_of_committed_races() -> None:

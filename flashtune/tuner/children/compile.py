@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,31 +37,17 @@ from flashtune.templates.loading import load_kernel
 from flashtune.tuner.verify.inputs import make_inputs
 
 
-class TargetDriver:
-    """Driver for compilation alone: the target, and a device index to cache under."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = (
-            GPUTarget("cuda", int(target.arch), 32) if target.vendor == "nvidia" else GPUTarget("hip", target.arch, target.warp_size)
-        )
-        # The JIT caches by device index alone, so every target gets its own.
-        self._device = list(targets()).index(target.slug)
-
-    def get_current_target(self) -> GPUTarget:
-        """The GPU to compile for."""
-        return self._target
-
-    def get_current_device(self) -> int:
-        """Index that no other target shares."""
-        return self._device
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        """Any stream, since nothing is launched."""
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        """Device of the launch's tensors."""
-        return torch.device("meta")
+def _driver_of(target: Target) -> SimpleNamespace:
+    """Driver for compilation alone: it names the target, and nothing is launched."""
+    gpu = GPUTarget("cuda", int(target.arch), 32) if target.vendor == "nvidia" else GPUTarget("hip", target.arch, target.warp_size)
+    # The JIT caches by device index alone, so every target gets its own.
+    index = list(targets()).index(target.slug)
+    return SimpleNamespace(
+        get_current_target=lambda: gpu,
+        get_current_device=lambda: index,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: torch.device("meta"),
+    )
 
 
 @contextmanager
@@ -69,7 +56,7 @@ def compiling_for(target: Target) -> Iterator[None]:
     # Reading driver.active would start the real driver, which fails on a machine without a GPU.
     triton_driver: Any = driver
     before = triton_driver._active
-    triton_driver.set_active(TargetDriver(target))
+    triton_driver.set_active(_driver_of(target))
     try:
         yield
     finally:
@@ -178,11 +165,10 @@ def machine_code_of(variant_id: str, text: str, target: Target) -> Manifest | No
 
 
 def _shipped(variant_id: str, arch: str) -> Manifest | None:
-    try:
+    # A damaged package is reported to its user by dispatch.
+    with suppress(EnvironmentProblem):
         return shipped_manifest(PACKAGE, variant_id, arch)
-    except EnvironmentProblem:
-        # A damaged package is reported to its user by dispatch.
-        return None
+    return None
 
 
 @contextmanager

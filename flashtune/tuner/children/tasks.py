@@ -144,8 +144,7 @@ def _torch_call(inputs: "Inputs") -> _TorchCall:
     if not _torch_call_of or _torch_call_of[0][0] is not inputs:
         call = pytorch_call(inputs)
         # A compiled function isn't run under the mode that looks for a backend.
-        coded = inputs.coded is not None
-        _torch_call_of[:] = [(inputs, None if call is None else (call, "flex" if coded else backend_name(call)))]
+        _torch_call_of[:] = [(inputs, None if call is None else (call, "flex" if inputs.mods is not None else backend_name(call)))]
     return _torch_call_of[0][1]
 
 
@@ -180,9 +179,11 @@ def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = 
     beside: list[Future[Any]] = [begun(_start_triton)]
     failed = None
     try:
-        coded = bool(problem.features.mods)
-        bench = _ready(problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch and not coded else None)
-        if pytorch and coded:
+        has_mods = bool(problem.features.mods)
+        bench = _ready(
+            problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch and not has_mods else None
+        )
+        if pytorch and has_mods:
             # PyTorch's compiler has the process to itself, and a failure isn't repeated in every race.
             with _spent.on("pytorch"):
                 try:
@@ -328,7 +329,8 @@ def _inconclusive(error: BaseException) -> bool:
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
     """Time a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
-    from flashtune.tuner.timing.baseline import BACKENDS, pytorch_call
+    from flashtune.core.torch_attention import BACKENDS
+    from flashtune.tuner.timing.baseline import pytorch_call
 
     bench = _ready(problem, target, seed)
     try:

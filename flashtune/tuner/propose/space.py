@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flashtune.core.config import Config, KernelSpec, Value, Variant
+from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.core.nearness import functions_in, nearest
+from flashtune.core.nearness import mods_in, nearest
 from flashtune.core.problem import Problem
 from flashtune.core.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.target import Target
@@ -104,9 +104,9 @@ def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[
 def _nearest(problem: Problem, target: Target, records: Sequence[TuningRecord]) -> list[tuple[float, TuningRecord]]:
     """Records with their distances, the nearest first: of functions their own, then those of the built-in feature that is most alike."""
     key, hashed = problem.key(target.slug), problem.features.mods
-    found = nearest(key, (record for record in records if functions_in(record.key) == hashed))
+    found = nearest(key, (record for record in records if mods_in(record.key.features) == hashed))
     if hashed:
-        found += nearest(alike(problem).key(target.slug), (record for record in records if not functions_in(record.key)))
+        found += nearest(alike(problem).key(target.slug), (record for record in records if not mods_in(record.key.features)))
     return found
 
 
@@ -205,45 +205,32 @@ class Candidates:
 
         An axis that a family lacks is at its middle. The last columns are the families.
         """
-        columns = [column for name in self.axes for column in self._columns(name)]
-        return np.array([*columns, *self._families()]).T
-
-    @cached_property
-    def axes(self) -> list[str]:
-        """Names of all axes on which candidates differ."""
-        names = dict.fromkeys(name for candidate in self._one_of_each_family() for name in candidate.config)
-        return [name for name in names if len(self._values(name)) > 1]
+        return np.array([values for _, values in self._columns]).T
 
     @cached_property
     def columns(self) -> list[str]:
         """Axis of each column of `features`; "" for those of the families."""
-        return [name for name in self.axes for _ in self._columns(name)] + [""] * len(self._families())
+        return [name for name, _ in self._columns]
 
-    def _one_of_each_family(self) -> Iterable[Candidate]:
-        return {candidate.family.name: candidate for candidate in self.candidates}.values()
-
-    def _values(self, name: str) -> list[Value]:
-        return sorted(
-            {value for c in self._one_of_each_family() for axis in c.family.axes if axis.name == name for value in axis.values}, key=_order
-        )
-
-    def _columns(self, name: str) -> list[list[float]]:
-        kinds, values = self._values(name), [candidate.config.as_dict().get(name) for candidate in self.candidates]
-        if all(isinstance(value, int) for value in kinds):
-            middle = (len(kinds) - 1) / 2
-            return [[middle if value is None else float(kinds.index(value)) for value in values]]
-        return [[_APART * (value == kind) for value in values] for kind in kinds]
-
-    def _families(self) -> list[list[float]]:
-        return [[_APART * (family == name) for family in self.families] for name in dict.fromkeys(self.families)]
+    @cached_property
+    def _columns(self) -> list[tuple[str, list[float]]]:
+        """Columns of all axes on which candidates differ, then those of the families."""
+        found: list[tuple[str, list[float]]] = []
+        one_of_each = {candidate.family.name: candidate for candidate in self.candidates}.values()
+        for name in dict.fromkeys(name for candidate in one_of_each for name in candidate.config):
+            known = {value for one in one_of_each for axis in one.family.axes if axis.name == name for value in axis.values}
+            kinds = sorted(known, key=lambda value: (type(value).__name__, value))
+            values = [candidate.config.as_dict().get(name) for candidate in self.candidates]
+            if len(kinds) > 1 and all(isinstance(value, int) for value in kinds):
+                middle = (len(kinds) - 1) / 2
+                found.append((name, [middle if value is None else float(kinds.index(value)) for value in values]))
+            elif len(kinds) > 1:
+                found += [(name, [_APART * (value == kind) for value in values]) for kind in kinds]
+        return found + [("", [_APART * (family == name) for family in self.families]) for name in dict.fromkeys(self.families)]
 
 
 _APART = math.sqrt(0.5)
 """Value of an indicator column, which puts two different names at a distance of 1."""
-
-
-def _order(value: Value) -> tuple[str, Value]:
-    return type(value).__name__, value
 
 
 def _even_sample(candidates: Iterable[Candidate], most: int) -> list[Candidate]:

@@ -2,7 +2,7 @@
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flashtune import __version__
 
@@ -25,7 +25,9 @@ def copies(modules: Iterable[str]) -> dict[str, str]:
             continue
         tree = ast.parse(text := _source(name))
         found[path] = HEADING.format(name=name, version=__version__) + _relative(text, tree, depth=name.count("."))
-        waiting += (node.module for node in _loading(tree) if node.module is not None and node.module.startswith(ROOT))
+        # Imports that run while the module is loaded.
+        loading = (node.module for node in tree.body if isinstance(node, ast.ImportFrom))
+        waiting += (module for module in loading if module is not None and module.startswith(ROOT))
     for folder in {"/".join(path.split("/")[:end]) for path in found for end in range(1, path.count("/") + 1)}:
         found[f"{folder}/__init__.py"] = f'"""Copies of modules of flashtune.{folder.replace("/", ".")}."""\n'
     return found
@@ -38,13 +40,6 @@ def _source(name: str) -> str:
     if text is None:
         raise ImportError(f"{name} is no module with a text, so it can't be copied: import its parts by their own names")
     return str(text)
-
-
-def _loading(tree: ast.Module) -> Iterator[ast.ImportFrom]:
-    """Imports that run while a module is loaded."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            yield node
 
 
 def _relative(text: str, tree: ast.Module, depth: int) -> str:

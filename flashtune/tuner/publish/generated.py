@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.binaries import Manifest, parse_manifest, source_digest
+from flashtune.core.binaries import Manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
 from flashtune.core.errors import EnvironmentProblem
@@ -19,7 +19,7 @@ from flashtune.core.files import write_whole
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
 from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.shipped_kernels import archive_name, find_archive
+from flashtune.core.shipped_kernels import archive_name, find_archive, manifest_in
 from flashtune.core.target import Target, find_target
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render, variant_of
@@ -202,14 +202,6 @@ def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Bu
     return Built(manifest=Manifest(variant_id=found.variant_id, binaries=binaries, source_sha256=found.source_sha256), codes=codes)
 
 
-def manifest_in(archive: Archive | None, index: Index, variant_id: str, arch: str) -> Manifest | None:
-    """Manifest of a variant in an archive of this index; None where there is none. Raises EnvironmentProblem where it can't be read."""
-    piece = index.manifest_of(variant_id, arch)
-    if piece is None or archive is None:
-        return None
-    return parse_manifest(archive.read(piece.place, piece.sha256), archive.path, archive)
-
-
 def selected(arranged: Sequence[Arranged]) -> list[Arranged]:
     """Kernels that the package shows as text: of each family and kind of call the one with most records."""
     most: dict[tuple[str, str], Arranged] = {}
@@ -243,17 +235,21 @@ def _readme(arranged: Sequence[Arranged]) -> str:
             name, variant = f"[{Path(one.kernel.path).stem}]({one.kernel.path})", f"`{one.kernel.variant_id}`"
             for record, role in [*((record, "") for record in one.records), *((record, ", fallback") for record in one.fallbacks)]:
                 pytorch = "" if record.framework_us is None else f"{record.framework_us:.1f}"
-                p, ours = record.problem, f"{record.median_us:.1f}"
-                cells = [name, variant, record.key.gpu, p.label(), f"{p.batch} x {p.heads}", ours, pytorch, _standing(record) + role]
+                p, ours, unchecked = record.problem, f"{record.median_us:.1f}", ", unchecked" * (record.outcome.fate is Fate.UNCHECKED)
+                cells = [
+                    name,
+                    variant,
+                    record.key.gpu,
+                    p.label(),
+                    f"{p.batch} x {p.heads}",
+                    ours,
+                    pytorch,
+                    record.outcome.source + unchecked + role,
+                ]
                 lines.append(f"| {' | '.join(cells)} |")
                 name = variant = ""
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def _standing(record: TuningRecord) -> str:
-    """Source of a record's time, with ", unchecked" where its numbers weren't checked."""
-    return record.outcome.source + (", unchecked" if record.outcome.fate is Fate.UNCHECKED else "")
 
 
 def index_text(arranged: Iterable[Arranged], files: Mapping[str, bytes], archives: Mapping[str, Packed]) -> str:

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from flashtune import __version__
 from flashtune.core.config import Variant
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, NoKernelFound
@@ -40,55 +42,6 @@ _EXPRESSED = frozenset(
     canonical(features.as_json()) for features in (Features(), Features(causal=True), Features(mask="bool"), Features(mask="bias"))
 )
 """Features that the arguments of scaled_dot_product_attention express, but for dropout."""
-
-_ENTRY = '''"""Attention by the kernels of this folder, else PyTorch's: `attention` takes what F.scaled_dot_product_attention does."""
-
-import json
-from importlib import import_module
-from pathlib import Path
-
-from .core.standalone import Standalone
-from .hosts import HOSTS
-
-_TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
-_KERNELS = Standalone(_TABLE, HOSTS, lambda name: import_module(f".kernels.{name}", __package__))
-
-attention = _KERNELS.attention
-explain = _KERNELS.explain
-
-__all__ = ["attention", "explain"]
-'''
-
-_README = """---
-library_name: kernels
-license: apache-2.0
-tags: [kernel, attention, triton]
----
-# Attention kernels found by flashtune {version}
-
-```python
-from pathlib import Path
-from kernels import get_kernel, get_local_kernel
-
-kernel = get_local_kernel(Path("this-folder"))  # or get_kernel("you/your-repository", ...), once it is uploaded
-out = kernel.attention(q, k, v, is_causal=True)  # the arguments of F.scaled_dot_product_attention
-print(kernel.explain(q, k, v, is_causal=True))   # the kernel that serves, or the reason why PyTorch does
-```
-
-{summary} on {gpus}. torch and Triton 3.6 or newer are all it needs; Triton compiles a kernel at its first call.
-
-A kernel serves a call where the GPU's architecture, head sizes, dtype, features (plain, causal, boolean mask, bias) and query heads to
-a key head are those of a record, and both lengths are within a factor of two of the record's; the nearest record decides, and where
-PyTorch was faster in its run, PyTorch serves. PyTorch also serves calls whose gradient is needed (the kernels are forwards alone),
-dropout, tensors that aren't four-dimensional, float64, torch.compile, autocast, and every other GPU. Host code is Python and plans each
-call anew: where a call takes less time than the host, capture a CUDA graph.
-
-| file | what it is |
-|---|---|
-| `{variant}/table.json` | the records: problem, kernel or PyTorch, time; and each kernel's template, spec and config |
-| `{variant}/kernels/` | the kernels' text |
-| `{variant}/core/`, `{variant}/templates/` | the launcher and the kernels' host code, copies of flashtune's modules |
-{licence}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +111,7 @@ def _files(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> 
     named = {name: (host.__module__, host.__qualname__) for name, host in sorted(hosts.items()) if isinstance(host, type)}
     assert named.keys() == hosts.keys(), "families' host code is a class of a module"
     found = copies(["flashtune.core.standalone", *(module for module, _ in named.values())])
-    found["__init__.py"] = _ENTRY
+    found["__init__.py"] = _rendered("hub_entry.py.jinja")
     found["hosts.py"] = _hosts_text(named)
     found["kernels/__init__.py"] = '"""Kernels that flashtune rendered."""\n'
     for variant in variants.values():
@@ -227,7 +180,13 @@ def _readme(summary: HubFolder, records: Iterable[TuningRecord], licence: str | 
         parts += f", {summary.predicted} of the records predicted by a cost model and never measured,"
     gpus = ", ".join(sorted({find_target(record.key.gpu).name for record in records}))
     closing = f"\nThe code is under Apache-2.0, the records under {licence}.\n" if licence else "\nApache-2.0.\n"
-    return _README.format(version=__version__, summary=parts, gpus=gpus, variant=VARIANT, licence=closing)
+    return _rendered("hub_readme.md.jinja", version=__version__, summary=parts, gpus=gpus, variant=VARIANT, licence=closing)
+
+
+def _rendered(name: str, **words: str) -> str:
+    """The text of a template beside this module."""
+    folder = Environment(loader=PackageLoader("flashtune.tuner.publish", ""), undefined=StrictUndefined, keep_trailing_newline=True)
+    return folder.get_template(name).render(**words)
 
 
 def _json(value: Mapping[str, Any]) -> str:

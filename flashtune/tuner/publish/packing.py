@@ -3,7 +3,7 @@
 import hashlib
 import lzma
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from flashtune.core.binaries import Binary
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.kernel_archive import HEADER_BYTES, Archive, Group, Place, archive_bytes, pack
 from flashtune.core.kernel_index import ArchiveFacts, Piece
@@ -57,7 +56,11 @@ class Unpacked(Archive):
 
 def pack_kernels(kernels: Sequence[Shipped], before: Archive | None = None) -> Packed:
     """Archive of these kernels. Groups that `before` has are copied in packed form, since compressors differ."""
-    codes = {binary.sha256: (binary.kernel, kernel.name, code) for kernel in kernels for binary, code in _codes(kernel.built)}
+    codes = {
+        binary.sha256: (binary.kernel, kernel.name, code)
+        for kernel in kernels
+        for binary, code in zip(kernel.built.manifest.binaries, kernel.built.codes, strict=True)
+    }
     ordered = sorted(codes, key=lambda sha256: (codes[sha256][0], _alike(codes[sha256][1]), sha256))
     alike = alike_groups([codes[sha256][2] for sha256 in ordered], CODE_BYTES)
     groups, places = _joined([[codes[ordered[place]][2] for place in group] for group in alike], 0)
@@ -74,10 +77,6 @@ def pack_kernels(kernels: Sequence[Shipped], before: Archive | None = None) -> P
     content, sha256 = archive_bytes(packed)
     facts = ArchiveFacts(sha256, tuple(Group(len(one), len(group)) for one, group in zip(packed, (*groups, *more), strict=True)))
     return Packed(content, facts, manifests)
-
-
-def _codes(built: Built) -> Iterable[tuple[Binary, bytes]]:
-    return zip(built.manifest.binaries, built.codes, strict=True)
 
 
 def _manifest(kernel: Shipped, place_of: dict[str, Place]) -> bytes:

@@ -51,37 +51,32 @@ def unchecked_here(record: TuningRecord, here: Target | None) -> str:
     return "" if measured_on is not None and measured_on.arch == here.arch else f"{record.key.gpu} is of another architecture"
 
 
-def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) -> Iterator[tuple[TuningRecord, Checked | Failed | None]]:
-    """Check every record's kernel against the float64 oracle: on the GPU `here`, else in Triton's interpreter.
+def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) -> Iterator[tuple[TuningRecord, Checked | Failed]]:
+    """Check the kernels of records that can be checked here (`unchecked_here`) against the float64 oracle: on the GPU `here`, else in
+    Triton's interpreter.
 
-    Yields None for a record that can't be checked on this machine: another GPU's, or one that no interpreter runs. A record whose config
-    the declared space refuses fails at `constraint`, and one whose inputs the GPU can't take fails with that reason.
+    A record whose config the declared space refuses fails at `constraint`, and one whose inputs the GPU can't take fails with that reason.
     """
     with Workers(jobs=1) as workers:
         for record in records:
-            if not written_here(record.problem.spec()):
-                yield record, None
-                continue
-            try:
-                source = source_for(record)
-            except ValueError as error:
-                yield record, Failed(fate=Fate.CONSTRAINT, reason=str(error))
-                continue
-            limits = workers.limits
-            if unchecked_here(record, here):
-                yield record, None
-                continue
-            if here is not None:
-                ready = workers.prepare(record.problem, here, seed, pytorch=False)
-                if isinstance(ready, Failed):
-                    yield record, ready
-                    continue
-                pending = workers.submit("device", tasks.recheck_on_device, source, record.problem, here, seed, limit_s=3 * limits.device_s)
-            else:
-                problem = replace(record.problem, batch=1, dtype="fp16") if record.problem.dtype == "bf16" else record.problem
-                text = source_for(replace(record, problem=problem))
-                pending = workers.submit("interpret", tasks.interpret_candidate, text, problem, seed, limit_s=limits.interpret_s)
-            yield record, pending.reply()
+            yield record, _rechecked(record, workers, here, seed)
+
+
+def _rechecked(record: TuningRecord, workers: Workers, here: Target | None, seed: int) -> Checked | Failed:
+    if here is None and record.problem.dtype == "bf16":
+        # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
+        record = replace(record, problem=replace(record.problem, batch=1, dtype="fp16"))
+    try:
+        source = source_for(record)
+    except ValueError as error:
+        return Failed(fate=Fate.CONSTRAINT, reason=str(error))
+    fixed, limits = (source, record.problem), workers.limits
+    if here is None:
+        return workers.submit("interpret", tasks.interpret_candidate, *fixed, seed, limit_s=limits.interpret_s).reply()
+    ready = workers.prepare(record.problem, here, seed, pytorch=False)
+    if isinstance(ready, Failed):
+        return ready
+    return workers.submit("device", tasks.recheck_on_device, *fixed, here, seed, limit_s=3 * limits.device_s).reply()
 
 
 def compile_winners(records: Iterable[TuningRecord], target: Target, *, jobs: int) -> dict[str, str]:

@@ -7,7 +7,6 @@ interleaved with PyTorch's defaults, alone on the GPU.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import NoKernelFound
@@ -29,30 +28,15 @@ NO_GAIN = 0.99
 """Ratio of whole calls to the defaults' from which on options aren't stored: from one process to the next times differ by as much."""
 
 
-class Processes(Protocol):
-    """Processes, by number from 0 on, that hold a candidate each."""
-
-    def prepare(self) -> int:
-        """Number of processes, after the defaults ran in each; raises NoKernelFound where they fail."""
-        ...
-
-    def compile(self, wave: Sequence[Options]) -> list[FlexCompiled | Failed]:
-        """Compile a candidate in each process, side by side."""
-        ...
-
-    def time(self, place: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
-        """Time a process's candidate, while no other one runs."""
-        ...
-
-
 class FlexProcesses:
-    """Processes on PyTorch's default GPU, told apart by the number that `Workers` has for a GPU elsewhere."""
+    """Processes on PyTorch's default GPU that hold a candidate each, told apart by the number that `Workers` has for a GPU elsewhere."""
 
     def __init__(self, workers: Workers, problem: Problem, target: Target, seed: int, most: int) -> None:
         self._workers, self._problem, self._target, self._seed, self._most = workers, problem, target, seed, most
 
     def prepare(self) -> int:
-        """As the protocol says; the others find the first one's machine code of the defaults in the compiler's caches."""
+        """Number of processes, after the defaults ran in each; raises NoKernelFound where they fail. The others find the first one's
+        machine code of the defaults in the compiler's caches."""
         reply = self._preparing(0).reply()
         if isinstance(reply, Failed):
             raise NoKernelFound(f"FlexAttention can't take {self._problem.label()} ({reply.reason}): free the GPU, or give a smaller batch")
@@ -62,7 +46,7 @@ class FlexProcesses:
         return wide
 
     def compile(self, wave: Sequence[Options]) -> list[FlexCompiled | Failed]:
-        """As the protocol says; a process that was killed is prepared anew first."""
+        """Compile a candidate in each process, side by side; a process that was killed is prepared anew first."""
         for place in range(len(wave)):
             self._preparing(place)
         submit = self._workers.submit
@@ -72,7 +56,7 @@ class FlexProcesses:
         return [one.reply() for one in pending]
 
     def time(self, place: int, options: Options, budget_s: float, *, calls: bool) -> FlexTimed | Failed:
-        """As the protocol says."""
+        """Time a process's candidate, while no other one runs."""
         return self._workers.submit("device", time_flex, options, budget_s, calls, limit_s=TIME_S, device=place).reply()
 
     def _preparing(self, place: int) -> Pending[FlexReady]:
@@ -94,7 +78,7 @@ class FlexFound:
 
 
 def tune(
-    processes: Processes,
+    processes: FlexProcesses,
     problem: Problem,
     target: Target,
     provenance: Provenance,
@@ -147,7 +131,7 @@ def _joined(parts: Sequence[Proposals]) -> Options | None:
 
 
 def _run(
-    processes: Processes, wave: Sequence[Options], budget_s: float, *, calls: bool
+    processes: FlexProcesses, wave: Sequence[Options], budget_s: float, *, calls: bool
 ) -> Iterator[tuple[Options, FlexCompiled | FlexTimed | Failed]]:
     """The candidates with their times, or with the reasons of their failures before, then with the times of what didn't fail."""
     replies = processes.compile(wave)

@@ -2,28 +2,20 @@
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
-from flashtune.core.torch_attention import compiled_flex, sdpa, sound_backends
+from flashtune.core.flex_attention import flex_arguments
+from flashtune.core.torch_attention import BACKENDS, compiled_flex, sdpa, sound_backends
 from flashtune.tuner.verify.inputs import Inputs
-
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-"""PyTorch's backends by the names that `flashtune bench` shows."""
 
 EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
 """Flags of problems that PyTorch's functions compute, some by a mask or a bias."""
@@ -45,7 +37,7 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
         return None
-    if inputs.coded is not None:
+    if inputs.mods is not None:
         return None if backend is not None else _flex(inputs, step)
     if inputs.sequences:
         return None if backend is not None else _packed(inputs, step)
@@ -105,22 +97,14 @@ class _Call:
             return self.function(q, k, v, attn_mask=mask, **kwargs)
 
 
-MANY_PAIRS = 1 << 26
-"""Pairs of queries and keys of a mask above which PyTorch's lists of blocks are made by a compiled function."""
-
-
 def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     """FlexAttention's pass with a mask and a score as code."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    assert inputs.coded is not None, "the caller looked"
-    p, functions = inputs.problem, inputs.coded.functions
-    mods = functions.mods("fwd")
-    sizes = (p.batch if mods.by_batch else None, p.heads if mods.by_head else None, p.n_q, p.n_kv)
-    # Uncompiled it takes seconds less, and memory for all pairs.
-    many = math.prod(size or 1 for size in sizes) > MANY_PAIRS
-    mask = None if functions.mask_mod is None else create_block_mask(functions.mask_mod, *sizes, device=inputs.q.device, _compile=many)
-    words = {"score_mod": functions.score_mod, "block_mask": mask, "scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
+    assert inputs.mods is not None, "the caller looked"
+    p, functions = inputs.problem, inputs.mods.functions
+    source = functions.mods("fwd")
+    sizes = (p.batch if source.by_batch else None, p.heads if source.by_head else None, p.n_q, p.n_kv)
+    words = flex_arguments(functions.mask_mod, functions.score_mod, sizes, inputs.q.device)
+    words |= {"scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
     flex = compiled_flex(dynamic=False)
     if p.direction == "fwd":
         call: Callable[[], object] = lambda: flex(inputs.q, inputs.k, inputs.v, **words)  # noqa: E731

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -42,19 +41,12 @@ THROTTLES = {
 """NVML's bits for reasons of lowered clocks (nvml.h, nvmlClocksEventReason...); an idle GPU and clocks set by a user are none of these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One line of the tool, and its time (seconds since the epoch)."""
-
-    at: float
-    text: str
-
-
 class _Loop:
     """Process of the tool, which writes a line for every reading until it is stopped."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[tuple[float, str]] = []
+        """Time of each line (seconds since the epoch), and the line."""
         self._first = threading.Event()
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -63,7 +55,7 @@ class _Loop:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.readings.append(Reading(at=time.time(), text=line.strip()))
+            self.readings.append((time.time(), line.strip()))
             self._first.set()
         self._first.set()
 
@@ -107,7 +99,7 @@ class GpuWatch:
         """Conditions from `start` to `end` (seconds since the epoch) while our process `own` ran; None without readings."""
         if not self._loops:
             return None
-        gpu, processes = ([r.text for r in list(loop.readings) if start <= r.at <= end] for loop in self._loops)
+        gpu, processes = ([text for at, text in list(loop.readings) if start <= at <= end] for loop in self._loops)
         return conditions_of(gpu, processes, own)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashtune.core.band import diagonal_of
 from flashtune.core.errors import InputError, first_line
+from flashtune.core.flex_attention import band_mod, flex_arguments, soft_cap_mod
 from flashtune.core.flex_options import extent
 from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
@@ -30,33 +31,21 @@ rounded to the same type, and sum in another order."""
 
 def mask_mod_of(problem: Problem, device: torch.device) -> Callable[..., Tensor] | None:
     """The mask of a problem's band and packed sequences (FlexAttention's document mask) as a function; None where all pairs are visible."""
-    left, right = problem.band.left, problem.band.right
-    sequences = problem.sequences() if problem.lengths is not None else ((problem.n_q, problem.n_kv),)
-    if left is None and right is None and len(sequences) == 1:
-        return None
+    if problem.lengths is None or problem.batch == 1:
+        return band_mod(problem.band) if problem.band.bounded else None
+    sequences = problem.sequences()
     of_queries, of_keys = ([lengths[side] for lengths in sequences] for side in (0, 1))
     queries, keys = (_repeated(range(len(sequences)), lengths, device) for lengths in (of_queries, of_keys))
     # The distance of a query from a key counts from their own sequence's diagonal.
     begins_q, begins_k = ([0, *accumulate(lengths)][:-1] for lengths in (of_queries, of_keys))
     shifts = [diagonal_of(problem.features.alignment, n_q, n_kv) for n_q, n_kv in sequences]
-    moved = _repeated([k - q + shift for q, k, shift in zip(begins_q, begins_k, shifts, strict=True)], of_queries, device)
-    least, most = -right if right is not None else -FAR, left if left is not None else FAR
+    moved = [k - q + shift for q, k, shift in zip(begins_q, begins_k, shifts, strict=True)]
+    of_band = band_mod(problem.band, _repeated(moved, of_queries, device))
 
     def of_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return queries[i] == keys[j]
 
-    def of_band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        # Distances of all pairs are in memory once, while blocks are counted.
-        at = (i + moved[i]).to(torch.int32) - j.to(torch.int32)
-        return (at >= least) & (at <= most)
-
-    if left is None and right is None:
-        return of_document
-    return of_band if problem.lengths is None else lambda b, h, i, j: of_document(b, h, i, j) & of_band(b, h, i, j)
-
-
-FAR = 1 << 30
-"""Distance that no two places have."""
+    return (lambda b, h, i, j: of_document(b, h, i, j) & of_band(b, h, i, j)) if problem.band.bounded else of_document
 
 
 def _repeated(values: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -64,17 +53,11 @@ def _repeated(values: Sequence[int], lengths: Sequence[int], device: torch.devic
     return found.to(device=device, dtype=torch.int32)
 
 
-MOST_PAIRS = 1 << 30
-"""Pairs up to which a mask is made by plain operations, which hold all of them in memory."""
-
-
 class FlexBench:
     """A problem's inputs, FlexAttention's results by the defaults, and one candidate at a time."""
 
     def __init__(self, problem: Problem, l2_bytes: int, device: str, seed: int, compiled: Callable[..., Any] | None = None) -> None:
         """`compiled` stands in for the compiled FlexAttention."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
         self.problem, self._device, self._l2_bytes = problem, torch.device(device), l2_bytes
         self.function = compiled or _compiled()
         together = 1 if problem.lengths is None else problem.batch
@@ -85,11 +68,8 @@ class FlexBench:
         trains = problem.direction == "bwd"
         self.leaves = [torch.randn(batch, *shape, **words).requires_grad_(trains) for shape in shapes]
         self.dout = torch.randn(batch, problem.heads, rows, problem.d_v, **words)
-        mod = mask_mod_of(problem, self._device)
-        mask = (
-            None if mod is None else create_block_mask(mod, None, None, rows, keys, device=self._device, _compile=rows * keys > MOST_PAIRS)
-        )
-        self.words = {"block_mask": mask, "enable_gqa": problem.gqa_ratio > 1, "score_mod": _capped if problem.features.softcap else None}
+        mask, score = mask_mod_of(problem, self._device), soft_cap_mod(SOFTCAP if problem.features.softcap else 0.0)
+        self.words = flex_arguments(mask, score, (None, None, rows, keys), self._device) | {"enable_gqa": problem.gqa_ratio > 1}
         self._results: dict[str, list[Tensor]] = {}
         self.default, failed = self.loaded(None)
         if failed:
@@ -189,10 +169,6 @@ READING_US = 3000.0
 """Shortest interval that is timed, in microseconds."""
 SHORTEST_RACE, LONGEST_RACE = 12, 200
 """Rounds of a race of whole calls."""
-
-
-def _capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
 def _compiled() -> Callable[..., Any]:

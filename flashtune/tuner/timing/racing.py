@@ -8,7 +8,7 @@ times in all.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from flashtune.core.config import lost_where_misled, settles
 from flashtune.core.results import Measurement, Outcome
@@ -165,24 +165,6 @@ def to_call(ranks: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
-def placed(outcomes: Sequence[Outcome], behind: Sequence[float], *, is_stored: Callable[[Outcome], bool]) -> list[int]:
-    """Ranking of final candidates: those tied with the fastest first, of them the stored record's, then the simplest; the rest by their
-    times.
-
-    Simpler means fewer threads (warps), then less shared memory (stages, tiles), then fewer registers; the variant id comes last.
-    """
-
-    def place(index: int) -> tuple[object, ...]:
-        outcome, log = outcomes[index], behind[index]
-        if log > TIE:
-            return True, log, outcome.variant_id
-        facts = outcome.facts
-        size = (facts.threads, facts.shared_bytes, facts.registers) if facts is not None else (math.inf,) * 3
-        return False, not is_stored(outcome), size, outcome.variant_id
-
-    return sorted(range(len(outcomes)), key=place)
-
-
 def first_by_calls(calls: Sequence[float | None]) -> int:
     """Place of the winner by whole calls of each (microseconds, the race's winner first): the race's winner, unless another's calls are
     shorter by more than `CALL_GAIN`."""
@@ -196,12 +178,20 @@ def first_by_calls(calls: Sequence[float | None]) -> int:
 def ranked(
     candidates: Sequence[tuple[Candidate, Outcome]], *, behind: Sequence[float] | None = None, known: Candidate | None = None
 ) -> list[Candidate]:
-    """Final candidates, the winner first (see `placed`): by each one's distance `behind` the fastest, or by their times alone (predictions,
-    and races without it); `known` is the stored record's."""
-    outcomes = [outcome for _, outcome in candidates]
-    if behind is None:
-        times = [outcome.measurement.median_us for outcome in outcomes if outcome.measurement is not None]
-        behind = [time / min(times) - 1 for time in times]
-    is_known = {outcome.variant_id for candidate, outcome in candidates if candidate == known}
-    order = placed(outcomes, behind, is_stored=lambda outcome: outcome.variant_id in is_known)
-    return [candidates[place][0] for place in order]
+    """Final candidates, the winner first: those tied with the fastest, of them the stored record's (`known`), then the simplest; the rest
+    by their times. Distances `behind` the fastest follow from the times where there was no race (predictions).
+
+    Simpler means fewer threads (warps), then less shared memory (stages, tiles), then fewer registers; the variant id comes last.
+    """
+    times = [outcome.measurement.median_us for _, outcome in candidates if outcome.measurement is not None]
+    distances = [time / min(times) - 1 for time in times] if behind is None else behind
+
+    def place(index: int) -> tuple[object, ...]:
+        (candidate, outcome), distance = candidates[index], distances[index]
+        if distance > TIE:
+            return True, distance, outcome.variant_id
+        facts = outcome.facts
+        size = (facts.threads, facts.shared_bytes, facts.registers) if facts is not None else (math.inf,) * 3
+        return False, candidate != known, size, outcome.variant_id
+
+    return [candidates[index][0] for index in sorted(range(len(candidates)), key=place)]

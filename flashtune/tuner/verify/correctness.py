@@ -16,6 +16,7 @@ from flashtune.core.oracles import Place
 from flashtune.core.passes import Operand
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import Bound
+from flashtune.core.words import counted
 from flashtune.tuner.verify.cases import Case, cases, small_problems
 from flashtune.tuner.verify.inputs import Inputs, without_repeats
 
@@ -363,4 +364,4 @@ def _nothing(*arguments: object, **settings: object) -> None:
 
 
 def _on(sms: int | None) -> str:
-    return "" if sms is None else f" on programs for {sms} multiprocessor{'s' if sms > 1 else ''}"
+    return "" if sms is None else f" on programs for {counted(sms, 'multiprocessor')}"

@@ -32,7 +32,7 @@ class Inputs:
     """Operands of one problem's pass by name, in their order, with the keyword parameters of `launch`.
 
     Of packed sequences operands are (1, H, T, D) as kernels take them, and `sequences` are the lengths of each one's queries and keys;
-    those in `poisoned` are NaN, and nothing of them is compared. `coded` makes the tensors of a mask and a score as code.
+    those in `poisoned` are NaN, and nothing of them is compared. `mods` makes the tensors of a mask and a score as code.
     """
 
     problem: Problem
@@ -40,7 +40,7 @@ class Inputs:
     parameters: CallParameters
     sequences: tuple[tuple[int, int], ...] = ()
     poisoned: frozenset[int] = frozenset()
-    coded: FunctionTensors | None = None
+    mods: FunctionTensors | None = None
 
     @property
     def q(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Inputs:
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `launch`."""
-        return self.parameters.keywords() | ({} if self.coded is None else {"mods": self.coded})
+        return self.parameters.keywords() | ({} if self.mods is None else {"mods": self.mods})
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -91,28 +91,28 @@ class Inputs:
     def group(self, batch: int, kv_head: int) -> "Inputs":
         """Views of one key head with its query heads, as inputs of a problem of their own; without dropout, whose mask depends on the
         head's number."""
-        p, given = self.problem, self.parameters
+        p = self.problem
         assert not p.features.dropout, "another head has another mask"
         heads = slice(kv_head * p.gqa_ratio, (kv_head + 1) * p.gqa_ratio)
         places = {"batch": slice(batch, batch + 1), "heads": heads, "kv_heads": slice(kv_head, kv_head + 1)}
-        operands = {o.name: self.operands[o.name][tuple(places.get(axis, slice(None)) for axis in o.axes)] for o in p.contract.operands}
-        per_head = {name: x[places["batch"], places[PER_HEAD[name]]] for name, x in given.per_head().items()}
-        mask = None if given.mask is None else given.mask[places["batch"], heads]
-        return Inputs(
-            problem=replace(p, batch=1, heads=p.gqa_ratio, kv_heads=1),
-            operands=operands,
-            parameters=replace(given, mask=mask, **per_head_words(per_head)),
-        )
+        return self._views(replace(p, batch=1, heads=p.gqa_ratio, kv_heads=1), places)
 
     def alone(self, batch: int) -> "Inputs":
         """Views of one batch, as inputs of a problem of their own; without dropout's own mask of it."""
-        p, given = self.problem, self.parameters
-        here = slice(batch, batch + 1)
-        per_head = {name: x[here] for name, x in given.per_head().items()}
+        return self._views(replace(self.problem, batch=1), {"batch": slice(batch, batch + 1)})
+
+    def _views(self, problem: Problem, places: dict[str, slice]) -> "Inputs":
+        """Views of these parts of axes, as inputs of a problem."""
+
+        def part(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+            return x[tuple(places.get(axis, slice(None)) for axis in axes)]
+
+        per_head = {name: part(x, ("batch", PER_HEAD[name])) for name, x in self.parameters.per_head().items()}
+        mask = None if self.parameters.mask is None else part(self.parameters.mask, ("batch", "heads"))
         return Inputs(
-            problem=replace(p, batch=1),
-            operands={name: x[here] for name, x in self.operands.items()},
-            parameters=replace(given, mask=None if given.mask is None else given.mask[here], **per_head_words(per_head)),
+            problem=problem,
+            operands={o.name: part(self.operands[o.name], o.axes) for o in problem.contract.operands},
+            parameters=replace(self.parameters, mask=mask, **per_head_words(per_head)),
         )
 
     def parts(self) -> list[tuple["Inputs", Sequence[int]]]:
@@ -260,10 +260,10 @@ def make_inputs(
         mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
     elif f.mask == "bool":
         mask = _shared_bool_mask(p, device, generator)
-    coded = FunctionTensors(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
+    mods = FunctionTensors(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
     parameters = CallParameters(
         scale=p.d**-0.5,
-        scores=None if coded is None else coded.functions.scores,
+        mods=None if mods is None else mods.functions.scores,
         band=p.band if bounds is None else replace(p.band, diagonal=int(f.alignment == "bottom_right")),
         mask=None if mask is None else mask.expand(p.batch, p.heads, p.n_q, p.n_kv),
         softcap=SOFTCAP if f.softcap else 0.0,
@@ -282,7 +282,7 @@ def make_inputs(
         if sequences:
             x = operands[o.name]
             operands[o.name] = x.as_strided(x.shape, (0, *x.stride()[1:]), x.storage_offset())
-    inputs = Inputs(problem=p, operands=operands, parameters=parameters, sequences=sequences, poisoned=poisoned, coded=coded)
+    inputs = Inputs(problem=p, operands=operands, parameters=parameters, sequences=sequences, poisoned=poisoned, mods=mods)
     for index in poisoned:
         part = inputs.sequence(index)
         for o in p.contract.operands:
