@@ -6,7 +6,6 @@ They are forked off the server that `Workers` forks off, which has imported torc
 import contextlib
 import functools
 import importlib
-import inspect
 import io
 import multiprocessing
 import os
@@ -16,6 +15,8 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from quick_triton import quicken
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,27 +96,3 @@ def _output(words: list[str]) -> str:
         ended = pytest.main(list(words))
     assert ended == 0, output.getvalue()[-4000:]
     return output.getvalue()
-
-
-def quicken() -> None:
-    """Spare Triton 3.6's interpreter what it finds out anew at each call: the functions of the language, and numpy's types for its own."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    dtype_of, builtins = interpreter._get_np_dtype, functools.cache(_builtins)
-    scalar_of = functools.cache(dtype_of)
-    interpreter._get_np_dtype = lambda t: dtype_of(t) if isinstance(t.scalar, tl.pointer_type) else scalar_of(t.scalar)
-
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        for name in builtins(package):
-            if tl.core.is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch
-
-
-def _builtins(package: Any) -> list[str]:
-    """The names of a package's functions that the interpreter replaces, asked for while they are Triton's own."""
-    from triton.language.core import is_builtin
-
-    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
