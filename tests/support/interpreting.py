@@ -16,14 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from quick_triton import quicken
+from flashtune.tuner.children.interpreter import quicken
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def interpreted(module: str, *arguments: Any) -> Any:
-    """Result of `main` of a module of this folder; fails where it raises."""
-    return _in_a_child({}, _result, module, arguments)
+def interpreted(module: str, *arguments: Any, quick: bool = True) -> Any:
+    """Result of `main` of a module of this folder; fails where it raises. `quick` is False for Triton's interpreter as it is."""
+    return _in_a_child({}, _result if quick else _result_slowly, module, arguments)
 
 
 def output_of_tests(*words: str, **environment: str) -> str:
@@ -78,19 +78,24 @@ def _run(environment: Mapping[str, str], answer: Connection, work: Callable[...,
     os.environ.update(environment)
     os.chdir(ROOT)
     try:
-        quicken()
         answer.send((work(*arguments), ""))
     except BaseException:
         answer.send(("", traceback.format_exc()))
 
 
 def _result(module: str, arguments: tuple[Any, ...]) -> Any:
+    quicken()
+    return _result_slowly(module, arguments)
+
+
+def _result_slowly(module: str, arguments: tuple[Any, ...]) -> Any:
     return importlib.import_module(module).main(*arguments)
 
 
 def _output(words: list[str]) -> str:
     import pytest
 
+    quicken()
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         ended = pytest.main(list(words))
