@@ -1,20 +1,21 @@
 """Work under Triton's interpreter, in processes of its own: it is switched on where Triton is imported.
 
-They are forked off the server that `Workers` forks off, which has imported torch, so that none of them does it anew.
+They are forked off a server that has imported torch, so that none of them does it anew.
 """
 
 import contextlib
 import functools
 import importlib
 import io
-import multiprocessing
-import os
+import pickle
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from forked import started
 
 from flashtune.tuner.children.interpreter import quicken
 
@@ -52,35 +53,19 @@ def _failure(check: Callable[[], object], context: Callable[[], AbstractContextM
 
 
 def _in_a_child(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    mine, its = context.Pipe(duplex=False)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
-    child = context.Process(target=_run, args=(environment, its, work, arguments), daemon=True)
-    child.start()
-    its.close()
-    try:
-        found, failure = mine.recv()
-    except EOFError:
-        found, failure = "", "its process died"
-    child.join()
-    assert not failure, f"{arguments} (exit code {child.exitcode}): {failure}"
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "work"
+        place.write_bytes(pickle.dumps((work, arguments)))
+        code = "import sys, interpreting; interpreting.answer(sys.argv[1])"
+        ended = started(code, place, folder=ROOT, environment={"TRITON_INTERPRET": "1", **environment}).ended()
+        assert ended.returncode == 0, f"{arguments} (exit code {ended.returncode}): {ended.stderr[-4000:]}"
+        return pickle.loads(place.read_bytes())
 
 
-def _run(environment: Mapping[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """In the child."""
-    # A search's workers, in this process before, may have started the fork server with Triton imported, compiler and all.
-    from flashtune.tuner.children.start import forget_triton
-
-    forget_triton()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    try:
-        answer.send((work(*arguments), ""))
-    except BaseException:
-        answer.send(("", traceback.format_exc()))
+def answer(place: str) -> None:
+    """In the child: replaces the work that lies there by its result."""
+    work, arguments = pickle.loads(Path(place).read_bytes())
+    Path(place).write_bytes(pickle.dumps(work(*arguments)))
 
 
 def _result(module: str, arguments: tuple[Any, ...]) -> Any:
