@@ -58,6 +58,7 @@ class Pool:
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _rows(records) if isinstance(records, Sequence) else records
         self._known: dict[ProblemKey, list[_Entry]] = {}
+        self._tried: dict[int, frozenset[str]] = {}
         self.keys = [one for one in self._rows if comparable(one, key) and _alike(one.gpu, target)]
         self._places = np.array([coordinates(one) for one in self.keys]).reshape(len(self.keys), len(coordinates(key)))
         self._apart = np.array([self._kinds(one, key) for one in self.keys])
@@ -84,7 +85,13 @@ class Pool:
         otherwise = self._unaligned != unaligned(key)
         order = np.lexsort((apart, otherwise)).tolist()
         for _, same in itertools.groupby(order, key=lambda place: (otherwise[place], apart[place])):
-            entries = (entry for place in same if self.keys[place] != key for entry in self._of(self.keys[place]) if suited <= entry.tried)
+            entries = (
+                entry
+                for place in same
+                if self.keys[place] != key
+                for entry in self._of(self.keys[place])
+                if self._has_tried(entry.record, suited)
+            )
             for entry in sorted(entries, key=lambda entry: (entry.ties[0], may_vary and entry.same_bits, *entry.ties[1:])):
                 yield entry.record
 
@@ -135,13 +142,18 @@ class Pool:
                 _Entry(
                     record=record,
                     ties=(key.features != self._features, *_ties(record, places.get(id(record), 0))),
-                    tried=_tried(record, self._target, self._families),
                     same_bits=raced_for_same_bits(record, repeatable=record.outcome.template not in self._varying),
                 )
                 for record in records
             ]
             self._known[key] = sorted(entries, key=lambda entry: entry.ties)
         return self._known[key]
+
+    def _has_tried(self, record: TuningRecord, suited: frozenset[str]) -> bool:
+        """True if the search of one of its records tried all `suited` families; which it did is slow to tell, and often not needed."""
+        if suited and id(record) not in self._tried:
+            self._tried[id(record)] = _tried(record, self._target, self._families)
+        return not suited or suited <= self._tried[id(record)]
 
     def _kinds(self, theirs: ProblemKey, ours: ProblemKey) -> float:
         """Distance of two comparable keys but for their sizes."""
@@ -150,11 +162,10 @@ class Pool:
 
 
 class _Entry(NamedTuple):
-    """Record of a pool: its sort key among ties, the families that were tried, and True if its search allowed repeatable kernels alone."""
+    """Record of a pool: its sort key among ties, and True if its search allowed repeatable kernels alone."""
 
     record: TuningRecord
     ties: tuple[object, ...]
-    tried: frozenset[str]
     same_bits: bool
 
 

@@ -50,6 +50,14 @@ def pooled(rows: list[TuningRecord]) -> Callable[[ProblemKey, Target], Pool]:
     return lambda key, target: Pool(key, target, rows, families())
 
 
+@pytest.fixture(scope="module")
+def shipped() -> Memo:
+    """The shipped records, each read once; what is chosen by them is the same whoever asked before."""
+    memo = Memo()
+    memo.read()
+    return memo
+
+
 def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     memo = Memo()
     monkeypatch.setattr(memo, "pool", pooled([]))
@@ -105,18 +113,18 @@ def test_torch_serves_gradients_until_a_backward_was_measured_on_the_architectur
 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
-def test_a_mask_that_torch_takes_long_for_is_left_to_kernels_though_the_nearest_row_has_no_time_of_torchs(gpu: str) -> None:
+def test_a_mask_that_torch_takes_long_for_is_left_to_kernels_though_the_nearest_row_has_no_time_of_torchs(gpu: str, shipped: Memo) -> None:
     """Torch took 0.8 ms, expected to take 0.1 by what a kernel that repeats its bits took (benchmarks/results/2026-11-25-h100-drawn)."""
     sizes: dict[str, Any] = {"batch": 1, "heads": 64, "kv_heads": 32, "n_q": 512, "n_kv": 512, "d": 192, "d_v": 128}
     masked = Problem(**sizes, dtype="bf16", features=Features(mask="bool"), direction="bwd")
-    assert backwards.gradient_choice(Memo(), masked, find_target(gpu))[0] is not None
+    assert backwards.gradient_choice(shipped, masked, find_target(gpu))[0] is not None
 
 
 @pytest.mark.parametrize("d", [40, 72, 80, 96])
 @pytest.mark.parametrize("causal", [False, True])
-def test_another_gpus_backward_of_the_head_size_serves_before_the_gpus_own_of_another(d: int, causal: bool) -> None:
+def test_another_gpus_backward_of_the_head_size_serves_before_the_gpus_own_of_another(d: int, causal: bool, shipped: Memo) -> None:
     longer = replace(PROBLEM, direction="bwd", d=d, d_v=d, n_q=4096, n_kv=4096, features=Features(causal=causal))
-    found, _ = backwards.gradient_choice(Memo(), longer, H200)
+    found, _ = backwards.gradient_choice(shipped, longer, H200)
     assert found is not None and found.record is not None and (found.record.key.gpu, found.record.key.d) == ("h100", d)
 
 
@@ -136,32 +144,32 @@ def test_another_gpus_backward_of_the_head_size_serves_before_the_gpus_own_of_an
 )
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_rows_with_fewer_features_tell_of_gradients_of_more_where_torch_would_read_a_matrix_of_all_scores(
-    d: int, features: Features, gpu: str
+    d: int, features: Features, gpu: str, shipped: Memo
 ) -> None:
     """A whole step with sinks took 4.4 ms where the gradients of FlashAttention-4 took 0.3 (benchmarks/results/2026-11-26-h100-divided)."""
     longer = replace(PROBLEM, direction="bwd", d=d, d_v=d, n_q=2048, n_kv=2048, features=features)
-    found, why = backwards.gradient_choice(Memo(), longer, find_target(gpu))
+    found, why = backwards.gradient_choice(shipped, longer, find_target(gpu))
     assert found is not None and found.record is not None and found.family is not None, why
     assert found.record.outcome.source == "measured"
     # Nothing was measured on other architectures.
-    assert backwards.gradient_choice(Memo(), longer, find_target("a100"))[0] is None
+    assert backwards.gradient_choice(shipped, longer, find_target("a100"))[0] is None
 
 
-def test_with_sinks_torch_is_not_thought_to_be_as_fast_as_kernels_are_without_it() -> None:
+def test_with_sinks_torch_is_not_thought_to_be_as_fast_as_kernels_are_without_it(shipped: Memo) -> None:
     """Beside gradients with sinks torch was never timed: what it takes with a window and without sinks is known."""
     step = Problem(
         batch=4, heads=16, kv_heads=16, n_q=1000, n_kv=1000, d=64, d_v=64, dtype="bf16", features=Features(causal=True, sinks=True)
     )
-    found, why = backwards.gradient_choice(Memo(), step, find_target("h100"))
+    found, why = backwards.gradient_choice(shipped, step, find_target("h100"))
     assert found is not None, why
 
 
 @pytest.mark.parametrize(("d", "wanted"), [(40, 80), (48, 80), (72, 80), (88, 96), (112, 128), (160, 256)])
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
-def test_backwards_whose_products_are_in_pieces_stand_in_for_each_other(gpu: str, d: int, wanted: int) -> None:
+def test_backwards_whose_products_are_in_pieces_stand_in_for_each_other(gpu: str, d: int, wanted: int, shipped: Memo) -> None:
     """Tiles of D = 64 are as wide as those of D = 40 and lose 12 % there, D = 80's lose 2.5 % (H200)."""
     masked = replace(PROBLEM, direction="bwd", d=d, d_v=d, n_q=1024, n_kv=1024, features=Features(mask="bool"))
-    found, _ = backwards.gradient_choice(Memo(), masked, find_target(gpu))
+    found, _ = backwards.gradient_choice(shipped, masked, find_target(gpu))
     assert found is not None and found.record is not None and found.record.key.d == wanted
 
 
@@ -244,7 +252,9 @@ def test_a_row_with_another_feature_says_nothing_of_gradients(monkeypatch: pytes
         assert backwards.gradient_choice(memo, replace(PROBLEM, features=features), H200)[0] is None
 
 
-def test_a_row_of_a_biass_own_gradient_stands_for_calls_without_it_but_not_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_a_biass_own_gradient_stands_for_calls_without_it_but_not_the_other_way_round(
+    shipped: Memo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of D = 256 with a bias no other rows ship, and torch took 11.2 ms where cuDNN could 3.3 (n561 in drawn73.txt)."""
     trained = replace(PROBLEM, direction="bwd")
     with_its_own, without = (replace(trained, features=Features(mask="bias", dbias=dbias)) for dbias in (True, False))
@@ -254,7 +264,7 @@ def test_a_row_of_a_biass_own_gradient_stands_for_calls_without_it_but_not_the_o
         monkeypatch.setattr(memo, "pool", pooled([row]))
         assert (backwards.gradient_choice(memo, asked, H200)[0] is not None) == serves
     wide = Problem(batch=24, heads=24, kv_heads=12, n_q=561, n_kv=561, d=256, d_v=256, dtype="bf16", features=Features(mask="bias"))
-    assert backwards.gradient_choice(Memo(), wide, H200)[0] is not None
+    assert backwards.gradient_choice(shipped, wide, H200)[0] is not None
 
 
 def test_what_explains_a_backward_problem_says_that_torch_serves_it() -> None:

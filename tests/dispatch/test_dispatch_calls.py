@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +12,7 @@ import pretended_gpu as pretended
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import Child, started
 from pretended_gpu import Machine, config_of, save
 
 from flashtune import dispatch
@@ -222,33 +221,27 @@ if sys.argv[2:]:
 """
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def start(folder: Path, *words: object, named: str = "calls.json") -> subprocess.Popen[str]:
+def start(folder: Path, *words: object, named: str = "calls.json") -> Child:
     # A child that is forked has none of its parent's threads.
-    environment = {**os.environ, "FLASHTUNE_CALLS": named, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", CODE, *map(str, words)]
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    return started(CODE, *words, folder=folder, environment={"FLASHTUNE_CALLS": named, "OMP_NUM_THREADS": "1"})
 
 
 def test_processes_save_at_exit_where_the_environment_names_a_file(tmp_path: Path) -> None:
     processes = [start(tmp_path, 16, 24), start(tmp_path, 32)]
-    assert [process.communicate(timeout=300)[1] for process in processes] == ["", ""]
-    assert [process.returncode for process in processes] == [0, 0]
+    ended = [process.ended() for process in processes]
+    assert [(process.stderr, process.returncode) for process in ended] == [("", 0)] * 2
     assert [one.d for one in read(tmp_path / "calls.json")] == [16, 24, 32]
 
 
 def test_what_cannot_be_saved_at_exit_is_said_in_a_line(tmp_path: Path) -> None:
-    process = start(tmp_path, 16, named="none/calls.json")
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0 and "Traceback" not in said
-    assert "flashtune: the calls are not saved: " in said and "none/calls.json can't be written (No such file or directory)" in said
+    process = start(tmp_path, 16, named="none/calls.json").ended()
+    assert process.returncode == 0 and "Traceback" not in process.stderr
+    assert "flashtune: the calls are not saved: " in process.stderr
+    assert "none/calls.json can't be written (No such file or directory)" in process.stderr
 
 
 def test_without_the_variable_nothing_is_written(tmp_path: Path) -> None:
-    process = start(tmp_path, 16, named="")
-    assert process.communicate(timeout=300)[1] == "" and os.listdir(tmp_path) == []
+    assert start(tmp_path, 16, named="").ended().stderr == "" and os.listdir(tmp_path) == []
 
 
 def test_the_file_says_what_a_reader_wants_to_know(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -17,6 +15,7 @@ import pretended_gpu as pretended
 import pytest
 import torch
 from db_faults import fork
+from forked import python
 from pretended_gpu import Machine, Q, attend, config_of, save
 
 from flashtune import dispatch
@@ -162,8 +161,7 @@ for keep in [True, False] * 20:
     thread.join()
 """
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
+        python(script)
 
 
 def test_tasks_of_one_thread_are_each_served_by_their_own(models: tuple[Path, Path]) -> None:

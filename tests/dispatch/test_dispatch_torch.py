@@ -1,9 +1,6 @@
 """`attention` amid torch's own machinery: autocast, torch.compile, generators, subclasses, other devices; and what importing it costs."""
 
 import gc
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import python
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
@@ -261,10 +259,9 @@ assert not {"attention", "attention_gradients", "dropout_keep"} & set(vars(torch
 from flashtune.tuner.timing import baseline
 print(baseline.backend_name(lambda: own(q, q, q)), [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
 """
-    environment = {**os.environ, "FLASHTUNE_OWN_DB": "/nowhere/tuned.sqlite"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    compilers, rooms, collections, named = run.stdout.splitlines()
-    assert (compilers, rooms, named) == ("[]", "[]", "flash []"), run.stdout
+    told = python(code, environment={"FLASHTUNE_OWN_DB": "/nowhere/tuned.sqlite"})
+    compilers, rooms, collections, named = told.splitlines()
+    assert (compilers, rooms, named) == ("[]", "[]", "flash []"), told
     # With all rows there were more than twenty.
     assert int(collections) < 12
 

@@ -5,8 +5,6 @@ test_dispatch_interpreter.py runs these once more where kernels serve.
 
 import contextlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import python
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -270,8 +269,7 @@ with ThreadPoolExecutor(15) as threads:
     asked = list(threads.map(found, names * 5))
 print(asked == [f"flashtune::{name}" for name in names * 5], hasattr(torch.ops.flashtune, "nothing"))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert run.stdout.splitlines() == ["[]", "True False"]
+    assert python(code).splitlines() == ["[]", "True False"]
 
 
 def test_a_maker_of_operators_that_is_interrupted_is_called_again() -> None:
@@ -293,5 +291,4 @@ except KeyboardInterrupt:
     print("interrupted")
 print(torch.ops.flashtune.first.default.name(), calls)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert run.stdout.splitlines() == ["interrupted", "flashtune::first ['first', 'first']"]
+    assert python(code).splitlines() == ["interrupted", "flashtune::first ['first', 'first']"]

@@ -1,28 +1,30 @@
 """Work under Triton's interpreter, in processes of its own: it is switched on where Triton is imported.
 
-They are forked off the server that `Workers` forks off, which has imported torch, so that none of them does it anew.
+They are forked off a server that has imported torch, so that none of them does it anew.
 """
 
 import contextlib
 import functools
 import importlib
-import inspect
 import io
-import multiprocessing
-import os
+import pickle
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from forked import started
+
+from flashtune.tuner.children.interpreter import quicken
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def interpreted(module: str, *arguments: Any) -> Any:
-    """Result of `main` of a module of this folder; fails where it raises."""
-    return _in_a_child({}, _result, module, arguments)
+def interpreted(module: str, *arguments: Any, quick: bool = True) -> Any:
+    """Result of `main` of a module of this folder; fails where it raises. `quick` is False for Triton's interpreter as it is."""
+    return _in_a_child({}, _result if quick else _result_slowly, module, arguments)
 
 
 def output_of_tests(*words: str, **environment: str) -> str:
@@ -51,71 +53,36 @@ def _failure(check: Callable[[], object], context: Callable[[], AbstractContextM
 
 
 def _in_a_child(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    mine, its = context.Pipe(duplex=False)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
-    child = context.Process(target=_run, args=(environment, its, work, arguments), daemon=True)
-    child.start()
-    its.close()
-    try:
-        found, failure = mine.recv()
-    except EOFError:
-        found, failure = "", "its process died"
-    child.join()
-    assert not failure, f"{arguments} (exit code {child.exitcode}): {failure}"
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "work"
+        place.write_bytes(pickle.dumps((work, arguments)))
+        code = "import sys, interpreting; interpreting.answer(sys.argv[1])"
+        ended = started(code, place, folder=ROOT, environment={"TRITON_INTERPRET": "1", **environment}).ended()
+        assert ended.returncode == 0, f"{arguments} (exit code {ended.returncode}): {ended.stderr[-4000:]}"
+        return pickle.loads(place.read_bytes())
 
 
-def _run(environment: Mapping[str, str], answer: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """In the child."""
-    # A search's workers, in this process before, may have started the fork server with Triton imported, compiler and all.
-    from flashtune.tuner.children.start import forget_triton
-
-    forget_triton()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    try:
-        quicken()
-        answer.send((work(*arguments), ""))
-    except BaseException:
-        answer.send(("", traceback.format_exc()))
+def answer(place: str) -> None:
+    """In the child: replaces the work that lies there by its result."""
+    work, arguments = pickle.loads(Path(place).read_bytes())
+    Path(place).write_bytes(pickle.dumps(work(*arguments)))
 
 
 def _result(module: str, arguments: tuple[Any, ...]) -> Any:
+    quicken()
+    return _result_slowly(module, arguments)
+
+
+def _result_slowly(module: str, arguments: tuple[Any, ...]) -> Any:
     return importlib.import_module(module).main(*arguments)
 
 
 def _output(words: list[str]) -> str:
     import pytest
 
+    quicken()
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         ended = pytest.main(list(words))
     assert ended == 0, output.getvalue()[-4000:]
     return output.getvalue()
-
-
-def quicken() -> None:
-    """Spare Triton 3.6's interpreter what it finds out anew at each call: the functions of the language, and numpy's types for its own."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    dtype_of, builtins = interpreter._get_np_dtype, functools.cache(_builtins)
-    scalar_of = functools.cache(dtype_of)
-    interpreter._get_np_dtype = lambda t: dtype_of(t) if isinstance(t.scalar, tl.pointer_type) else scalar_of(t.scalar)
-
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        for name in builtins(package):
-            if tl.core.is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch
-
-
-def _builtins(package: Any) -> list[str]:
-    """The names of a package's functions that the interpreter replaces, asked for while they are Triton's own."""
-    from triton.language.core import is_builtin
-
-    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]

@@ -1,10 +1,5 @@
-"""Machine code of masks and scores as code for a GPU that isn't here, with meta tensors in place of a call's.
+"""Machine code of masks and scores as code for a GPU that isn't here, with meta tensors in place of a call's."""
 
-As a script: `mod_compiling.py CASE DIRECTION N...` prints how many launches for each N queries and keys find code in the user's cache, of
-how many.
-"""
-
-import sys
 from typing import Any
 
 import torch
@@ -74,8 +69,8 @@ def compiled(module: LoadedKernel, plans: list[Plan]) -> list[tuple[Binary, byte
     return found
 
 
-if __name__ == "__main__":
-    name, direction, *numbers = sys.argv[1:]
+def main(name: str, direction: str, *numbers: str) -> None:
+    """Print for each number of queries and keys how many launches find code in the user's cache, of how many."""
     for n in numbers:
         variant, _, _, plans = planned(name, direction, int(n))
         manifest = kernels.manifest(variant, find_target(GPU).arch)

@@ -1,23 +1,17 @@
 """Masks and scores as code, compiled for a GPU that isn't here: the code is kept, and another process finds it for other lengths."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import mod_compiling
 import pytest
+from forked import python
 
 from flashtune.dispatch.flex_kernels import added, kept
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
 
 def found_by_another_process(name: str, direction: str, *numbers: int) -> list[str]:
-    words = [sys.executable, str(SUPPORT / "mod_compiling.py"), name, direction, *map(str, numbers)]
-    places = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
-    return subprocess.run(words, env=places, capture_output=True, text=True, check=True).stdout.splitlines()
+    return python("import sys, mod_compiling; mod_compiling.main(*sys.argv[1:])", name, direction, *numbers).splitlines()
 
 
 @pytest.mark.parametrize(("name", "direction"), [("padding", "fwd"), ("signed_alibi", "bwd")])

@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import db_samples as samples
 import pytest
 from commands import flashtune
+from forked import python, started
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import DatabaseError
@@ -62,11 +62,11 @@ def exported(folder: Path, database: Path, *words: str) -> dict[str, Any]:
     return summary
 
 
+CALLS = f"import runpy; runpy.run_path({str(TESTS / 'support' / 'hub_calls.py')!r}, run_name='__main__')"
+
+
 def called(folder: Path, *words: str, interpret: bool) -> Any:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    command = [sys.executable, str(TESTS / "support" / "hub_calls.py"), str(folder), *words]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=folder)
+    result = started(CALLS, folder, *words, folder=folder, environment={"TRITON_INTERPRET": str(int(interpret))}).ended()
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -105,9 +105,7 @@ def test_a_kernel_that_does_not_run_warns_once_and_torch_serves(database: Path, 
     exported(tmp_path / "hub", database)
     [broken] = [path for path in (tmp_path / "hub").rglob("kernels/*bias*.py")]
     broken.write_text("raise RuntimeError('no such compiler')\n")
-    command = [sys.executable, str(TESTS / "support" / "hub_calls.py"), str(tmp_path / "hub")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    result = started(CALLS, tmp_path / "hub", environment={"TRITON_INTERPRET": "1"}).ended()
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("no such compiler") == 1
     calls = json.loads(result.stdout)["calls"]
@@ -120,11 +118,8 @@ def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> N
     _, snippet = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     exported(tmp_path / "my-attention", database)
     given = "import torch\nq = k = v = torch.randn(2, 2, 64, 32, dtype=torch.float16)\n"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", given + snippet]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("flash_fwd fwd-fp16-d32-causal serves, by a record of h200 at N=64")
+    told = python(given + snippet, folder=tmp_path, environment={"TRITON_INTERPRET": "1"})
+    assert told.startswith("flash_fwd fwd-fp16-d32-causal serves, by a record of h200 at N=64")
 
 
 def test_folders_of_equal_records_are_equal_and_have_an_id_of_their_content(database: Path, tmp_path: Path) -> None:

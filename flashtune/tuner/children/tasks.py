@@ -76,8 +76,10 @@ def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked 
     """Check the numerics on small unaligned problems with Triton's interpreter, on the CPU."""
     import torch
 
+    from flashtune.tuner.children.interpreter import quicken
     from flashtune.tuner.verify.correctness import Verifier
 
+    quicken()
     # The tiles are tiny: more threads would only wait for each other, and for the compilers.
     torch.set_num_threads(1)
     try:

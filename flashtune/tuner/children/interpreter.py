@@ -1,0 +1,144 @@
+"""Triton 3.6's interpreter without its repeated work: it replaces its language at every call of a device function, and makes new tuples,
+names and constants of a shape for every tensor. Numbers stay the same; a candidate's check takes a sixth of the time.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from types import ModuleType
+from typing import Any
+
+
+@functools.cache
+def quicken() -> None:
+    """Have this process's interpreter cache names of its language, types and shapes; other versions of Triton stay as they are."""
+    triton: Any = importlib.import_module("triton")
+    if not (triton.knobs.runtime.interpret and triton.__version__.startswith("3.6.")):
+        return
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    _keep_numpys_types(interpreter)
+    _replace_the_language_once(interpreter)
+    _keep_shapes()
+    _compare_quickly()
+    _broadcast_quickly()
+    if not interpreter.interpreter_builder.options.debug:
+        # Checks of overflow are computed, and then dropped (TritonSemantic.device_assert).
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+def _keep_numpys_types(interpreter: Any) -> None:
+    """Cache numpy's types of Triton's."""
+    tl: Any = importlib.import_module("triton.language")
+    dtype_of = interpreter._get_np_dtype
+    scalar_of = functools.cache(dtype_of)
+    interpreter._get_np_dtype = lambda t: dtype_of(t) if isinstance(t.scalar, tl.pointer_type) else scalar_of(t.scalar)
+
+
+def _replace_the_language_once(interpreter: Any) -> None:
+    """Have the functions that a kernel calls see the language that its launch has replaced."""
+    tl: Any = importlib.import_module("triton.language")
+    builtins, patch_lang = functools.cache(_builtins), interpreter._patch_lang
+    patched: set[ModuleType] = set()
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in builtins(package):
+            if tl.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    @functools.cache
+    def languages(function: Any) -> frozenset[ModuleType]:
+        return frozenset(value for value in function.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core))
+
+    class Launch:
+        """Scope of the functions that a launch replaces."""
+
+        def __init__(self, scope: Any) -> None:
+            self._scope = scope
+
+        def restore(self) -> None:
+            """Put back the functions of the language."""
+            patched.clear()
+            self._scope.restore()
+
+    def patch_languages(function: Any) -> Any:
+        missing = languages(function) - patched
+        if not missing and patched:
+            return interpreter._LangPatchScope()
+        scope = Launch(patch_lang(function))
+        patched.update(missing)
+        return scope
+
+    interpreter._patch_builtin, interpreter._patch_lang = patch, patch_languages
+
+
+def _builtins(package: Any) -> list[str]:
+    """Names of a package's functions that the interpreter replaces, read while they are Triton's own."""
+    core: Any = importlib.import_module("triton.language.core")
+    return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+
+def _keep_shapes() -> None:
+    """Cache the tuples of each shape, of a type's numbers and of a tensor's constants, neither of which is ever changed."""
+    core: Any = importlib.import_module("triton.language.core")
+    shapes: dict[Any, Any] = {}
+    names: dict[Any, str] = {}
+    make_type, unwrapped = core.block_type.__init__, core._unwrap_if_constexpr
+
+    def new_type(self: Any, element_ty: Any, shape: Any) -> None:
+        numbers = tuple([unwrapped(size) for size in shape])
+        if (known := shapes.get(numbers)) is None:
+            make_type(self, element_ty, shape)
+            constants = core.tuple([core.constexpr(size) for size in numbers])
+            self.kept = shapes[numbers] = self.shape, self.numel, core.constexpr(math.prod(numbers)), constants
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel = known[:2]
+        self.kept = known
+        if (name := names.get((numbers, element_ty.name))) is None:
+            name = names[numbers, element_ty.name] = f"<{self.shape}, {element_ty}>"
+        self.name = name
+
+    one, none = core.constexpr(1), core.tuple([])
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if not type.is_block():
+            self.numel, self.shape = one, none
+        else:
+            self.numel, self.shape = type.kept[2:]
+
+    core.block_type.__init__, core.tensor.__init__ = new_type, new_tensor
+
+
+def _compare_quickly() -> None:
+    """Compare types by name without looking for constants among them."""
+    core: Any = importlib.import_module("triton.language.core")
+    equal = core.dtype.__eq__
+
+    def same(self: Any, other: Any) -> bool:
+        return bool(self.name == other.name if other.__class__ is core.dtype else equal(self, other))
+
+    def unwrapped(o: Any) -> Any:
+        if isinstance(o, core.constexpr):
+            return o.value
+        if isinstance(o, list):
+            return [unwrapped(x) for x in o]
+        if isinstance(o, tuple):
+            return tuple([unwrapped(x) for x in o])
+        return core.tuple([unwrapped(x) for x in o]) if isinstance(o, core.tuple) else o
+
+    core.dtype.__eq__, core._unwrap_if_constexpr = same, unwrapped
+
+
+def _broadcast_quickly() -> None:
+    """Leave operands of one shape as they are."""
+    semantic: Any = importlib.import_module("triton.language.semantic").TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+
+    def operands(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        same = a.shape.values == b.shape.values if a.is_block() and b.is_block() else a.is_block() == b.is_block()
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = operands

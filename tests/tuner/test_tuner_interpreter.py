@@ -1,0 +1,26 @@
+"""Triton's interpreter with cached types, shapes and names computes the bits of Triton's own."""
+
+import os
+import subprocess
+import sys
+
+from interpreting import interpreted
+
+
+def test_the_quick_interpreter_computes_the_same_bits() -> None:
+    quick, own = (interpreted("interpret_quick", quick=quick) for quick in (True, False))
+    assert quick == own and len(quick) == 3
+
+
+def test_compilers_and_other_versions_stay_as_they_are() -> None:
+    """Of TRITON_INTERPRET and the version both have to be right."""
+    code = """if True:
+        import sys, triton
+        from triton.language import core
+        from flashtune.tuner.children.interpreter import quicken
+        triton.__version__, before = sys.argv[1], core.tensor.__init__
+        quicken()
+        sys.exit(core.tensor.__init__ is not before)"""
+    for version, interpret in (("3.7.0", "1"), ("3.6.0", "0")):
+        environment = {**os.environ, "TRITON_INTERPRET": interpret}
+        assert subprocess.run([sys.executable, "-c", code, version], env=environment).returncode == 0
