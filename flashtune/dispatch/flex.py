@@ -4,7 +4,7 @@ import inspect
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ def flex_attention(
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
-    given = dict(locals())
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
     if isinstance(call, str):
@@ -81,7 +80,9 @@ def flex_attention(
             out, lse = attend(query, key, value, call)
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
-            return flex_attention(**given)
+            return flex_attention(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
+            )
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -231,23 +232,22 @@ _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_g
 """Arguments of `attention` that `flex_attention` has, too."""
 
 
-def of_attention(given: dict[str, Any]) -> Any:
-    """A call of `attention` with a mask or a score as code; raises InputError for arguments that belong into the functions."""
-    return flex_attention(**_taken(given))
+_USUAL = {name: one.default for name, one in inspect.signature(api.attention).parameters.items() if name not in _TAKEN}
 
 
-def _taken(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for `flex_attention` of a call of `attention`; raises InputError where another one isn't its default."""
-    for name, usual in inspect.signature(api.attention).parameters.items():
-        if name not in _TAKEN and given[name] is not usual.default and given[name] != usual.default:
+def refuse_beside_functions(others: Mapping[str, Any]) -> None:
+    """Raise InputError for an argument of `attention` that isn't its default, of those that `flex_attention` lacks."""
+    for name, usual in _USUAL.items():
+        if others[name] is not usual and (isinstance(others[name], Tensor) or others[name] != usual):
             remedy = "write it into these functions" if name in _WRITABLE else "call attention without functions where you need it"
             raise InputError(f"{name} is no argument beside score_mod and block_mask: leave it out, and {remedy}")
-    return {name: given[name] for name in _TAKEN}
 
 
 def explained(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
-    torchs = (said := explain_flex(**_taken(given))).startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
+    refuse_beside_functions(given)
+    said = explain_flex(**{name: given[name] for name in _TAKEN})
+    torchs = said.startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
     return Explanation(kind="framework" if torchs else "default", reason=said, gpu="")
 
 

@@ -97,7 +97,8 @@ def attention_varlen(
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
     if score_mod is not None or mask_mod is not None:
-        _refuse_beside_functions(locals())
+        beside = (softcap, dropout_p, alibi_slopes, sinks, block_table, k_descale, v_descale)
+        _refuse_beside_functions(dict(zip(_NOT_BESIDE_FUNCTIONS, beside, strict=True)))
     _check_splits(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
@@ -128,10 +129,13 @@ def attention_varlen(
     return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
 
 
+_NOT_BESIDE_FUNCTIONS = ("softcap", "dropout_p", "alibi_slopes", "sinks", "block_table", "k_descale", "v_descale")
+
+
 def _refuse_beside_functions(given: dict[str, Any]) -> None:
-    """Raise InputError for an argument beside functions that isn't its default."""
-    for name, usual in inspect.signature(attention_varlen).parameters.items():
-        if name not in coded.TAKEN and given[name] is not usual.default and given[name] != usual.default:
+    """Raise InputError for an argument beside functions that isn't its default: one of numbers is 0, one of tensors None."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value != 0):
             remedy = "write it into these functions" if name in ("softcap", "alibi_slopes") else "call without functions where you need it"
             raise InputError(f"{name} is no argument beside score_mod and mask_mod: leave it out, and {remedy}")
 
@@ -198,7 +202,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     given = bound.arguments
     functions = given["score_mod"], given["mask_mod"]
     if functions != (None, None):
-        _refuse_beside_functions(given)
+        _refuse_beside_functions({name: given[name] for name in _NOT_BESIDE_FUNCTIONS})
     _check_splits(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})

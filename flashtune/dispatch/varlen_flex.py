@@ -20,13 +20,6 @@ from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 
-TAKEN = (
-    *("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "score_mod", "mask_mod", "scale"),
-    *("is_causal", "window_size", "causal_alignment", "seqused_k", "enable_gqa", "return_lse", "return_aux", "num_splits", "allow_tf32"),
-    *("deterministic", "seed"),
-)
-"""Arguments of `attention_varlen` beside functions."""
-
 
 def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> FlexCall | dict[str, Any] | str:
     """The call of kernels with these functions, arguments of `attention_varlen` that mean the same, or the reason why PyTorch serves.

@@ -83,8 +83,8 @@ def test_a_sequence_changes_no_bit_of_its_neighbours(name: str, dtype: torch.dty
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has nothing to wait for")
 def test_a_step_with_bounds_waits_for_nothing() -> None:
-    # Beside a cache, since transformers waits for positions where it makes a mask.
-    model, batch = model_of("mistral").to(torch.bfloat16), flattened(TOKENS, bounds=True, use_cache=True)
+    # Beside a cache, since transformers waits for positions where it makes a mask; a cache of windows waits, too.
+    model, batch = model_of("llama").to(torch.bfloat16), flattened(TOKENS, bounds=True, use_cache=True)
     for _ in range(2):
         model(**batch).logits.sum().backward()
     torch.cuda.synchronize()
