@@ -62,7 +62,7 @@ def started(code: str, *words: object, folder: Path | None = None, environment: 
 
 
 def python(code: str, *words: object, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """What such a process prints; fails where it does."""
+    """Output of such a process; fails where it does."""
     ended = started(code, *words, folder=folder, environment=environment).ended()
     assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stderr}"
     return ended.stdout
