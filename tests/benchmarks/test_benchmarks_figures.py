@@ -224,6 +224,33 @@ def test_figures_of_whole_models_are_those_of_the_run() -> None:
     assert sum(one < 0.98 for one in against) == 2
 
 
+LATER = folder() / "2026-11-28-h100-models-and-packed"
+
+
+def test_figures_of_models_that_wait_for_the_host_are_those_of_the_runs() -> None:
+    said = one_line(PAGE)
+    for file, names, words in (
+        (
+            "whole_models.json",
+            ("bert-base", "vit-base"),
+            "take {} times as long as with PyTorch's choice, and {} times as long as with the best",
+        ),
+        ("whole_models-in-order.json", ("whisper-small", "sdxl-unet"), "timed in one order, {} and {}."),
+    ):
+        models = json.loads((LATER / file).read_text())["models"]
+        rows = [row for name in names for row in models[name]["workloads"]]
+        assert all(row["right"] for row in rows)
+        assert words.format(*(spoken([1 / row[key] for row in rows]) for key in ("speedup", "against_best"))) in said
+
+
+def test_figures_of_packed_searches_are_those_of_the_shipped_records() -> None:
+    rows = [row for row in Library.of(shipped_path()).records(gpu="h100") if row.problem.features.packed]
+    ratios = {way: [row.framework_us / row.median_us for row in rows if row.problem.direction == way] for way in ("fwd", "bwd")}  # type: ignore[operator]
+    assert len(rows) == 17 and len(ratios["fwd"]) == 12
+    words = "forwards run at {} times the rate of PyTorch's `varlen_attn`, their gradients at {} times"
+    assert words.format(spoken(ratios["fwd"]), spoken(ratios["bwd"])) in one_line(PAGE)
+
+
 def test_figures_of_padding_free_steps_are_those_of_the_run() -> None:
     (step,), said = json.loads((SEARCHED / "padding_free.json").read_text())["steps"], one_line(PAGE)
     beside, took = step["beside torch's varlen_attn"], step["ms"]["flattened ours"]
