@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
+from flashtune.core.errors import first_line
 from flashtune.core.torch_attention import BACKENDS
 from flashtune.model.sources import Subject
 from flashtune.model.workloads import Run, Workload, runner
@@ -79,7 +80,7 @@ def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, devic
         except RuntimeError as error:
             if implementation == "tuned" or isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise StandardFails(str(error).splitlines()[0][:200]) from error
+            raise StandardFails(first_line(error)) from error
         errors[implementation] = _largest_error(found, expected)
     allowed = ALLOWED * errors[subject.standard] + torch.finfo(dtype).eps
     return Check(tuned=errors["tuned"], torch=errors[subject.standard], allowed=allowed)
