@@ -55,7 +55,7 @@ def test_wheel_holds_the_whole_package_and_nothing_else(built: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     package = {name for name in names if PurePosixPath(name).parts[0] == "flashtune"}
     assert package == sources()
-    assert {"flashtune/py.typed", "flashtune/core/gpus.toml", "flashtune/core/models.toml"} < package
+    assert {"flashtune/py.typed", "flashtune/core/models.toml"} < package
     assert {PurePosixPath(name).suffix for name in package} <= {".py", ".typed", "", *DATA_SUFFIXES}
     others = {PurePosixPath(name).parts[0] for name in names - package}
     assert len(others) == 1, f"beside the package there may be only its metadata, not {sorted(others)}"
