@@ -181,7 +181,7 @@ def test_a_workload_in_which_pytorchs_own_attention_fails_is_left_out(tmp_path: 
     tuning.judge(subject, judged, device="cpu", dtype=torch.float32, say=lambda _text: None)
     first, failed, after = judged
     assert first.times is not None and not first.why
-    assert (failed.check, failed.times, failed.why) == (None, None, "PyTorch's own attention fails in it (mha_graph.execute failed)")
+    assert (failed.check, failed.times, failed.why) == (None, None, "PyTorch's own attention fails in it (RuntimeError: mha_graph.execute failed)")
     assert (after.times is None, "name it alone" in after.why) == (lost, lost)
 
 
