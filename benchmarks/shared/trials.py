@@ -30,11 +30,11 @@ Trials = dict[Tried, float]
 
 
 def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *, gpu: Target = GPU) -> Iterator[tuple[Problem, Trials]]:
-    """Trials of each record of a GPU in these databases."""
+    """Trials of each record of a GPU in these databases, but of packed sequences, whose work depends on more than their sizes."""
     for path in databases:
         with Store.open(path, writable=False) as store:
             for result in store.results():
-                if result.gpu == gpu.slug:
+                if result.gpu == gpu.slug and not result.problem.features.packed:
                     yield result.problem, times_of(result)
 
 

@@ -26,8 +26,8 @@ def band_mod(band: Band, shifts: Tensor | None = None) -> Mod:
         diagonal = band.diagonal if shifts is None else shifts[i]
         # Distances of all pairs are in memory once, while blocks are counted.
         at = (i + diagonal).to(torch.int32) - j.to(torch.int32)
-        inside = at >= -(FAR if band.right is None else band.right)
-        return inside if band.left is None else inside & (at <= band.left)
+        inside = at >= -(FAR if band.right is None else min(band.right, FAR))
+        return inside if band.left is None else inside & (at <= min(band.left, FAR))
 
     return within
 

@@ -184,7 +184,8 @@ def with_kernel(
     memo = current()
     flags: tuple[Any, ...] = memo.unmeasured, torch.get_float32_matmul_precision()
     if sequences is not None:
-        flags = (*flags, sequences.numbers, sequences.bounds[2] is None, sequences.deterministic)
+        numbers = sequences.numbers
+        flags = (*flags, numbers.left, numbers.right, numbers.tf32, sequences.bounds[2] is None, sequences.deterministic)
     place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
     known = _CHOSEN.setdefault(memo, {})
     of, chosen = known.get(place, (None, ""))
@@ -200,7 +201,7 @@ def with_kernel(
 
 
 _CHOSEN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, tuple[Functions, Kernels | str]]]" = weakref.WeakKeyDictionary()
-"""Kernels by all that they are chosen by, for the calls that follow."""
+"""Kernels by what decides on them: functions, layout and device of the tensors, gradients, and settings."""
 
 
 def _kernels(

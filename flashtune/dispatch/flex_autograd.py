@@ -49,8 +49,11 @@ class Flex(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *captured: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
         """Output and LSE of a call's tensors, kept for the gradients."""
         out, lse = _forward(query, key, value, call)
-        ctx.save_for_backward(query, key, value, out, lse, *captured)
-        ctx.call = call
+        bounds = () if call.sequences is None else call.sequences.bounds
+        ctx.save_for_backward(query, key, value, out, lse, *bounds, *captured)
+        # Tensors are kept by autograd alone, which frees them and says where one was written to meanwhile.
+        sequences = None if call.sequences is None else call.sequences._replace(bounds=())  # type: ignore[arg-type]
+        ctx.call = replace(call, captured=(), sequences=sequences)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -58,10 +61,13 @@ class Flex(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Gradients of all arguments, of those that ask for one."""
+        call = ctx.call
         query, key, value, out, lse, *captured = ctx.saved_tensors
+        if call.sequences is not None:
+            bounds, captured = captured[:3], captured[3:]
+            call = replace(call, sequences=call.sequences._replace(bounds=tuple(bounds)))
         if dout is None and dlse is None:
             return (None,) * (4 + len(captured))
-        call = ctx.call
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         if dout.dim() == 3 or not copyable(operand(0, dout)):
             # Gradients may be expanded scalars, or parts of others that begin anywhere.

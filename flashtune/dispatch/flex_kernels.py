@@ -23,7 +23,7 @@ from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT, FAMILIES, Recorded, recorded_with, usual
 from flashtune.dispatch.launch import Program
-from flashtune.dispatch.packed import Numbers, rows_last, viewed
+from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, rows_last, viewed
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
@@ -86,6 +86,9 @@ class ModKernel:
                     function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
                 return
             if key not in self._programs:
+                if len(self._programs) >= MOST_PROGRAMS:
+                    # Packed sequences have another number of rows at every step.
+                    self._programs.clear()
                 try:
                     self._programs[key] = self.program(plan())
                 except torch.OutOfMemoryError:
@@ -194,9 +197,9 @@ def kernel_of(
         tf32=tf32 and query.dtype is torch.float32, mods=known.keep(functions),
     )  # fmt: skip
     why, record = "", None if spec.packed else recorded_with(spec, query, key)
-    # Kernels whose bits vary know no unused keys either.
-    varies = direction == "fwd" or sequences is None or not (sequences.deterministic or sequences.bounds[2] is not None)
-    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction] if varies or family(name).repeatable]
+    # Kernels whose bits may vary don't write gradients of unused keys either.
+    may_vary = direction == "fwd" or sequences is None or not (sequences.deterministic or sequences.bounds[2] is not None)
+    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction] if may_vary or family(name).repeatable]
     if sequences is not None:
         query, key, value = (rows_last(x.detach()) for x in (query, key, value))
     for name, own in choices if record is None else [(record.kind.name, record), *choices]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core import devices
+from flashtune.core.errors import InputError
 from flashtune.dispatch import flex
 from flashtune.dispatch.flex import Mod
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
@@ -43,11 +44,19 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
         # It narrows the keys that kernels walk, and may be all of the mask.
         left, right = (-1 if side is None else side for side in band)
         numbers = numbers._replace(left=left, right=right, bottom_right=False)
-        functions = replace(functions, mask=mask if structure.band(mask) is None else None)
+        functions = functions if structure.band(mask) is None else _without_mask(functions)
     sequences = Sequences((packed.cu_q, packed.cu_k, packed.used), numbers)
     if sequences.deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in captured):
+        if not torch.are_deterministic_algorithms_enabled():
+            raise InputError("gradients of tensors that score_mod captures are added up in no fixed order: leave deterministic out")
         return "gradients of captured tensors are added up in no fixed order"
     return flex.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
+
+
+@functools.lru_cache(maxsize=256)
+def _without_mask(functions: Functions) -> Functions:
+    """The functions without their mask, the same object for the same ones."""
+    return replace(functions, mask=None)
 
 
 def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed, numbers: Numbers) -> dict[str, Any] | None:
@@ -99,7 +108,8 @@ def _of_sequence(
     """Output (1, Hq, N_q, D_v) and LSE of the sequence with this index, by `flex_attention`."""
     query, key, value = tensors
     if not key.shape[2]:
-        return query.new_zeros((*query.shape[:3], value.shape[3])), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        # As of sequences with keys, gradients are asked for and are 0.
+        return query[..., :1].expand(*query.shape[:3], value.shape[3]) * 0, query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     # Captured, so that compiled functions are those of other sequences.
     places = torch.tensor([index, (key.shape[2] - query.shape[2]) * numbers.bottom_right], device=query.device)
 
@@ -144,8 +154,9 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
         found = together & (j < n_kv[b]) & (True if mask_mod is None else mask_mod(b, h, i, j))
         return found & _in_band(numbers, i + (n_kv[b] - n_q[b]) * numbers.bottom_right, j)
 
-    # Zeros for keys of no sequence: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
-    unused = (of_k >= packed.sequences)[:, None, None]
+    # Zeros for keys of no sequence and unused ones: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
+    owner = of_k.clamp(max=packed.sequences - 1)
+    unused = ((of_k >= packed.sequences) | (torch.arange(len(key), device=key.device) - cu_k[owner] >= n_kv[owner]))[:, None, None]
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)))
     gqa = query.shape[1] != key.shape[1]
     out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, return_lse=True)
@@ -154,8 +165,9 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
 
 def _in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:
     """True for keys in the band of a call around the key on a query's diagonal."""
-    found = key >= 0 if numbers.left < 0 else key >= diagonal - numbers.left
-    return found if numbers.right < 0 else found & (key <= diagonal + numbers.right)
+    most = numbers.max_q + numbers.max_k
+    found = key >= 0 if numbers.left < 0 else key >= diagonal - min(numbers.left, most)
+    return found if numbers.right < 0 else found & (key <= diagonal + min(numbers.right, most))
 
 
 def explained(call: FlexCall | str, device: torch.device) -> Explanation:

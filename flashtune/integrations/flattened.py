@@ -111,11 +111,16 @@ def bounds_at_restarts(positions: Any, rows: int, layer: int | None = None) -> B
         return None
     known = _known(positions, layer)
     if known is not None:
-        return known.found
+        # Of a warm-up's positions a graph that is captured mustn't keep the lengths.
+        return None if known.found is None or _capturing(positions) else known.found
     # This check takes longer than all others together.
     if positions.is_meta or is_tracing(positions):
         return None
     return _remembered(positions, layer, _by_restarts(positions))
+
+
+def _capturing(positions: Tensor) -> bool:
+    return positions.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Recent(NamedTuple):
@@ -131,10 +136,11 @@ _recent: tuple[_Recent, ...] = ()
 """Bounds of the positions that a step's layers share, so that the host waits for them once. Kinds of layers may have masks of their own."""
 
 _KEPT = 4
+"""Most results that are remembered."""
 
 
 def _known(positions: Tensor, layer: int | None) -> _Recent | None:
-    """What another layer of the step had computed, of this tensor or of views of one."""
+    """Bounds that another layer of the step had computed, of this tensor or of views of one."""
     global _recent
     base, state = _base_of(positions), _state_of(positions)
     for known in _recent:

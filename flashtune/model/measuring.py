@@ -22,6 +22,7 @@ CHECKED_BATCH = 2
 """Sequences at most of a check: float32 and eager attention need several times the memory of a run."""
 
 SMALL = 1 / 64
+"""Share of a model's largest gradient under which a tensor's own largest one is no measure of its errors."""
 
 ALLOWED = 2.0
 """Error of tuned attention over that of PyTorch's, both against eager attention in float32, up to which outputs count as right."""
@@ -60,7 +61,7 @@ class Check:
 
 
 class StandardFails(RuntimeError):
-    """A model fails with PyTorch's own attention: there is nothing to compare with."""
+    """Failure of a model with PyTorch's own attention, without which there is nothing to compare with."""
 
 
 def check(subject: Subject, model: torch.nn.Module, workload: Workload, *, device: str, dtype: torch.dtype) -> Check:
@@ -167,7 +168,9 @@ def measure(subject: Subject, model: torch.nn.Module, workload: Workload, *, dev
                 try:
                     run()
                     repeats = max(repeats, min(MOST_REPEATS, int(LEAST_S / max(_timed(run, 1), 1e-6)) + 1))
-                except RuntimeError:
+                except RuntimeError as error:
+                    if implementation == subject.standard and not isinstance(error, torch.OutOfMemoryError):
+                        raise StandardFails(first_line(error)) from error
                     if implementation not in backends:
                         raise
                     del times[implementation]

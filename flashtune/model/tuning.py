@@ -135,7 +135,7 @@ def record_calls(subject: Subject, workloads: Sequence[Workload], *, dtype: torc
 def judge(subject: Subject, workloads: Sequence[Judged], *, device: str, dtype: torch.dtype, say: Say) -> None:
     """Check and measure every workload on a GPU with the databases in force, and store the results in it.
 
-    A workload for which memory lacks, or that PyTorch's own attention fails to compute, is left out, with the reason.
+    A workload that memory is too small for, or that PyTorch's own attention fails to compute, is left out, with the reason.
     """
     model = subject.build(device=device, dtype=dtype)
     for number, one in enumerate(workloads):

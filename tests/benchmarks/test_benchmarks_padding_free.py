@@ -34,7 +34,7 @@ def test_a_tiny_case_has_a_ratio_of_steps_on_the_same_sequences(tmp_path: Path, 
 def test_a_way_that_mixes_sequences_has_no_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashtune.integrations import flattened
 
-    def of_one(positions: torch.Tensor) -> flattened.Bounds:
+    def of_one(positions: torch.Tensor, _layer: int | None) -> flattened.Bounds:
         bounds, rows = torch.tensor([0, positions.numel()], dtype=torch.int32), positions.numel()
         return flattened.Bounds(bounds, bounds, rows, rows)
 

@@ -26,7 +26,11 @@ from flashtune.templates.rendering import render, variant_of
 
 # Launches differ by what is compiled in, and by whether kernels count mispredicting programs.
 OF_SPECS = list(
-    {(one.outcome.template, one.problem.spec(), "maximum=first" in one.outcome.config.label()): one for one in RECORDS}.values()
+    {
+        (one.outcome.template, one.problem.spec(), "maximum=first" in one.outcome.config.label()): one
+        for one in RECORDS
+        if not one.problem.features.packed
+    }.values()
 )
 
 

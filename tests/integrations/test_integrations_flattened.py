@@ -129,6 +129,15 @@ def test_positions_are_read_once_a_step_and_given_bounds_never(
     assert len(read) == 3
 
 
+def test_a_graph_that_is_captured_after_a_warm_up_keeps_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtune.integrations import flattened
+
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    assert flattened.bounds_at_restarts(positions, 5, 0) is not None
+    monkeypatch.setattr(flattened, "_capturing", lambda _positions: True)
+    assert flattened.bounds_at_restarts(positions, 5, 1) is None
+
+
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 @torch.inference_mode()
 def test_tensors_of_inference_mode_are_read_once_a_step(

@@ -162,6 +162,25 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_error(tmp_path: Path, m
     assert not measuring.check(subject, model, parse("train:2x24"), device="cpu", dtype=torch.bfloat16).right
 
 
+def test_a_workload_that_pytorchs_own_attention_fails_to_run_in_full_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = find_subject(saved(tmp_path, LLAMA), layers=1)
+    judged = tuning.record_calls(subject, [parse("forward:3x8")], dtype=torch.float32, device="cpu")
+    made = measuring.runner
+
+    def fails(model: torch.nn.Module, inputs: Any, workload: Workload) -> Run:
+        def step(prepared: Any) -> torch.Tensor:
+            if workload.batch > measuring.CHECKED_BATCH and model.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
+                raise RuntimeError("mha_graph.execute failed")
+            return made(model, inputs, workload).step(prepared)
+
+        return Run(step)
+
+    monkeypatch.setattr(measuring, "runner", fails)
+    tuning.judge(subject, judged, device="cpu", dtype=torch.float32, say=lambda _text: None)
+    assert judged[0].check is not None and judged[0].times is None
+    assert judged[0].why == "PyTorch's own attention fails in it (RuntimeError: mha_graph.execute failed)"
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_workload_in_which_pytorchs_own_attention_fails_is_left_out(tmp_path: Path, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = find_subject(saved(tmp_path, LLAMA), layers=1)
@@ -181,7 +200,11 @@ def test_a_workload_in_which_pytorchs_own_attention_fails_is_left_out(tmp_path: 
     tuning.judge(subject, judged, device="cpu", dtype=torch.float32, say=lambda _text: None)
     first, failed, after = judged
     assert first.times is not None and not first.why
-    assert (failed.check, failed.times, failed.why) == (None, None, "PyTorch's own attention fails in it (RuntimeError: mha_graph.execute failed)")
+    assert (failed.check, failed.times, failed.why) == (
+        None,
+        None,
+        "PyTorch's own attention fails in it (RuntimeError: mha_graph.execute failed)",
+    )
     assert (after.times is None, "name it alone" in after.why) == (lost, lost)
 
 

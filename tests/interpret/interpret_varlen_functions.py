@@ -13,8 +13,9 @@ from packed_machine import Ragged, numbers_of
 from triton.experimental.gluon._runtime import GluonJITFunction
 from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, made, sequences_are_alone
 
+from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex_kernels, packed, packed_ops, varlen, varlen_flex
+from flashtune.dispatch import flex, flex_kernels, packed, packed_ops, varlen, varlen_flex
 from flashtune.templates import family
 
 warnings.filterwarnings("ignore")
@@ -78,11 +79,37 @@ def of_bits_that_repeat() -> None:
     """Deterministic gradients are those of kernels, except of captured tensors."""
     given, _, _ = made("both")
     given = given._replace(words=given.words | {"deterministic": True})
-    with pytest.raises(AssertionError, match="no kernel takes"):
+    with pytest.raises(InputError, match=r"no fixed order: leave deterministic out"):
         given.call()
     given, _, _ = made("causal relative")
     out, _ = given._replace(words=given.words | {"deterministic": True}).call()
     out[:9].sum().backward()
+
+
+def of_bounds_that_change() -> None:
+    """Bounds that are written to between both passes are an error, as those of calls without functions are."""
+    given, _, _ = made("causal relative")
+    out, _ = given.call()
+    given.bounds[0].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def of_equal_calls() -> None:
+    """Kernels are chosen once for equal calls, whatever their longest sequences, and again where something else is asked for."""
+    chosen: list[object] = []
+    choose = flex._kernels
+    flex._CHOSEN.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_kernels", lambda *words: chosen.append(words) or choose(*words))
+        given, _, _ = made("causal relative")
+        for longest in ((20, 20), (40, 40), (20, 20)):
+            given._replace(longest=longest).call()
+        assert len(chosen) == 1
+        with torch.no_grad():
+            given.call()
+            given.call()
+        assert len(chosen) == 2
 
 
 HOPPERS: dict[str, dict[str, Any]] = {

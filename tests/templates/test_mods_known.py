@@ -259,6 +259,7 @@ def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     kernel = ModKernel.__new__(ModKernel)
     kernel.loaded, kernel.failed, kernel.record = SimpleNamespace(accepts=lambda *given: True), "", None  # type: ignore[assignment]
     monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_CHOSEN", weakref.WeakKeyDictionary())
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: "no Gluon" if "hopper" in kind.name else kernel)
     q, k, v = (torch.zeros(1, 2, 32, d) for _ in range(3))
     table = torch.zeros(2, 65, requires_grad=learned)

@@ -13,7 +13,7 @@ def test_the_quick_interpreter_computes_the_same_bits() -> None:
 
 
 def test_compilers_and_other_versions_stay_as_they_are() -> None:
-    """Of TRITON_INTERPRET and the version both have to be right."""
+    """Both TRITON_INTERPRET and the version count."""
     code = """if True:
         import sys, triton
         from triton.language import core
@@ -21,6 +21,6 @@ def test_compilers_and_other_versions_stay_as_they_are() -> None:
         triton.__version__, before = sys.argv[1], core.tensor.__init__
         quicken()
         sys.exit(core.tensor.__init__ is not before)"""
-    for version, interpret in (("3.7.0", "1"), ("3.6.0", "0")):
+    for version, interpret, replaced in (("3.7.0", "1", 0), ("3.6.0", "0", 0), ("3.6.0", "1", 1)):
         environment = {**os.environ, "TRITON_INTERPRET": interpret}
-        assert subprocess.run([sys.executable, "-c", code, version], env=environment).returncode == 0
+        assert subprocess.run([sys.executable, "-c", code, version], env=environment).returncode == replaced

@@ -1,5 +1,5 @@
-"""Triton 3.6's interpreter without its repeated work: it replaces its language at every call of a device function, and makes new tuples,
-names and constants of a shape for every tensor. Numbers stay the same; a candidate's check takes a half to a fifth of the time.
+"""Triton 3.6's interpreter without its repeated work: otherwise it replaces its language at every call of a device function, and makes new
+tuples, names and constants of a shape for every tensor. Numbers stay the same; a candidate's check takes a half to a fifth of the time.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 @functools.cache
 def quicken() -> None:
-    """Have this process's interpreter cache names of its language, types and shapes; other versions of Triton stay as they are."""
+    """Caches of names, types and shapes for this process's interpreter; other versions of Triton stay as they are."""
     triton: Any = importlib.import_module("triton")
     if not (triton.knobs.runtime.interpret and triton.__version__.startswith("3.6.")):
         return
@@ -36,7 +36,7 @@ def _keep_numpys_types(interpreter: Any) -> None:
 
 
 def _replace_the_language_once(interpreter: Any) -> None:
-    """Have the functions that a kernel calls see the language that its launch has replaced."""
+    """One replacement of the language for a launch, which the functions that its kernel calls see, too."""
     tl: Any = importlib.import_module("triton.language")
     builtins, patch_lang = functools.cache(_builtins), interpreter._patch_lang
     patched: set[ModuleType] = set()
@@ -79,7 +79,7 @@ def _builtins(package: Any) -> list[str]:
 
 
 def _keep_shapes() -> None:
-    """Cache the tuples of each shape, of a type's numbers and of a tensor's constants, neither of which is ever changed."""
+    """Cache the tuples of each shape, of a type's numbers and of a tensor's constants, none of which is ever changed."""
     core: Any = importlib.import_module("triton.language.core")
     shapes: dict[Any, Any] = {}
     names: dict[Any, str] = {}
