@@ -85,10 +85,11 @@ def attention_varlen(
     many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
     keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
 
-    `score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` are functions as `flex_attention` takes them, where b is the
-    number of a sequence and positions count from the sequence's own first query and key. Beside them are `scale`, `is_causal`, `window_size`,
-    `seqused_k`, `enable_gqa`, `allow_tf32` and `deterministic`; what else hides keys or changes scores is to be written into them. Indices of captured tensors are compared with
-    `max_seqlen_q` and `max_seqlen_k`. Gradients are those of query, key, value and captured tensors of `score_mod` that ask for them.
+    `score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` are functions as `flex_attention` takes them, where b is
+    the number of a sequence and positions count from the sequence's own first query and key. Beside them are `scale`, `is_causal`,
+    `window_size`, `seqused_k`, `enable_gqa`, `allow_tf32` and `deterministic`; what else hides keys or changes scores is to be written
+    into them. Indices of captured tensors are compared with `max_seqlen_q` and `max_seqlen_k`. Gradients are those of query, key, value
+    and captured tensors of `score_mod` that ask for them.
 
     On a GPU kernels read lengths on the device: nothing waits for it, and a CUDA graph may be replayed with other lengths. They serve
     float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
