@@ -272,6 +272,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     cu_q, cu_k, used = cu_q.contiguous(), cu_k.contiguous(), None if used is None else used.contiguous()
     scale = 1.0 / math.sqrt(query.shape[2] or 1) if scale is None else scale
+    # numpy's integers lack methods of Python's.
+    max_q, max_k = (most if isinstance(most, torch.SymInt) else int(most) for most in (max_q, max_k))
     numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, options.allow_tf32, options.deterministic)
     return Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), numbers
 

@@ -97,7 +97,8 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
             again = call_of(packed, numbers, score_mod, mask_mod)
             assert not isinstance(again, dict), "functions that are built in have no kernels of their own"
             return attend(again, packed, numbers, score_mod, mask_mod)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or packed.query.is_meta:
+        # Lengths can't be read.
         return _at_once(packed, numbers, score_mod, mask_mod)
     return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod))
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreting import interpreted
@@ -127,6 +128,23 @@ def test_tensors_without_data_have_outputs_without_data(paged: bool) -> None:
         tensors = [bare(x) for x in (query, key, key, bounds, bounds)]
         out, lse = dispatch.attention_varlen(*tensors, 3, 3, return_lse=True, **{name: bare(x) for name, x in more.items()})
         assert out.shape == query.shape and lse.shape == (4, 6) and type(out) is type(tensors[0]) and out.device == tensors[0].device
+
+
+def test_fake_tensors_have_fake_outputs_beside_functions() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        query, bounds = mode.from_tensor(torch.zeros(6, 4, 16)), mode.from_tensor(torch.tensor([0, 3, 6], dtype=torch.int32))
+        words: dict[str, Any] = {"mask_mod": lambda b, h, q, k: (q >= k) & (k % 2 == 0), "return_lse": True}
+        out, lse = dispatch.attention_varlen(query, query, query, bounds, bounds, 3, 3, **words)
+    assert out.shape == query.shape and lse.shape == (4, 6) and type(out) is type(query)
+
+
+@pytest.mark.parametrize("functions", [{}, {"mask_mod": lambda b, h, q, k: (q >= k) & (k % 2 == 0)}])
+def test_longest_sequences_may_be_integers_of_numpy(functions: dict[str, Any]) -> None:
+    q, cu = torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 5, 12], dtype=torch.int32)
+    found, wanted = (dispatch.attention_varlen(q, q, q, cu, cu, n, n, **functions) for n in (np.int64(7), 7))
+    assert torch.equal(found, wanted)
 
 
 def test_jagged_tensors_of_other_kinds_are_refused() -> None:
