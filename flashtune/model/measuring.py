@@ -28,7 +28,7 @@ ALLOWED = 2.0
 """Error of tuned attention over that of PyTorch's, both against eager attention in float32, up to which outputs count as right."""
 
 LEAST_ROUNDS, MOST_ROUNDS = 10, 60
-"""Timings of each implementation: a host's own times vary by a tenth, so that short runs take many."""
+"""Timings of each implementation: a host's own times vary, so that short runs take many."""
 
 ROUNDS_S = 6.0
 """Seconds after which no further round of a workload begins, beyond the least number."""

@@ -225,10 +225,13 @@ def test_figures_of_whole_models_are_those_of_the_run() -> None:
 
 
 LATER = folder() / "2026-11-28-h100-models-and-packed"
+FILES = ("whole_models-in-order.json", "whole_models.json")
 
 
 def test_figures_of_models_that_wait_for_the_host_are_those_of_the_runs() -> None:
     said = one_line(PAGE)
+    forwards = [json.loads((LATER / file).read_text())["models"]["bert-base"]["workloads"][0] for file in FILES]
+    assert "takes {:.1f} ms with PyTorch's choice in one run, {:.1f} ms in the other".format(*(row["torch_ms"] for row in forwards)) in said
     for file, names, words in (
         (
             "whole_models.json",

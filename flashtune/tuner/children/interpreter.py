@@ -1,5 +1,5 @@
 """Triton 3.6's interpreter without its repeated work: otherwise it replaces its language at every call of a device function, and makes new
-tuples, names and constants of a shape for every tensor. Numbers stay the same; a candidate's check takes a half to a fifth of the time.
+tuples, names and constants of a shape for every tensor. Numbers stay the same.
 """
 
 import functools
