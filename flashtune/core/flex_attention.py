@@ -19,17 +19,22 @@ FAR = 1 << 30
 """Distance that no two places have."""
 
 
+def within(distance: Tensor, left: int | None, right: int | None) -> Tensor:
+    """True for keys at most `left` places before the one on their query's diagonal and `right` behind it, None for any number; `distance`
+    is from a key to the diagonal."""
+    inside = distance >= -(FAR if right is None else min(right, FAR))
+    return inside if left is None else inside & (distance <= min(left, FAR))
+
+
 def band_mod(band: Band, shifts: Tensor | None = None) -> Mod:
     """Mask of the pairs within a band, as a function; `shifts` are the places of each query's own diagonal, int32 (N_q,)."""
 
-    def within(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         diagonal = band.diagonal if shifts is None else shifts[i]
         # Distances of all pairs are in memory once, while blocks are counted.
-        at = (i + diagonal).to(torch.int32) - j.to(torch.int32)
-        inside = at >= -(FAR if band.right is None else min(band.right, FAR))
-        return inside if band.left is None else inside & (at <= min(band.left, FAR))
+        return within((i + diagonal).to(torch.int32) - j.to(torch.int32), band.left, band.right)
 
-    return within
+    return seen
 
 
 def soft_cap_mod(cap: float) -> Mod | None:

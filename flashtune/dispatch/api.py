@@ -119,7 +119,7 @@ def attention(
             "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "sinks": sinks, "deterministic": deterministic,
             "implementation": implementation,
         }  # fmt: skip
-        flex.refuse_beside_functions(others)
+        flex.refuse_arguments_of_attention(others)
         return flex.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     if has_torch_function_variadic(query, key, value):
         return inspection.overridden(attention, **locals())

@@ -234,19 +234,25 @@ _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_g
 
 
 _USUAL = {name: one.default for name, one in inspect.signature(api.attention).parameters.items() if name not in _TAKEN}
+"""Arguments of `attention` that `flex_attention` lacks, with their defaults."""
 
 
-def refuse_beside_functions(others: Mapping[str, Any]) -> None:
-    """Raise InputError for an argument of `attention` that isn't its default, of those that `flex_attention` lacks."""
-    for name, usual in _USUAL.items():
-        if others[name] is not usual and (isinstance(others[name], Tensor) or others[name] != usual):
-            remedy = "write it into these functions" if name in _WRITABLE else "call attention without functions where you need it"
-            raise InputError(f"{name} is no argument beside score_mod and block_mask: leave it out, and {remedy}")
+def refuse_beside_functions(given: Mapping[str, Any], usual: Mapping[str, Any], mask: str, remedy: str) -> None:
+    """Raise InputError for an argument that isn't its default, of those that have no place beside score_mod and `mask`."""
+    for name, default in usual.items():
+        if given[name] is not default and (isinstance(given[name], Tensor) or given[name] != default):
+            what = "write it into these functions" if name in _WRITABLE else f"{remedy} where you need it"
+            raise InputError(f"{name} is no argument beside score_mod and {mask}: leave it out, and {what}")
+
+
+def refuse_arguments_of_attention(given: Mapping[str, Any]) -> None:
+    """Raise InputError likewise for an argument of `attention` that `flex_attention` lacks."""
+    refuse_beside_functions(given, _USUAL, "block_mask", "call attention without functions")
 
 
 def explained(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
-    refuse_beside_functions(given)
+    refuse_arguments_of_attention(given)
     said = explain_flex(**{name: given[name] for name in _TAKEN})
     torchs = said.startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
     return Explanation(kind="framework" if torchs else "default", reason=said, gpu="")

@@ -23,6 +23,7 @@ from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
+from flashtune.dispatch.flex import refuse_beside_functions
 from flashtune.dispatch.inspection import GRADIENTS, autocast, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
@@ -99,7 +100,9 @@ def attention_varlen(
     """
     if score_mod is not None or mask_mod is not None:
         beside = (softcap, dropout_p, alibi_slopes, sinks, block_table, k_descale, v_descale)
-        _refuse_beside_functions(dict(zip(_NOT_BESIDE_FUNCTIONS, beside, strict=True)))
+        refuse_beside_functions(
+            dict(zip(_NOT_BESIDE_FUNCTIONS, beside, strict=True)), _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions"
+        )
     _check_splits(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
@@ -130,15 +133,10 @@ def attention_varlen(
     return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
 
 
-_NOT_BESIDE_FUNCTIONS = ("softcap", "dropout_p", "alibi_slopes", "sinks", "block_table", "k_descale", "v_descale")
-
-
-def _refuse_beside_functions(given: dict[str, Any]) -> None:
-    """Raise InputError for an argument beside functions that isn't its default: one of numbers is 0, one of tensors None."""
-    for name, value in given.items():
-        if value is not None and (isinstance(value, Tensor) or value != 0):
-            remedy = "write it into these functions" if name in ("softcap", "alibi_slopes") else "call without functions where you need it"
-            raise InputError(f"{name} is no argument beside score_mod and mask_mod: leave it out, and {remedy}")
+_NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
+    "softcap": 0.0, "dropout_p": 0.0, "alibi_slopes": None, "sinks": None, "block_table": None, "k_descale": None, "v_descale": None,
+}  # fmt: skip
+"""Arguments that have no place beside functions, with their defaults."""
 
 
 def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
@@ -203,7 +201,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     given = bound.arguments
     functions = given["score_mod"], given["mask_mod"]
     if functions != (None, None):
-        _refuse_beside_functions({name: given[name] for name in _NOT_BESIDE_FUNCTIONS})
+        refuse_beside_functions(given, _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions")
     _check_splits(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})

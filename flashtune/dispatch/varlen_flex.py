@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.errors import InputError
+from flashtune.core.flex_attention import within
 from flashtune.dispatch import flex
 from flashtune.dispatch.flex import Mod
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
@@ -166,9 +167,8 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
 
 def _in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:
     """True for keys in the band of a call around the key on a query's diagonal."""
-    most = numbers.max_q + numbers.max_k
-    found = key >= 0 if numbers.left < 0 else key >= diagonal - min(numbers.left, most)
-    return found if numbers.right < 0 else found & (key <= diagonal + min(numbers.right, most))
+    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
+    return within(diagonal - key, left, right)
 
 
 def explained(call: FlexCall | str, device: torch.device) -> Explanation:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
+from flashtune.dispatch.plan import capturing
 from flashtune.integrations.sources import arguments_of_attention, source_of
 
 
@@ -112,15 +113,11 @@ def bounds_at_restarts(positions: Any, rows: int, layer: int | None = None) -> B
     known = _known(positions, layer)
     if known is not None:
         # Of a warm-up's positions a graph that is captured mustn't keep the lengths.
-        return None if known.found is None or _capturing(positions) else known.found
+        return None if known.found is None or capturing(positions.device) else known.found
     # This check takes longer than all others together.
     if positions.is_meta or is_tracing(positions):
         return None
     return _remembered(positions, layer, _by_restarts(positions))
-
-
-def _capturing(positions: Tensor) -> bool:
-    return positions.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Recent(NamedTuple):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from branches import BRANCHES, Branch
 from click.testing import CliRunner
-from varlen_cases import CASES, RAGGED, SQUARE, Inputs, agrees, forced, inputs
+from packed_steps import follows_lengths, step
+from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs
 
 from flashtune import dispatch
 from flashtune.cli.main import main
@@ -79,12 +80,6 @@ def test_hundreds_of_sequences() -> None:
         agrees(inputs({"is_causal": True}, lengths, dtype=torch.float16, device=DEVICE, d=64), lengths, kind="fp16")
 
 
-def step(given: Inputs) -> list[torch.Tensor]:
-    out, lse = given.call()
-    ended = lse == -torch.inf
-    return [out, lse, *torch.autograd.grad((out, lse), given.tensors, (given.dout, given.dlse.masked_fill(ended, 0.0)))]
-
-
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU can be waited for")
 def test_nothing_waits_for_the_device() -> None:
     given = inputs({"is_causal": True}, SQUARE, dtype=torch.bfloat16, device=DEVICE, d=64)
@@ -99,29 +94,14 @@ def test_nothing_waits_for_the_device() -> None:
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU")
 @pytest.mark.parametrize("case", ["full", "causal", "window", "causal used keys"])
 def test_a_graph_is_right_when_lengths_change(case: str) -> None:
-    capacity, sequences, rows = 7, 7, 900
+    capacity, rows = 7, 900
     given = inputs(CASES[case] | {"deterministic": True}, ((rows,), (rows,)), dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
     words = dict(given.words)
     if "seqused_k" in words:
         words["seqused_k"] = torch.full((capacity,), 50, dtype=torch.int32, device=DEVICE)
     bounds = tuple(torch.tensor([0, *[rows] * capacity], dtype=torch.int32, device=DEVICE) for _ in range(2))
     static = given._replace(bounds=bounds, words=words, longest=(rows, rows))  # type: ignore[arg-type]
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step(static)
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(10):
-        for one in bounds:
-            cuts = torch.randint(0, rows + 1, (sequences,), generator=generator).sort().values.tolist()
-            one.copy_(torch.tensor([0, *cuts], dtype=torch.int32))
-        graph.replay()
-        for ours, eager in zip(found, step(static), strict=True):
-            assert torch.equal(ours, eager)
+    follows_lengths(static, bounds, rows, replays=10)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="torch's own needs a GPU")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from varlen_cases import Inputs
+from packed_steps import follows_lengths, step
 from varlen_functions import CASES, LENGTHS, LONG, RECOGNISED, agrees, explained, made, sequences_are_alone
 
 from flashtune import dispatch
@@ -43,12 +43,6 @@ def test_kernels_serve_measured_or_not(name: str) -> None:
     assert said.backward is not None and said.backward.template.startswith("flash_bwd")
 
 
-def step(given: Inputs) -> list[torch.Tensor]:
-    out, lse = given.call()
-    ended = lse == -torch.inf
-    return [out, lse, *torch.autograd.grad((out, lse), given.tensors, (given.dout, given.dlse.masked_fill(ended, 0.0)))]
-
-
 @pytest.mark.parametrize("name", ["both in a window", "prefix", "built-in slopes"])
 def test_nothing_waits_for_the_device(name: str) -> None:
     given, _, _ = made(name, LENGTHS, dtype=torch.bfloat16, device=DEVICE, d=64)
@@ -69,22 +63,7 @@ def test_a_graph_is_right_when_lengths_change(name: str) -> None:
         x.requires_grad_(False)
     bounds = tuple(torch.tensor([0, *[rows] * capacity], dtype=torch.int32, device=DEVICE) for _ in range(2))
     static: Any = given._replace(bounds=bounds, longest=(rows, rows), words=given.words | {"deterministic": True})
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step(static)
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(5):
-        for one in bounds:
-            cuts = torch.randint(0, rows + 1, (capacity,), generator=generator).sort().values.tolist()
-            one.copy_(torch.tensor([0, *cuts], dtype=torch.int32))
-        graph.replay()
-        for ours, eager in zip(found, step(static), strict=True):
-            assert torch.equal(ours, eager)
+    follows_lengths(static, bounds, rows, replays=5)
 
 
 def test_a_compiled_call_computes_the_same() -> None:

@@ -134,7 +134,7 @@ def test_a_graph_that_is_captured_after_a_warm_up_keeps_no_lengths(monkeypatch: 
 
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     assert flattened.bounds_at_restarts(positions, 5, 0) is not None
-    monkeypatch.setattr(flattened, "_capturing", lambda _positions: True)
+    monkeypatch.setattr(flattened, "capturing", lambda _device: True)
     assert flattened.bounds_at_restarts(positions, 5, 1) is None
 
 
