@@ -1,4 +1,4 @@
-"""Paged caches, decoding and chunks of prompts, beside our dense and packed kernels and torch's varlen_attn, with candidate configs.
+"""Paged caches, decoding and chunks of prompts, beside our dense and packed kernels, varlen_attn and FlashAttention-4; candidate configs.
 
 Times are wall times until the GPU is done, the host's part among them, of calls back to back in turns; `host` is the host's part alone.
 Tables are shuffled, lengths equal. Rates count the keys and values once; `tokens` are new tokens a second.
@@ -110,13 +110,27 @@ class Cell:
             words["enable_gqa"] = True
         return lambda: varlen_attn(self.query, *self.caches, self.bounds, self.bounds_k, self.rows, self.keys, **words)
 
+    def fa4(self) -> Callable[[], Any]:
+        """FlashAttention-4's paged call."""
+        from flash_attn.cute.interface import flash_attn_varlen_func  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+
+        words = {
+            "cu_seqlens_q": self.bounds,
+            "max_seqlen_q": self.rows,
+            "seqused_k": self.used,
+            "page_table": self.table,
+            "causal": True,
+            "num_splits": 0,
+        }
+        return lambda: flash_attn_varlen_func(self.query, *self.caches, **words)[0]
+
 
 def ways(cell: Cell, cache: str, *, configs: bool) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Ways that ran, by name, and the reasons of the others."""
     makers: dict[str, Callable[[], Any]] = {"ours": lambda: cell.ours, "dense": cell.dense}
     makers |= {f"splits={n}": functools.partial(lambda n: lambda: cell.ours(n), n) for n in (1, 8)}
     if cache == "bf16":
-        makers["torch"] = cell.torchs
+        makers |= {"torch": cell.torchs, "fa4": cell.fa4}
     if configs:
         for values in STEPS if cell.rows == 1 else CHUNKS:
             config = Config.of(dict(zip(NAMES, values, strict=True)))

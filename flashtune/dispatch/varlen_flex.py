@@ -140,11 +140,16 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
         for x, cu in ((query, cu_q), (key, cu_k))
     )
 
+    owner_q, owner = (x.clamp(max=packed.sequences - 1) for x in (of_q, of_k))
+    # Numbers of rows: PyTorch's kernels hold what is read by pairs of indices in shared memory, of each stage of their pipelines.
+    at_q, at_k = (torch.arange(len(x), device=x.device) - cu[own] for x, cu, own in ((query, cu_q, owner_q), (key, cu_k, owner)))
+    limits, shifts = n_kv[owner_q], (n_kv - n_q)[owner_q] * numbers.bottom_right
+
     def places(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
         # Positions of pairs of two sequences may be none of a captured tensor.
         together = (of_q[q_idx] == of_k[kv_idx]) & (of_q[q_idx] < packed.sequences)
-        b = torch.where(together, of_q[q_idx], 0)
-        return together, b, torch.where(together, q_idx - cu_q[b], 0), torch.where(together, kv_idx - cu_k[b], 0)
+        b, i, j = (torch.where(together, x, 0) for x in (of_q[q_idx], at_q[q_idx], at_k[kv_idx]))
+        return together, b, i, j
 
     def score(x: Tensor, _: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert score_mod is not None, "only functions that a caller gives are called"
@@ -153,12 +158,11 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
 
     def visible(_: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         together, b, i, j = places(q_idx, kv_idx)
-        found = together & (j < n_kv[b]) & (True if mask_mod is None else mask_mod(b, h, i, j))
-        return found & _in_band(numbers, i + (n_kv[b] - n_q[b]) * numbers.bottom_right, j)
+        found = together & (j < limits[q_idx]) & (True if mask_mod is None else mask_mod(b, h, i, j))
+        return found & _in_band(numbers, i + shifts[q_idx], j)
 
     # Zeros for keys of no sequence and unused ones: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
-    owner = of_k.clamp(max=packed.sequences - 1)
-    unused = ((of_k >= packed.sequences) | (torch.arange(len(key), device=key.device) - cu_k[owner] >= n_kv[owner]))[:, None, None]
+    unused = ((of_k >= packed.sequences) | (at_k >= n_kv[owner]))[:, None, None]
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)))
     gqa = query.shape[1] != key.shape[1]
     out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, return_lse=True)
