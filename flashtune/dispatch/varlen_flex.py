@@ -139,17 +139,17 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
         torch.bucketize(torch.arange(len(x), dtype=cu.dtype, device=cu.device), cu[1:], right=True)
         for x, cu in ((query, cu_q), (key, cu_k))
     )
-
     owner_q, owner = (x.clamp(max=packed.sequences - 1) for x in (of_q, of_k))
     # Numbers of rows: PyTorch's kernels hold what is read by pairs of indices in shared memory, of each stage of their pipelines.
     at_q, at_k = (torch.arange(len(x), device=x.device) - cu[own] for x, cu, own in ((query, cu_q, owner_q), (key, cu_k, owner)))
     limits, shifts = n_kv[owner_q], (n_kv - n_q)[owner_q] * numbers.bottom_right
 
+    at_q = torch.where(of_q < packed.sequences, at_q, 0)
+
     def places(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
-        # Positions of pairs of two sequences may be none of a captured tensor.
         together = (of_q[q_idx] == of_k[kv_idx]) & (of_q[q_idx] < packed.sequences)
-        b, i, j = (torch.where(together, x, 0) for x in (of_q[q_idx], at_q[q_idx], at_k[kv_idx]))
-        return together, b, i, j
+        # Keys of another sequence may have no place in a captured tensor.
+        return together, owner_q[q_idx], at_q[q_idx], torch.where(together, at_k[kv_idx], 0)
 
     def score(x: Tensor, _: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert score_mod is not None, "only functions that a caller gives are called"
