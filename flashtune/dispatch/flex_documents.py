@@ -1,14 +1,13 @@
 """Masks of documents that lie one after the other: packed sequences, which `attention_varlen` computes without lists of blocks."""
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtune.core.lengths import spread
-from flashtune.dispatch.context import Memo, current
+from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_blocks import FOREIGN, agrees_with_band, kept
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT
 from flashtune.dispatch.flex_kernels import layout
@@ -22,9 +21,6 @@ SHORTEST_MEAN = 64
 """Mean tokens of documents from which they are packed sequences: half a tile of queries. Not measured: each document begins a tile of its
 own, which shorter ones leave empty for the most part."""
 
-MOST_DECISIONS = 1024
-"""Most decisions about packed calls that are remembered."""
-
 
 class Runs(NamedTuple):
     """Rows where documents begin, with the number of rows at the end, int32 (documents + 1,), and most rows of one."""
@@ -34,54 +30,76 @@ class Runs(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A call as packed sequences: batches are folded into heads, or into rows; `words` are those of `attention_varlen`."""
+    """A call as packed sequences: batches are folded into heads, or into rows. `slopes` are those of all heads, None without ALiBi."""
 
     runs: Runs
     into_heads: bool
-    words: dict[str, Any]
-
-
-Tensors = tuple[Tensor, Tensor, Tensor]
+    scale: float
+    softcap: float
+    window: tuple[int, int]
+    slopes: Tensor | None = None
 
 
 def packed_call(
-    documents: Documents, captured: Sequence[Tensor], tensors: Tensors, scale: float, block_mask: Any
+    documents: Documents, captured: Sequence[Tensor], tensors: tuple[Tensor, Tensor, Tensor], scale: float, block_mask: Any
 ) -> PackedCall | str | None:
-    """The call of `attention_varlen` that means the same, the reason why PyTorch serves, or None where lists of blocks serve.
+    """The call of packed sequences that means the same, the reason why PyTorch serves, or None where lists of blocks serve.
 
     Numbers of documents are read once for a tensor and a version of it, for which the host waits. A CUDA graph that is captured, whose
-    replays may see other numbers, and tensors of inference mode, which have no version, take lists of blocks: these wait for nothing.
+    replays may see other numbers, and numbers of inference mode, which have no version, take lists of blocks: these wait for nothing.
     """
-    query, key, _ = tensors
-    (batch, heads, n, _), ids = query.shape, captured[documents.captured]
-    if key.shape[2] != n or ids.is_inference() or capturing(query.device):
+    query, ids, score, memo = tensors[0], captured[documents.captured], documents.score, current()
+    if ids.is_inference() or capturing(query.device):
         return None
+    trains = torch.is_grad_enabled()
+    slopes = slopes_of(score, captured, query.shape[0], query.shape[1], query.device)
+    if slopes is not None and slopes.requires_grad and trains:
+        # Kernels have no gradients of packed sequences' slopes.
+        return None
+    trains = trains and any(x.requires_grad for x in tensors)
+    # Weakly, since a BlockMask holds the numbers, with which the decision is kept.
+    owners = weakref.ref(memo), None if block_mask is None else weakref.ref(block_mask)
+    place = documents, layout((*tensors, slopes)), scale, trains, memo.unmeasured, flash_attention_on(), owners
+    found: PackedCall | str | None = kept(ids, (ids,), place, lambda: _decided(documents, ids, slopes, tensors, scale, block_mask))
+    return found if slopes is None or not isinstance(found, PackedCall) else found._replace(slopes=_of_heads(slopes, found, query))
+
+
+def _decided(
+    documents: Documents, ids: Tensor, slopes: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], scale: float, block_mask: Any
+) -> PackedCall | str | None:
+    query, key, _ = tensors
+    (batch, _, n, _), score = query.shape, documents.score
     into_heads = not all(_view(x, 0, 2) for x in tensors)
-    if into_heads and (documents.by_batch or not all(_view(x, 0, 1) for x in tensors)):
+    if key.shape[2] != n or (into_heads and (documents.by_batch or not all(_view(x, 0, 1) for x in tensors))):
         return None
     rows = 1 if into_heads else batch
+    # Slopes of a batch's rows belong to sequences.
+    if rows > 1 and any("b" in x.reads for _, values in score.slope for x in values):
+        return None
     runs: Runs | None = kept(ids, (ids,), ("runs", rows, n), lambda: _runs(ids, rows, n))
     if runs is None or rows * n < SHORTEST_MEAN * (len(runs.bounds) - 1):
         return None
     if block_mask is not None and not agrees_with_band(block_mask, documents.band, query, key, ids):
         return FOREIGN
-    score = documents.score
-    slopes = slopes_of(score, captured, batch, heads, query.device)
-    if slopes is not None:
-        # Kernels have no gradients of packed sequences' slopes, and those of rows belong to sequences.
-        by_batch = any("b" in x.reads for _, values in score.slope for x in values)
-        if (slopes.requires_grad and torch.is_grad_enabled()) or (by_batch and rows > 1):
+    left, right = (-1 if side is None else side for side in documents.band)
+    call = PackedCall(runs, into_heads, scale * score.factor, score.softcap, (left, right))
+    said = _explained(call if slopes is None else call._replace(slopes=_of_heads(slopes, call, query)), tensors)
+    free = current().unmeasured or not query.is_cuda
+    for one in (said, said.backward):
+        # Measured on this GPU, or of families that serve functions unmeasured, too.
+        if one is not None and (one.template is None or not (free or one.template in BUILT_FOR_IT or one.kind in ("exact", "near_n"))):
             return None
-        slopes = slopes.expand(batch, heads).flatten() if into_heads else slopes.expand(batch, heads)[0]
-    words = {"scale": scale * score.factor, "softcap": score.softcap, "enable_gqa": True, "causal_alignment": "top_left"}
-    words["window_size"] = tuple(-1 if side is None else side for side in documents.band)
-    call = PackedCall(runs, into_heads, {**words, "alibi_slopes": slopes})
-    return call if _serves(call, tensors, tuple(words.values())) else None
+    return call
 
 
 def _view(x: Tensor, outer: int, inner: int) -> bool:
     """True if two dimensions are one without a copy."""
     return 1 in (x.shape[outer], x.shape[inner]) or x.stride(outer) == x.shape[inner] * x.stride(inner)
+
+
+def _of_heads(slopes: Tensor, call: PackedCall, query: Tensor) -> Tensor:
+    slopes = slopes.expand(*query.shape[:2])
+    return slopes.flatten() if call.into_heads else slopes[0]
 
 
 def _runs(ids: Tensor, rows: int, n: int) -> Runs | None:
@@ -98,29 +116,6 @@ def _runs(ids: Tensor, rows: int, n: int) -> Runs | None:
         return Runs(bounds.to(ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
-_SERVED: "weakref.WeakKeyDictionary[Memo, dict[Hashable, bool]]" = weakref.WeakKeyDictionary()
-
-
-def _serves(call: PackedCall, tensors: Tensors, numbers: Hashable) -> bool:
-    """True if kernels serve the packed call with its gradients: of families for such calls, measured on this GPU, or of any if allowed."""
-    (bounds, longest), trained = call.runs, torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    tokens, count, memo = tensors[0].shape[0] * tensors[0].shape[2], len(bounds) - 1, current()
-    lengths = spread(tokens, 1, count), spread(longest, count, tokens)
-    of_slopes = call.words["alibi_slopes"]
-    place = layout((*tensors, of_slopes)), tensors[0].device, numbers, trained, lengths, flash_attention_on(), memo.unmeasured
-    known = _SERVED.setdefault(memo, {})
-    if place not in known:
-        if len(known) >= MOST_DECISIONS:
-            known.clear()
-        said = _explained(call, tensors)
-        of_passes = [said, *([] if said.backward is None else [said.backward])]
-        free = memo.unmeasured or not tensors[0].is_cuda
-        known[place] = all(
-            one.template is not None and (free or one.template in BUILT_FOR_IT or one.kind in ("exact", "near_n")) for one in of_passes
-        )
-    return known[place]
-
-
 def _folded(call: PackedCall, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of the tensors as packed rows (T, H, D)."""
     if call.into_heads:
@@ -134,13 +129,11 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
     from flashtune.dispatch.varlen import attend
 
     batch, heads, n, _ = query.shape
-    bounds, longest = call.runs
-    outside = call.into_heads or query.stride(1) > query.stride(2)
-    words = call.words
-    options = (0.0, False, words["scale"], True, words["window_size"], words["softcap"], words["causal_alignment"], False, False, False)
-    given = (*_folded(call, (query, key, value)), bounds, bounds, None, words["alibi_slopes"], None)
-    out, lse = attend(given, options, longest, longest, None, heads_outside=outside)
-    if call.into_heads:
+    (bounds, longest), into_heads, scale, softcap, window, slopes = call
+    options = (0.0, False, scale, True, window, softcap, "top_left", False, False, False)
+    given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, None)
+    out, lse = attend(given, options, longest, longest, None, heads_outside=into_heads or query.stride(1) > query.stride(2))
+    if into_heads:
         return out.transpose(0, 1).view(batch, heads, n, -1), lse.view(batch, heads, n)
     return out.view(batch, n, heads, -1).transpose(1, 2), lse.view(heads, batch, n).transpose(0, 1)
 
@@ -148,8 +141,10 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
 def _explained(call: PackedCall, tensors: Sequence[Tensor]) -> Explanation:
     from flashtune.dispatch.varlen import explain_varlen
 
-    bounds, longest = call.runs
-    return explain_varlen(*_folded(call, tensors), bounds, bounds, longest, longest, **call.words)
+    (bounds, longest), _, scale, softcap, window, slopes = call
+    words: dict[str, Any] = {"scale": scale, "softcap": softcap, "window_size": window, "causal_alignment": "top_left"}
+    rows = _folded(call, tensors)
+    return explain_varlen(*rows, bounds, bounds, longest, longest, alibi_slopes=slopes, enable_gqa=True, **words)
 
 
 def explained_packed(call: PackedCall, *tensors: Tensor) -> str:

@@ -1,9 +1,11 @@
 """Masks of documents through dispatch with kernels in Triton's interpreter: as packed sequences, and with lists of blocks."""
 
+import gc
 import itertools
 import math
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch import flex_documents
+from flashtune.dispatch import flex_blocks, flex_documents
 
 warnings.filterwarnings("ignore")
 
@@ -139,7 +141,23 @@ def of_block_masks() -> None:
     agrees(tensors(2), block_mask, capped, packed=True, function=mask)
     foreign = create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu", BLOCK_SIZE=16)
     foreign.mask_mod = mask
-    assert "aren't those of its mask_mod" in dispatch.explain_flex(*tensors(2), None, foreign, None, True)
+    assert "aren't those of its mask_mod" in dispatch.explain_flex(*tensors(2), block_mask=foreign, enable_gqa=True)
+
+
+def of_lifetimes() -> None:
+    """Numbers that nobody else holds are freed, with the bounds that were made of them."""
+    document = SHARED.clone()
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor, document: Tensor = document) -> Tensor:
+        return document[q] == document[k]
+
+    block_mask = create_block_mask(mask, None, None, N, N, device="cpu", BLOCK_SIZE=16)
+    with torch.no_grad():
+        dispatch.flex_attention(*tensors(1), block_mask=block_mask, enable_gqa=True)
+    left = weakref.ref(document)
+    del document, mask, block_mask
+    gc.collect()
+    assert left() is None
 
 
 def of_documents_within_offsets() -> None:
@@ -197,9 +215,9 @@ def of_inference_mode() -> None:
     with torch.inference_mode():
         made_here = SHARED.clone()
         blocks = lambda b, h, q, k: made_here[q] == made_here[k]  # noqa: E731
-        assert dispatch.explain_flex(*given, None, blocks, **words).startswith("flash_fwd")
-        out = dispatch.flex_attention(*given, None, lambda b, h, q, k: document[q] == document[k], **words)
-        torch.testing.assert_close(dispatch.flex_attention(*given, None, blocks, **words), out, atol=2e-5, rtol=2e-5)
+        assert dispatch.explain_flex(*given, block_mask=blocks, **words).startswith("flash_fwd")
+        out = dispatch.flex_attention(*given, block_mask=lambda b, h, q, k: document[q] == document[k], **words)
+        torch.testing.assert_close(dispatch.flex_attention(*given, block_mask=blocks, **words), out, atol=2e-5, rtol=2e-5)
     agrees(given, lambda b, h, q, k: document[q] == document[k], None, packed=True)
 
 
@@ -209,7 +227,7 @@ def of_lists_of_blocks_instead() -> None:
     slopes = SLOPES.clone().requires_grad_()
 
     def said(given: list[Tensor], score: Mod | None = None) -> str:
-        return dispatch.explain_flex(*given, score, mask, None, True)
+        return dispatch.explain_flex(*given, score_mod=score, block_mask=mask, enable_gqa=True)
 
     def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s - slopes[h] * (q - k)
@@ -219,6 +237,7 @@ def of_lists_of_blocks_instead() -> None:
         patch.setattr(flex_documents, "capturing", lambda device: True)
         assert said(given).startswith("flash_fwd")
     with pytest.MonkeyPatch.context() as patch:
+        flex_blocks.LISTS.clear()
         patch.setattr(flex_documents, "SHORTEST_MEAN", 7)
         assert said(given).startswith("flash_fwd")
     assert said(given, learned).startswith("flash_fwd")
@@ -245,9 +264,9 @@ def of_layouts_of_a_projection() -> None:
     torch.testing.assert_close(aux.lse.double(), lse64, atol=2e-5, rtol=2e-5)
     assert out.transpose(1, 2).is_contiguous()
     one = [x[:1] for x in (k, v)]
-    assert dispatch.explain_flex(q, *one, None, mask).startswith("flash_fwd")
+    assert dispatch.explain_flex(q, *one, block_mask=mask).startswith("flash_fwd")
     torch.testing.assert_close(
-        dispatch.flex_attention(q, *one, None, mask).double(),
+        dispatch.flex_attention(q, *one, block_mask=mask).double(),
         oracle(q.double(), *(x.double() for x in one), None, mask)[0],
         atol=2e-5,
         rtol=2e-5,
