@@ -134,10 +134,9 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
     for place, which in enumerate(("forward", "backward")):
         times = watch.rounds([both[place] for both in calls.values()], options.rounds)
         found[which] = {key: statistics.median(one) for key, one in zip(calls, times, strict=True)}
-    if mask is not None:
-        call = flex._call_of(*tensors, mods[0], mask, None, False, None, False)
-        assert not isinstance(call, str), call
-    if mask is not None and not isinstance(call, dict):
+    call = flex._call_of(*tensors, mods[0], mask, None, False, None, False)
+    assert not isinstance(call, str), call
+    if mask is not None and isinstance(call, flex_blocks.FlexCall):
         tile = call.kernel.config.number("BLOCK_M"), call.kernel.config.number("BLOCK_N")
 
         def anew() -> object:

@@ -15,13 +15,15 @@ from flashtune.core.errors import InputError
 from flashtune.dispatch import api, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend, types_of
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
+from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import source_note
+from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_torch import options_note, torchs
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
+from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.scores import known_structure, slopes_of
@@ -59,7 +61,8 @@ def flex_attention(
         return_aux: an AuxRequest, for (output, AuxOutput).
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
-    tiles without a visible pair are skipped; those that `attention` has built in take its kernels. PyTorch's flex_attention serves,
+    tiles without a visible pair are skipped; those that `attention` has built in take its kernels, and documents those of
+    packed sequences. PyTorch's flex_attention serves,
     compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; where it was faster
     in a search of these functions; and where only kernels with plain pointers could that no search measured with them, unless
     FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
@@ -77,7 +80,8 @@ def flex_attention(
         out, lse = found if wants_lse else (found, None)
     else:
         try:
-            out, lse = attend(query, key, value, call)
+            tensors = query, key, value
+            out, lse = attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend(*tensors, call)
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
             return flex_attention(
@@ -100,6 +104,8 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     if isinstance(call, str):
         options = options_note(*(given[name] for name in (*names[:5], "kernel_options")))
         return f"PyTorch's flex_attention: {call}" + f"; {options}" * bool(options)
+    if isinstance(call, PackedCall):
+        return explained_packed(call, *(given[name] for name in names[:3]))
     if isinstance(call, dict):
         served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
@@ -120,8 +126,9 @@ def _call_of(
     enable_gqa: bool,
     return_aux: Any,
     wants_lse: bool,
-) -> "FlexCall | dict[str, Any] | str":
-    """The call for kernels with its functions, arguments for `attention` where its kernels serve it, or the reason why PyTorch serves."""
+) -> FlexCall | PackedCall | dict[str, Any] | str:
+    """The call for kernels with its functions, that of packed sequences or arguments for `attention` where these kernels serve it, or the
+    reason why PyTorch serves."""
     if (why := _why_torch(query, key, value, scale, return_aux)) is not None:
         return why
     _check(query, key, value, block_mask, enable_gqa)
@@ -131,7 +138,7 @@ def _call_of(
     )
     if isinstance(found, str):
         return found
-    functions, captured = found
+    (functions, captured), tensors = found, (query, key, value)
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     given = None if block_mask is None or callable(block_mask) else block_mask
     if functions.known is not None:
@@ -139,9 +146,13 @@ def _call_of(
             return FOREIGN
         if (words := _built_in(functions, captured, query, key, value, scale, wants_lse)) is not None:
             return words
+    if functions.documents is not None:
+        packed = packed_call(functions.documents, captured, tensors, scale, given)
+        if packed is not None:
+            return packed
     if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
         return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
-    call = with_kernel(functions, captured, (query, key, value), scale, block_mask)
+    call = with_kernel(functions, captured, tensors, scale, block_mask)
     try:
         foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
     except NotBuilt as failed:
@@ -284,10 +295,6 @@ def _built_in(
     return words if known[place] else None
 
 
-FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
-"""The reason why PyTorch serves a BlockMask that was made by hand."""
-
-
 def _slower(passes: Sequence[ModKernel]) -> str | None:
     """The reason why PyTorch serves where its passes took less time than kernels beside them; None where one of them wasn't measured."""
     records = [one.record for one in passes if one.record is not None]
@@ -386,7 +393,8 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
     fresh = captured if -1 in among else ()
-    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known_structure(score, mask))  # type: ignore[arg-type]
+    known, documents = known_structure(score, mask), documents_of(score, mask)
+    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known, documents=documents)  # type: ignore[arg-type]
 
 
 _SIGNATURE = inspect.signature(flex_attention)

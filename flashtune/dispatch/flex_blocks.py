@@ -1,18 +1,20 @@
 """Calls with a mask and a score as code, and their lists of blocks: which tiles need the mask, and which are skipped."""
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtune.dispatch.flex_kernels import ModKernel, Sequences, lists_of_kinds, lists_of_mask, tile_kinds
 from flashtune.templates.launches.common import cdiv
+from flashtune.templates.mods.documents import Documents
 from flashtune.templates.mods.emit import Mods
 from flashtune.templates.mods.graph import Node
 from flashtune.templates.mods.scores import Score
+from flashtune.templates.mods.structure import Band
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +26,10 @@ class Functions:
     names: tuple[str, str]
     places: tuple[int, ...]
     fresh: tuple[Tensor, ...] = ()
-    known: tuple[tuple[int | None, int | None], Score] | None = None
+    known: tuple[Band, Score] | None = None
     """Band and score where `attention` has both built in (flashtune.templates.mods.structure and scores)."""
+    documents: Documents | None = None
+    """Documents, a band and a score where `attention_varlen` has both built in."""
 
 
 class Kernels(NamedTuple):
@@ -65,21 +69,24 @@ class FlexCall:
         return self.kernels.mods
 
 
+FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
+"""The reason why PyTorch serves a BlockMask that was made by hand."""
+
 MOST_LISTS = 32
 """Most lists of one mask: its captured tensors may change at every step."""
 
 
 class _Lists:
-    """Lists of blocks of a mask, for as long as it lives."""
+    """Lists of blocks of a mask, or bounds of documents of a tensor, for as long as it lives."""
 
     def __init__(self) -> None:
         self.found: dict[Hashable, Any] = {}
 
 
-LISTS: "weakref.WeakKeyDictionary[Any, _Lists]" = weakref.WeakKeyDictionary()
+LISTS: Any = WeakIdKeyDictionary()
 
 
-def _kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
+def kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
     """Result of `make` from an earlier call with a mask, unless a captured tensor has changed since."""
     if any(x.is_inference() for x in captured):
         # Inference tensors have no version counter, which would tell of changes.
@@ -120,7 +127,7 @@ def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: 
             return lists_of_mask(kernel, mask, (first, second), rows, columns)
         return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
-    found: Tensor = _kept(call.mask_of, call.captured, (call.mods.hash, sizes, tile, of_keys, query.device), make)
+    found: Tensor = kept(call.mask_of, call.captured, (call.mods.hash, sizes, tile, of_keys, query.device), make)
     return found.expand(*sizes[:2], -1, -1)
 
 
@@ -141,10 +148,15 @@ def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
     )
 
 
-def agrees_with_band(mask: Any, band: tuple[int | None, int | None], query: Tensor, key: Tensor) -> bool:
-    """The same for a mask_mod that is a band."""
+def agrees_with_band(mask: Any, band: Band, query: Tensor, key: Tensor, documents: Tensor | None = None) -> bool:
+    """The same for a mask_mod that is a band, within documents whose tokens lie together where their numbers (N,) or (B, N) are given."""
     n_q, n_kv = query.shape[2], key.shape[2]
-    return _agrees(mask, (), (band, n_q, n_kv), query, lambda: _kinds_of_band(band, n_q, n_kv, tuple(mask.BLOCK_SIZE), query.device))
+
+    def kinds() -> Tensor:
+        found = _kinds_of_band(band, n_q, n_kv, tuple(mask.BLOCK_SIZE), query.device)
+        return found if documents is None else _kinds_of_documents(found, documents, n_q, tuple(mask.BLOCK_SIZE))
+
+    return _agrees(mask, () if documents is None else (documents,), (band, n_q, n_kv), query, kinds)
 
 
 def _agrees(mask: Any, captured: Sequence[Tensor], key: Hashable, query: Tensor, kinds_of: Callable[[], Tensor]) -> bool:
@@ -161,10 +173,10 @@ def _agrees(mask: Any, captured: Sequence[Tensor], key: Hashable, query: Tensor,
     # The answer waits for the GPU, which a capture can't: a mask is met before that, in a warm-up.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return bool(_kept(mask, captured, ("agrees", key), make))
+    return bool(kept(mask, captured, ("agrees", key), make))
 
 
-def _kinds_of_band(band: tuple[int | None, int | None], n_q: int, n_kv: int, tile: tuple[int, ...], device: torch.device) -> Tensor:
+def _kinds_of_band(band: Band, n_q: int, n_kv: int, tile: tuple[int, ...], device: torch.device) -> Tensor:
     """Result of `tile_kinds` for a band; keys past the end count as visible, of which a BlockMask knows nothing."""
     left, right = (n_q + n_kv if side is None else side for side in band)
     rows, columns = (torch.arange(0, n, step, device=device) for n, step in zip((n_q, n_kv), tile, strict=True))
@@ -173,6 +185,19 @@ def _kinds_of_band(band: tuple[int | None, int | None], n_q: int, n_kv: int, til
     most = (columns + tile[1] - 1).clamp(max=n_kv - 1)[None, :] - rows[:, None]
     kinds = torch.where((least >= -left) & (most <= right), 1, torch.where((least > right) | (most < -left), 2, 0))
     return kinds[None, None].to(torch.int8)
+
+
+def _kinds_of_documents(kinds: Tensor, documents: Tensor, n: int, tile: tuple[int, ...]) -> Tensor:
+    """The kinds of a band's tiles, of n queries and keys, where each document sees itself alone."""
+    top, left = (torch.arange(0, n, step, device=kinds.device) for step in tile)
+    bottom, right = ((start + step - 1).clamp(max=n - 1) for start, step in zip((top, left), tile, strict=True))
+    top, bottom = top[:, None], bottom[:, None]
+    numbers = documents[None] if documents.dim() == 1 else documents
+    # Of all pairs these are the farthest apart, and the closest together, unless the tile is on the diagonal.
+    first, last, before, behind = top.minimum(left), bottom.maximum(right), bottom.minimum(right), top.maximum(left)
+    alone = (numbers[:, first] == numbers[:, last])[:, None]
+    apart = ((before < behind) & (numbers[:, before] != numbers[:, behind]))[:, None]
+    return torch.where((kinds == 2) | apart, 2, torch.where((kinds == 1) & alone, 1, 0)).to(torch.int8)
 
 
 def _dense(number: Tensor | None, places: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -135,11 +135,11 @@ class Served(NamedTuple):
 class PackedPlan:
     """A decided call: its kernels, its numbers, and, once it ran on a GPU, the launches that are prepared for its tensors' layout."""
 
-    __slots__ = ("backward", "fixed", "forward", "memo", "numbers")
+    __slots__ = ("backward", "fixed", "forward", "heads_outside", "memo", "numbers")
 
-    def __init__(self, memo: Memo, forward: Served, backward: Served | None, numbers: Numbers) -> None:
-        """`backward` computes the gradients, where they are needed."""
-        self.memo, self.forward, self.backward, self.numbers = memo, forward, backward, numbers
+    def __init__(self, memo: Memo, forward: Served, backward: Served | None, numbers: Numbers, heads_outside: bool = False) -> None:
+        """`backward` computes the gradients, where they are needed; with `heads_outside` the output is (Hq, T_q, D_v) in memory."""
+        self.memo, self.forward, self.backward, self.numbers, self.heads_outside = memo, forward, backward, numbers, heads_outside
         self.fixed: Prepared | None = None
 
 
@@ -220,7 +220,9 @@ def forward(found: Served, packed: Packed, numbers: Numbers, seed: int, plan: Pa
     its launches aren't looked up."""
     query, key, value = packed[:3]
     rows, heads, _ = query.shape
-    out = torch.empty((rows, heads, value.shape[2]), dtype=query.dtype, device=query.device)
+    size = rows, heads, value.shape[2]
+    strides = (size[2], rows * size[2], 1) if plan is not None and plan.heads_outside else (heads * size[2], size[2], 1)
+    out = torch.empty_strided(size, strides, dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
     _launch(found, (query, key, value, out, lse), packed, numbers, seed, plan)
     return out, lse
@@ -233,7 +235,8 @@ def backward(
     query, key, value = packed[:3]
     dq, dk, dv = (torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     # Gradients may be expanded scalars, or parts of others that begin anywhere.
-    dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
+    if dout.data_ptr() % 16 or dout.stride() != out.stride():
+        dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
     operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), dq, dk, dv)
     _launch(found, operands, packed, numbers, seed)
     return dq, dk, dv

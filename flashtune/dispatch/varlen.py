@@ -121,16 +121,26 @@ def attention_varlen(
     if score_mod is not None or mask_mod is not None:
         out, lse = _with_functions(*_parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k), score_mod, mask_mod)
         return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
-    signature = None if torch.compiler.is_compiling() else _signature(given, options, max_seqlen_q, max_seqlen_k)
+    out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed)
+    return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+
+
+def attend(
+    given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, seed: int | None, heads_outside: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call without functions and pages, of tensors as in Packed and options in their order, by the plan of its
+    signature where there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory."""
+    signature = None if torch.compiler.is_compiling() else _signature(given, options, max_q, max_k)
+    if signature is not None and heads_outside:
+        signature = "heads outside", signature
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
     if plan is None:
-        packed, numbers = _parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k)
+        packed, numbers = _parsed(Packed(*given), Options(*options), max_q, max_k)
         bits = None if seed is None else signed(seed_bits(seed))
-        out, lse = _attend(packed, numbers, bits, signature if all(map(is_, packed[:6], given[:6])) else None)
-    else:
-        slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.expand(len(cu_seqlens_q) - 1, -1)
-        out, lse = _planned(plan, Packed(query, key, value, cu_seqlens_q, given[4], seqused_k, slopes, sinks), seed)
-    return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+        return _attend(packed, numbers, bits, signature if all(map(is_, packed[:6], given[:6])) else None, heads_outside)
+    query, key, value, cu_q, cu_k, used, slopes, sinks = given
+    slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
+    return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), seed)
 
 
 _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
@@ -350,7 +360,7 @@ def _planned(plan: PackedPlan, packed: Packed, seed: int | None) -> tuple[Tensor
     return out, lse
 
 
-def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hashable | None) -> tuple[Tensor, Tensor]:
+def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hashable | None, heads_outside: bool) -> tuple[Tensor, Tensor]:
     """Output and LSE by kernels, an operator, or a call for each sequence; a plan of kernels is kept for a signature."""
     if torch.compiler.is_compiling() and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
@@ -366,7 +376,7 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
         found = served(packed, numbers)
         trains = found is not None and why_torch is not None and _trains(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
-            plan = PackedPlan(memo, found, served(packed, numbers, "bwd") if trains else None, numbers)
+            plan = PackedPlan(memo, found, served(packed, numbers, "bwd") if trains else None, numbers, heads_outside)
             outputs = _planned(plan, packed, seed)
             if signature is not None:
                 memo.keep(signature, plan)  # type: ignore[arg-type]

@@ -31,8 +31,8 @@ class Sequences(Ragged, Masked):
     """The forward's stand-in for packed sequences."""
 
 
-def run(given: Inputs, changes: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of a packed kernel on poisoned memory."""
+def run(given: Inputs, changes: dict[str, Any], seed: int = 0, *, outside: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, with `outside` with heads outside of rows in memory, and LSE of a packed kernel on poisoned memory."""
     used, sinks = given.words.get("seqused_k"), given.words.get("sinks")
     q, k, v = (x.detach() for x in given.tensors)
     numbers, packed = numbers_of(given), Packed(q, k, v, *given.bounds, used, None, sinks)
@@ -41,6 +41,7 @@ def run(given: Inputs, changes: dict[str, Any], seed: int = 0) -> tuple[torch.Te
     spec = problem.spec()
     module = load_kernel(render(FAMILY, variant_of(FAMILY, spec, config(spec, **changes))), "packed")
     out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=q.dtype)
+    out = out.transpose(0, 1).contiguous().transpose(0, 1) if outside else out
     lse = torch.full((1, q.shape[1], q.shape[0]), math.nan)
     words: dict[str, Any] = {"scale": numbers.scale, "diagonal": int(numbers.bottom_right), "lengths": (*given.bounds, used)}
     words |= {"window_left": numbers.left, "window_right": numbers.right}
@@ -80,6 +81,13 @@ def test_hoppers_forward_computes_each_sequence_alone(case: dict[str, Any], chan
     right, right_lse, _ = wanted(given, LENGTHS)
     torch.testing.assert_close(out.double(), right, atol=4e-3, rtol=4e-3)
     torch.testing.assert_close(lse.double(), right_lse, atol=2e-3, rtol=1e-5)
+
+
+def test_heads_may_lie_outside_of_packed_rows() -> None:
+    given = inputs({"is_causal": True}, LENGTHS, dtype=torch.float16, d=64, heads=2, padding=70)
+    apart = [x.detach().transpose(0, 1).contiguous().transpose(0, 1) for x in given.tensors]
+    for one, theirs in zip(run(given._replace(tensors=apart), {}, outside=True), run(given, {}), strict=True):
+        assert torch.equal(one, theirs)
 
 
 def test_hoppers_backward_computes_each_sequence_alone() -> None:

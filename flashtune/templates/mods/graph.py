@@ -1,6 +1,6 @@
 """Graphs of scalar operations: what a traced `score_mod` or `mask_mod` computes for one query and one key."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,3 +68,14 @@ def ordered(outputs: Iterable[Node]) -> list[Node]:
 def loads(outputs: Iterable[Node]) -> list[Node]:
     """The loads among the nodes of outputs."""
     return [node for node in ordered(outputs) if node.kind == "load"]
+
+
+def numbered(outputs: Iterable[Node], alike: Collection[Node] = ()) -> dict[Node, int]:
+    """A number for each node that outputs need, equal where nodes compute the same; those of `alike` are taken for equal."""
+    found: dict[Node, int] = {}
+    numbers: dict[Any, int] = {}
+    for node in ordered(outputs):
+        given = tuple(found[x] if isinstance(x, Node) else repr(x) for x in (*node.arguments, *node.keywords.values()))
+        whole = node.kind, node.target, node.name, node.captured, node.dtype, tuple(node.keywords), given
+        found[node] = numbers.setdefault("alike" if node in alike else whole, len(numbers))
+    return found

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from flashtune.templates.mods import structure
-from flashtune.templates.mods.graph import INTEGERS, Node, loads, ordered
+from flashtune.templates.mods.graph import INTEGERS, Node, loads, numbered, ordered
 
 aten = torch.ops.aten
 
-Heads = tuple[str, ...]
-"""Sorted keys of the values, each constant within a batch and a head, that a product multiplies."""
+Heads = tuple[int, ...]
+"""Sorted numbers of the values, each constant within a batch and a head, that a product multiplies."""
 Form = dict[tuple[Heads, Any], float]
 """A sum of products: the coefficient of each `Heads` and basis (1, "score", "q", "k", "distance" or ("tanh", factor))."""
 
@@ -31,14 +31,14 @@ class Score:
     slope: tuple[tuple[float, tuple[Node, ...]], ...] = ()
 
 
-def known_structure(score: Node | None, mask: Node | None) -> tuple[tuple[int | None, int | None], Score] | None:
+def known_structure(score: Node | None, mask: Node | None) -> tuple[structure.Band, Score] | None:
     """The band that a mask is, and the structure of the score in it; None where either isn't known."""
     band = (None, None) if mask is None else structure.band(mask)
     known = Score() if score is None else None if band is None else known_score(score, band)
     return None if band is None or known is None else (band, known)
 
 
-def known_score(score: Node, band: tuple[int | None, int | None]) -> Score | None:
+def known_score(score: Node, band: structure.Band) -> Score | None:
     """The structure of a score where a query sees a band (left, right) of keys; None for any other score.
 
     Up to float32's rounding it is equal: graphs are compared as sums of products, whatever their spelling.
@@ -60,7 +60,7 @@ def known_score(score: Node, band: tuple[int | None, int | None]) -> Score | Non
     return Score(factor, softcap, tuple((number, tuple(reader.heads[key] for key in keys)) for keys, number in slope.items()))
 
 
-def _slope(form: Form, band: tuple[int | None, int | None]) -> dict[Heads, float] | None:
+def _slope(form: Form, band: structure.Band) -> dict[Heads, float] | None:
     """Coefficients of -|q - k|, which is k - q where no key is behind its query; None where other terms are left."""
     found: dict[Heads, float] = {}
     for heads in dict.fromkeys(heads for heads, _ in form):
@@ -75,18 +75,16 @@ def _slope(form: Form, band: tuple[int | None, int | None]) -> dict[Heads, float
 
 @dataclass
 class _Reader:
-    """Sums of products of nodes, and the values of a head by their keys."""
+    """Sums of products of nodes, and the values of a head by their numbers."""
 
-    heads: dict[str, Node] = field(default_factory=dict)
-    _keys: dict[Node, str] = field(default_factory=dict)
+    heads: dict[int, Node] = field(default_factory=dict)
+    _numbers: dict[Node, int] = field(default_factory=dict)
     _forms: dict[Node, Form | None] = field(default_factory=dict)
 
     def form(self, output: Node) -> Form | None:
         """The node as a sum of products; None where it has terms of other kinds."""
-        for node in ordered([output]):
-            self._keys[node] = f"{node.kind} {node.target} {node.name} {node.captured} {node.dtype} " + str(
-                [self._keys[x] if isinstance(x, Node) else x for x in (*node.arguments, *node.keywords.items())]
-            )
+        self._numbers = numbered([output])
+        for node in self._numbers:
             self._forms[node] = self._of(node)
         return self._forms[output]
 
@@ -101,8 +99,8 @@ class _Reader:
         if node.kind == "operation" and (node.dtype is torch.float32 or whole):
             found = self._operation(node)
         if found is None and node.reads <= {"b", "h"} and all(map(_by_head, loads([node]))):
-            self.heads[self._keys[node]] = node
-            return {((self._keys[node],), 1): 1.0}
+            self.heads[self._numbers[node]] = node
+            return {((self._numbers[node],), 1): 1.0}
         return found if found is None or len(found) <= MOST_TERMS else None
 
     def _operation(self, node: Node) -> Form | None:

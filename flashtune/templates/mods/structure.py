@@ -1,71 +1,110 @@
 """Known structures of a traced mask: a band of keys around each query, for which there are kernels of their own."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from flashtune.templates.mods.graph import INTEGERS, Node
+from flashtune.templates.mods.graph import INTEGERS, Node, numbered
 
 aten = torch.ops.aten
 
+Band = tuple[int | None, int | None]
+"""(left, right): query q sees the keys from q - left to q + right, all to a side where that is None."""
+
+WIDE = (torch.int32, torch.int64)
+"""Types of places, whose sums don't overflow."""
+
 
 class Line(NamedTuple):
-    """of_query * q_idx + of_key * kv_idx + constant."""
+    """of_query * q_idx + of_key * kv_idx + constant, and `others`: coefficients of other whole numbers, by those of their nodes."""
 
     of_query: int
     of_key: int
     constant: int
+    others: Mapping[int, int]
+
+    def plus(self, factor: int, line: "Line") -> "Line":
+        """The sum with a multiple of a line."""
+        sums = {key: self.others.get(key, 0) + factor * line.others.get(key, 0) for key in {**self.others, **line.others}}
+        places = [x + factor * y for x, y in zip(self[:3], line[:3], strict=True)]
+        return Line(places[0], places[1], places[2], {key: number for key, number in sums.items() if number})
 
 
-def band(mask: Node, *, within: bool = False) -> tuple[int | None, int | None] | None:
-    """(left, right) of a mask that shows query q the keys from q - left to q + right, None for an open side; None for any other mask. With
-    `within`, a band beside other conditions, joined by `&`, counts, too."""
-    packet = mask.target.overloadpacket if mask.kind == "operation" else None
-    if packet in (aten.bitwise_and, aten.logical_and):
-        both = [band(x, within=within) if isinstance(x, Node) and x.dtype is torch.bool else None for x in mask.arguments]
-        found = [sides for sides in both if sides is not None]
-        if not found or (len(found) < 2 and not within):
-            return None
-        left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(*found, strict=True))
-        return left, right
+def band(mask: Node, *, within: bool = False) -> Band | None:
+    """The band that a mask is, None for any other mask. With `within`, a band beside other conditions, joined by `&`, counts, too."""
+    return joined(conditions(mask), numbered([mask]), within=within)
+
+
+def conditions(mask: Node) -> list[Any]:
+    """The conditions that a mask joins by `&`."""
+    found: dict[Any, bool] = {}
+    waiting: list[Any] = [mask]
+    while waiting:
+        x = waiting.pop()
+        if x not in found:
+            both = isinstance(x, Node) and x.dtype is torch.bool and _packet(x) in (aten.bitwise_and, aten.logical_and)
+            found[x] = not both
+            waiting += x.arguments if both else ()
+    return [x for x, alone in found.items() if alone]
+
+
+def joined(terms: Iterable[Any], numbers: Mapping[Node, int], *, within: bool = False) -> Band | None:
+    """The band of conditions that hold together, by numbers of their nodes; None where one isn't a band, or with `within` where none is."""
+    every = [_sides(x, numbers) for x in terms]
+    found = [sides for sides in every if sides is not None]
+    if len(found) < len(every) and not (within and found):
+        return None
+    left, right = (min((sides[place] for sides in found if sides[place] is not None), default=None) for place in (0, 1))  # type: ignore[type-var]
+    return left, right
+
+
+def _packet(x: Any) -> Any:
+    return x.target.overloadpacket if isinstance(x, Node) and x.kind == "operation" else None
+
+
+def _sides(x: Any, numbers: Mapping[Node, int]) -> Band | None:
+    """The band that a condition is."""
+    if isinstance(x, Node) and x.kind == "number" and x.arguments[0] is True:
+        return None, None
+    packet = _packet(x)
     if packet not in (aten.ge, aten.gt, aten.le, aten.lt):
         return None
     greater, strict = packet in (aten.ge, aten.gt), packet in (aten.gt, aten.lt)
-    smaller, larger = mask.arguments[::-1] if greater else mask.arguments
-    return _side(smaller, larger, 1 if strict else 0)
+    smaller, larger = x.arguments[::-1] if greater else x.arguments
+    return _side(smaller, larger, 1 if strict else 0, numbers)
 
 
-def _side(smaller: Any, larger: Any, apart: int) -> tuple[int | None, int | None] | None:
+def _side(smaller: Any, larger: Any, apart: int, numbers: Mapping[Node, int]) -> Band | None:
     """The band of `smaller` + apart <= `larger`."""
-    if isinstance(smaller, Node) and smaller.kind == "operation" and smaller.target.overloadpacket is aten.abs:
-        inner, most = _line(smaller.arguments[0]), _line(larger)
-        if inner is None or most is None or inner not in ((1, -1, 0), (-1, 1, 0)) or most[:2] != (0, 0):
-            return None
-        width = most.constant - apart
-        return None if width < 0 else (width, width)
-    less, more = _line(smaller), _line(larger)
+    far = _packet(smaller) is aten.abs
+    less, more = _line(smaller.arguments[0] if far else smaller, numbers), _line(larger, numbers)
     if less is None or more is None:
         return None
-    of_query, of_key, room = (y - x for x, y in zip(less, more, strict=True))
+    if far:
+        width = more.constant - apart
+        alone = less[:3] in ((1, -1, 0), (-1, 1, 0)) and more[:2] == (0, 0) and not less.others and not more.others
+        return (width, width) if alone and width >= 0 else None
+    of_query, of_key, room, others = more.plus(-1, less)
     room -= apart
-    if room < 0:
+    if room < 0 or others:
         return None
     return {(1, -1): (None, room), (-1, 1): (room, None)}.get((of_query, of_key))
 
 
-def _line(x: Any) -> Line | None:
+def _line(x: Any, numbers: Mapping[Node, int]) -> Line | None:
     if isinstance(x, int) and not isinstance(x, bool):
-        return Line(0, 0, x)
+        return Line(0, 0, x, {})
     if not isinstance(x, Node) or x.dtype not in INTEGERS:
         return None
-    if x.kind == "input":
-        return {"q_idx": Line(1, 0, 0), "kv_idx": Line(0, 1, 0)}.get(x.name)
+    if x.kind == "input" and x.name in ("q_idx", "kv_idx"):
+        return Line(int(x.name == "q_idx"), int(x.name == "kv_idx"), 0, {})
     if x.kind == "number":
-        return Line(0, 0, int(x.arguments[0]))
-    if x.kind != "operation":
-        return None
-    given = [_line(y) for y in x.arguments]
-    if x.target.overloadpacket in (aten.add, aten.sub) and len(given) == 2 and given[0] is not None and given[1] is not None:
-        factor = x.keywords.get("alpha", 1) * (1 if x.target.overloadpacket is aten.add else -1)
-        return Line(*(y + factor * z for y, z in zip(given[0], given[1], strict=True)))
-    return None
+        return Line(0, 0, int(x.arguments[0]), {})
+    packet = _packet(x) if x.dtype in WIDE else None
+    given = [_line(y, numbers) for y in x.arguments] if packet in (aten.add, aten.sub, aten._to_copy) else []
+    if len(given) == 1 and given[0] is not None:
+        return given[0]
+    if len(given) == 2 and given[0] is not None and given[1] is not None:
+        return given[0].plus(x.keywords.get("alpha", 1) * (1 if packet is aten.add else -1), given[1])
+    return Line(0, 0, 0, {numbers[x]: 1})
