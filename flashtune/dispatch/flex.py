@@ -105,9 +105,8 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
         return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
-    record = call.kernel.record
-    said = "not measured" if record is None else f"{source_note(record)}: {record.median_us:.1f} us"
-    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, {said})"
+    said = f"{call.kernel.origin}, {source_note(call.kernel.record)}"
+    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({said})"
 
 
 def _call_of(
