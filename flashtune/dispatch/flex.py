@@ -19,6 +19,7 @@ from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, agrees,
 from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_torch import options_note, torchs
+from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
@@ -183,8 +184,8 @@ def with_kernel(
     memo = current()
     flags: tuple[Any, ...] = memo.unmeasured, torch.get_float32_matmul_precision()
     if sequences is not None:
-        numbers = sequences.numbers
-        flags = (*flags, numbers.left, numbers.right, numbers.tf32, sequences.bounds[2] is None, sequences.deterministic)
+        sizes = octaves_of(Packed(*tensors, *sequences.bounds), sequences.numbers), sequences.bounds[0].shape
+        flags = (*flags, *sequences.numbers[3:], *sizes, sequences.bounds[2] is None, sequences.deterministic)
     place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
     known = _CHOSEN.setdefault(memo, {})
     of, chosen = known.get(place, (None, ""))
@@ -220,7 +221,8 @@ def _kernels(
     kernel = kernel_of("fwd", *tensors, mods, unmeasured=unmeasured, sequences=sequences)
     if isinstance(kernel, str) or isinstance(backward, str):
         return kernel if isinstance(kernel, str) else str(backward)
-    if (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
+    # The alternative of packed sequences is a call for each.
+    if sequences is None and (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
         return why
     return Kernels(kernel, mods, backward, trained)
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from flashtune.core.config import Config, Direction, KernelSpec
-from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem, ProblemKey
+from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.choose import Choice, Kind, Pool, choose
@@ -81,17 +81,13 @@ def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) 
     return None
 
 
-def recorded_with(spec: KernelSpec, query: Tensor, key: Tensor) -> Recorded | None:
-    """The record for a call of these functions, looked up once for its sizes; none for the interpreter, whose times mean nothing."""
-    if query.device.type != "cuda" or max(spec.d, spec.d_v) > MAX_HEAD_DIM:
-        return None
+def recorded_with(problem: Problem, device: torch.device) -> Recorded | None:
+    """The record for a call of a problem's functions, looked up once."""
     memo = current()
-    found, place = _RECORDS.setdefault(memo, {}), (spec, query.device, query.shape, key.shape[1:3])
+    found, place = _RECORDS.setdefault(memo, {}), (problem, device)
     if place not in found:
-        batch, heads, n_q, _ = query.shape
-        problem = problem_of(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
         with memo.lock:
-            target, _, records = memo.surroundings(query.device, problem)
+            target, _, records = memo.surroundings(device, problem)
         if len(found) >= MOST_RECORDS:
             found.clear()
         found[place] = recorded(problem, target, records, unmeasured=memo.unmeasured) if isinstance(records, Pool) else None
@@ -140,25 +136,31 @@ def choice_of(problem: Problem, target: Target, memo: Memo) -> Choice:
     """The choice for one pass of a call with functions: their record, the config without one, or PyTorch."""
     spec, key = problem.spec(), problem.key(target.slug)
     found = recorded(problem, target, memo.pool(key, target), unmeasured=memo.unmeasured)
-    for kind, own in choices(spec, found, unmeasured=memo.unmeasured):
+    # The alternative of packed sequences is a call for each.
+    unmeasured = memo.unmeasured or spec.packed
+    for kind, own in choices(spec, found, unmeasured=unmeasured):
         if own is not None:
             return _of_record(own, spec, key)
         if refusal(kind, spec, target) is None:
             config, origin = usual(kind, spec, target, lambda one: memo.pool(one.key(target.slug), target))
             note = f"no record is of these functions, so {kind.name} serves unmeasured ({origin})"
             return Choice(kind="default", spec=spec, note=note, family=kind, config=config)
-    why = "no template serves these functions here" if memo.unmeasured else UNMEASURED
+    why = "no template serves these functions here" if unmeasured else UNMEASURED
     return Choice(kind="framework", spec=spec, note=f"{why}, so PyTorch's flex_attention serves")
 
 
 def _of_record(own: Recorded, spec: KernelSpec, key: ProblemKey) -> Choice:
     """The choice by the record of a key's functions."""
     record, note = own.record, f"the config {origin_of(own.record)}, {source_note(own.record)}"
-    if record.relative_time is not None and record.relative_time > 1:
+    if record.relative_time is not None and record.relative_time > 1 and not spec.packed:
         note += f", and there PyTorch was faster: {record.framework_us:.1f} us"
         return Choice(kind="framework", spec=spec, note=note, record=record)
-    kind: Kind = "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else "near_n"
-    return Choice(kind=kind, spec=spec, note=note, record=record, family=own.kind, config=own.config)
+    return Choice(kind=kind_of(record, key), spec=spec, note=note, record=record, family=own.kind, config=own.config)
+
+
+def kind_of(record: TuningRecord, key: ProblemKey | None) -> Kind:
+    """The kind of a choice by a record of the functions of a key."""
+    return "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else "near_n"
 
 
 def problem_of(spec: KernelSpec, *, batch: int, heads: int, kv_heads: int, n_q: int, n_kv: int) -> Problem:

@@ -14,16 +14,17 @@ from flashtune.core.binaries import Binary, Manifest, machine_arch, source_diges
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
-from flashtune.core.problem import ProblemKey
+from flashtune.core.problem import MAX_HEAD_DIM, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_configs import UNMEASURED, Recorded, choices, origin_of, recorded_with, refusal, usual
+from flashtune.dispatch.flex_configs import UNMEASURED, Recorded, choices, origin_of, problem_of, recorded_with, refusal, usual
 from flashtune.dispatch.launch import Program
-from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, rows_last, viewed
+from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, rows_last, viewed
+from flashtune.dispatch.packed import problem_of as packed_problem
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -192,7 +193,7 @@ def kernel_of(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[-1], d_v=value.shape[-1], mask="none", **flags,
         tf32=tf32 and query.dtype is torch.float32, mods=known.keep(mods),
     )  # fmt: skip
-    why, record = "", None if spec.packed else recorded_with(spec, query, key)
+    why, record = "", _recorded(spec, query, key, value, sequences)
     # Kernels whose bits may vary don't write gradients of unused keys either.
     repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
     if sequences is not None:
@@ -210,6 +211,18 @@ def kernel_of(
         else:
             why = "the kernel can't read tensors of these strides"
     return why if unmeasured else UNMEASURED
+
+
+def _recorded(spec: KernelSpec, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences | None) -> Recorded | None:
+    """The record of a call's functions; none for the interpreter, whose times mean nothing."""
+    if query.device.type != "cuda" or max(spec.d, spec.d_v) > MAX_HEAD_DIM:
+        return None
+    if sequences is not None:
+        found = packed_problem(Packed(query, key, value, *sequences.bounds), sequences.numbers, spec.direction, mods=spec.mods)
+        return None if found is None else recorded_with(found, query.device)
+    batch, heads, n_q, _ = query.shape
+    problem = problem_of(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
+    return recorded_with(problem, query.device)
 
 
 def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> ModKernel | str:

@@ -112,7 +112,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def coded(file: Path, problem: Problem = SMALL, *, score: str = "relative", mask: str = "dilated") -> Problem:
     """The problem with these functions of the file."""
     one = Named(f"{file}:{score}" if score else "", f"{file}:{mask}" if mask else "")
-    return replace(problem, features=replace(problem.features, mods=functions.hash_of(one, problem)))
+    return functions.with_functions(problem, one)
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------------------
@@ -140,7 +140,9 @@ def test_what_is_no_hash_is_refused(found: Any) -> None:
         Features.from_json({"mods": found})
 
 
-@pytest.mark.parametrize("more", [{"causal": True}, {"window": (3, 3)}, {"mask": "bool"}, {"softcap": True}, {"packed": True}])
+@pytest.mark.parametrize(
+    "more", [{"causal": True}, {"window": (3, 3)}, {"mask": "bool"}, {"softcap": True}, {"packed": True, "alibi": True}]
+)
 def test_functions_stand_beside_no_other_feature(more: Any) -> None:
     with pytest.raises(InputError, match="stand beside no other feature"):
         Features(mods="0" * 16, **more)

@@ -35,6 +35,11 @@ def band(mask: Node, *, within: bool = False) -> tuple[int | None, int | None] |
     return _side(smaller, larger, 1 if strict else 0)
 
 
+def split(mask: Node) -> tuple[tuple[int | None, int | None] | None, Node | None]:
+    """The band by which kernels of packed sequences narrow the keys that they walk, if there is one, and the mask that it leaves."""
+    return band(mask, within=True), mask if band(mask) is None else None
+
+
 def _side(smaller: Any, larger: Any, apart: int) -> tuple[int | None, int | None] | None:
     """The band of `smaller` + apart <= `larger`."""
     if isinstance(smaller, Node) and smaller.kind == "operation" and smaller.target.overloadpacket is aten.abs:

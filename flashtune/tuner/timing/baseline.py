@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
-from flashtune.core.flex_attention import flex_arguments
+from flashtune.core.flex_attention import Mod, flex_arguments
 from flashtune.core.torch_attention import BACKENDS, compiled_flex, sdpa, sound_backends
+from flashtune.tuner.timing.flex import mask_mod_of
 from flashtune.tuner.verify.inputs import Inputs
 
 EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
@@ -32,7 +33,8 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs. Packed sequences are one call of `varlen_attn` where
     that takes them, else a call each; a single backend of their own they don't have. A mask and a score as code are FlexAttention's,
-    compiled by a first call.
+    compiled by a first call,
+    of packed sequences in one call with a document mask.
     """
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
@@ -101,9 +103,12 @@ def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     """FlexAttention's pass with a mask and a score as code."""
     assert inputs.mods is not None, "the caller looked"
     p, functions = inputs.problem, inputs.mods.functions
-    source = functions.mods("fwd")
-    sizes = (p.batch if source.by_batch else None, p.heads if source.by_head else None, p.n_q, p.n_kv)
-    words = flex_arguments(functions.mask_mod, functions.score_mod, sizes, inputs.q.device)
+    source, mask, score = functions.mods("fwd"), functions.mask_mod, functions.score_mod
+    by_batch = source.by_batch
+    if inputs.sequences:
+        (mask, score), by_batch = _of_documents(inputs, mask, score), False
+    sizes = (p.batch if by_batch else None, p.heads if source.by_head else None, inputs.q.shape[2], inputs.k.shape[2])
+    words = flex_arguments(mask, score, sizes, inputs.q.device)
     words |= {"scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
     flex = compiled_flex(dynamic=False)
     if p.direction == "fwd":
@@ -116,6 +121,27 @@ def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     with functorch.patch(donated_buffer=False):
         call()
     return call
+
+
+def _of_documents(inputs: Inputs, mask: Mod | None, score: Mod | None) -> tuple[Mod | None, Mod | None]:
+    """A mask and a score over the rows of all packed sequences, at each one's own places, with the document mask."""
+    documents = mask_mod_of(inputs.problem, inputs.q.device)
+    assert inputs.parameters.lengths is not None, "packed sequences have bounds"
+    of_q, of_k, _ = inputs.parameters.lengths
+    number = torch.repeat_interleave(torch.arange(len(of_q) - 1, dtype=torch.int32, device=of_q.device), of_q.diff())
+    # Each place counts in its own sequence, so that none leaves a captured tensor where the pair is of two.
+    first_q, first_k = (torch.repeat_interleave(bounds[:-1], bounds.diff()) for bounds in (of_q, of_k))
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        assert mask is not None, "only functions that there are are called"
+        own = mask(number[i], h, i - first_q[i], j - first_k[j])
+        return own if documents is None else own & documents(b, h, i, j)
+
+    def scored(x: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        assert score is not None, "only functions that there are are called"
+        return score(x, number[i], h, i - first_q[i], j - first_k[j])
+
+    return documents if mask is None else visible, None if score is None else scored
 
 
 def _packed(inputs: Inputs, step: bool) -> Callable[[], object] | None:
