@@ -302,7 +302,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 def call_of(
     file: Path, *, score: str = "", mask: str = "sparse", n: int = 1024, batch: int = 16, trains: bool = False, **words: Any
 ) -> Any:
-    """What serves a call of `attention_varlen`, half of whose tokens are in one sequence, on the pretended GPU."""
+    """A call of `attention_varlen` and its explanation, half of whose tokens are in one sequence, on the pretended GPU."""
     made = functions.loaded(Named(f"{file}:{score}" if score else "", f"{file}:{mask}"), "cpu")
     q, k, v = (torch.empty(n * batch, 2, 64, dtype=torch.bfloat16).as_subclass(OnGpu).requires_grad_(trains) for _ in range(3))
     bounds = torch.zeros(batch + 1, dtype=torch.int32)
