@@ -104,17 +104,20 @@ def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     assert inputs.mods is not None, "the caller looked"
     p, functions = inputs.problem, inputs.mods.functions
     source, mask, score = functions.mods("fwd"), functions.mask_mod, functions.score_mod
-    by_batch = source.by_batch
+    q, k, v, by_batch = inputs.q, inputs.k, inputs.v, source.by_batch
     if inputs.sequences:
+        # A batch of all rows, without the stride of 0 that launches take.
+        q, k, v = (x[0][None] for x in (q, k, v))
         (mask, score), by_batch = _of_documents(inputs, mask, score), False
-    sizes = (p.batch if by_batch else None, p.heads if source.by_head else None, inputs.q.shape[2], inputs.k.shape[2])
-    words = flex_arguments(mask, score, sizes, inputs.q.device)
+    words = flex_arguments(
+        mask, score, (p.batch if by_batch else None, p.heads if source.by_head else None, q.shape[2], k.shape[2]), q.device
+    )
     words |= {"scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
     flex = compiled_flex(dynamic=False)
     if p.direction == "fwd":
-        call: Callable[[], object] = lambda: flex(inputs.q, inputs.k, inputs.v, **words)  # noqa: E731
+        call: Callable[[], object] = lambda: flex(q, k, v, **words)  # noqa: E731
     else:
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         call = _differentiated(lambda: flex(*leaves, **words), leaves, inputs.operands["dout"], step)
     functorch: Any = importlib.import_module("torch._functorch.config")
     # The backward runs many times over one forward's tensors.
