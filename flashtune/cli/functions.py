@@ -1,7 +1,6 @@
 """Options `--score-mod` and `--mask-mod`: a mask and a score as code, by the user's own files and names."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import click
 
@@ -20,10 +19,9 @@ def with_functions(problem: Problem, score_mod: str | None, mask_mod: str | None
     if score_mod is None and mask_mod is None:
         return problem
     from flashtune.templates.mods.known import Named
-    from flashtune.tuner.functions import hash_of
+    from flashtune.tuner import functions
 
-    functions = hash_of(Named(score_mod or "", mask_mod or ""), problem)
-    return replace(problem, features=replace(problem.features, mods=functions))
+    return functions.with_functions(problem, Named(score_mod or "", mask_mod or ""))
 
 
 def register_functions(score_mod: str | None, mask_mod: str | None) -> None:

@@ -162,6 +162,7 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
     flashtune search --implementation flex --d 64 --n 1024 --batch 16 --packed equal --direction bwd --budget 5m
     flashtune search --d 64 --n 4096 --mask-mod masks.py:dilated --score-mod masks.py:relative
+    flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod masks.py:prefix_lm
 
     With --calls FILE, problems without a record on this GPU come first, then those with a predicted record, then the others; problems
     that no template serves are named and left out.

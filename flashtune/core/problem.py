@@ -46,7 +46,7 @@ class Features(Flags):
 
     `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
     `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `mods` is the hash of a mask and a
-    score as code (KernelSpec.mods), which hold all that is fused in; empty without.
+    score as code (KernelSpec.mods), which hold all that is fused in but a band of packed sequences; empty without.
     """
 
     alignment: Alignment = "top_left"
@@ -73,7 +73,10 @@ class Features(Flags):
                 object.__setattr__(self, "window", (self.window[0], 0))
             if self.window in ((None, None), (None, 0)) and (self.causal or self.window == (None, None)):
                 object.__setattr__(self, "window", None)
-        if self.mods and (self.window is not None or self.mask != "none" or any(on for name, on in self.flags().items() if name != "tf32")):
+        # Kernels of packed sequences walk a band of keys, others lists of blocks.
+        beside = ("tf32", "packed", "causal") if self.packed else ("tf32",)
+        others = [name for name, on in self.flags().items() if on and name not in beside]
+        if self.mods and (others or self.mask != "none" or (self.window is not None and not self.packed)):
             raise InputError("a mask and a score as code stand beside no other feature: write it into these functions, or drop them")
 
     @classmethod
@@ -92,6 +95,11 @@ class Features(Flags):
     def banded(self) -> bool:
         """True if a band limits the keys of a query."""
         return self.causal or self.window is not None
+
+    @property
+    def of_one(self) -> "Features":
+        """The features of one packed sequence by itself, as a dense problem, which has no functions beside a band."""
+        return replace(self, packed=False, mods="")
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -152,7 +160,7 @@ class Features(Flags):
     def label(self) -> str:
         """The short form for tables and test ids: `full`, `causal`, `causal+window1024+dropout`, ..."""
         words = ["causal" if self.causal else "full"] if not self.window or self.causal else []
-        words = [f"mods-{self.mods}"] if self.mods else words
+        words = [f"mods-{self.mods}", *["causal"] * self.causal] if self.mods else words
         if self.window is not None:
             left, right = ("inf" if side is None else str(side) for side in self.window)
             words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
@@ -301,6 +309,12 @@ class Problem:
         of_keys = self.lengths.drawn(self.batch, self.batch * self.n_kv)
         return tuple(zip(of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys), of_keys, strict=True))
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The largest numbers of queries and of keys that lie together, of packed sequences in one."""
+        lengths = ((self.n_q, self.n_kv),) if self.lengths is None else self.sequences()
+        return max(n_q for n_q, _ in lengths), max(n_kv for _, n_kv in lengths)
+
     def shapes(self) -> "Sequence[tuple[Problem, int]]":
         """Dense problems, each with the number of batches or packed sequences that have its sizes."""
         return ((self, self.batch),) if self.lengths is None else _shapes(self)
@@ -347,5 +361,5 @@ class Problem:
 
 @lru_cache(maxsize=256)
 def _shapes(packed: Problem) -> tuple[tuple[Problem, int], ...]:
-    plain = replace(packed, batch=1, lengths=None, features=replace(packed.features, packed=False))
+    plain = replace(packed, batch=1, lengths=None, features=packed.features.of_one)
     return tuple((replace(plain, n_q=n_q, n_kv=n_kv), count) for (n_q, n_kv), count in Counter(packed.sequences()).items())

@@ -291,7 +291,7 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """
     target, memo = find_target(gpu), current()
     with memo.lock:
-        if problem.features.packed:
+        if problem.features.packed and not problem.features.mods:
             # Imported here, since calls of `attention` never need it.
             from flashtune.dispatch import packed_configs
 

@@ -20,6 +20,7 @@ from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_torch import options_note, torchs
+from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
@@ -111,9 +112,8 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
         return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
     variant = call.kernel.variant
-    record = call.kernel.record
-    said = "not measured" if record is None else f"{source_note(record)}: {record.median_us:.1f} us"
-    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({call.kernel.origin}, {said})"
+    said = f"{call.kernel.origin}, {source_note(call.kernel.record)}"
+    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({said})"
 
 
 def _call_of(
@@ -195,8 +195,8 @@ def with_kernel(
     memo = current()
     flags: tuple[Any, ...] = memo.unmeasured, torch.get_float32_matmul_precision()
     if sequences is not None:
-        numbers = sequences.numbers
-        flags = (*flags, numbers.left, numbers.right, numbers.tf32, sequences.bounds[2] is None, sequences.deterministic)
+        sizes = octaves_of(Packed(*tensors, *sequences.bounds), sequences.numbers), sequences.bounds[0].shape
+        flags = (*flags, *sequences.numbers[3:], *sizes, sequences.bounds[2] is None, sequences.deterministic)
     place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
     known = _CHOSEN.setdefault(memo, {})
     of, chosen = known.get(place, (None, ""))
@@ -232,7 +232,8 @@ def _kernels(
     kernel = kernel_of("fwd", *tensors, mods, unmeasured=unmeasured, sequences=sequences)
     if isinstance(kernel, str) or isinstance(backward, str):
         return kernel if isinstance(kernel, str) else str(backward)
-    if (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
+    # The alternative of packed sequences is a call for each.
+    if sequences is None and (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
         return why
     return Kernels(kernel, mods, backward, trained)
 

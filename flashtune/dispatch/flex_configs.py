@@ -1,14 +1,14 @@
 """Configs of kernels with a mask and a score as code: of a record of these functions, else of the most similar built-in feature."""
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from flashtune.core.config import Config, Direction, KernelSpec
-from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem
+from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.choose import Choice, Kind, Pool, choose
@@ -27,6 +27,9 @@ TYPICAL = 4096
 BUILT_FOR_IT = ("flash_fwd_hopper", "flash_bwd_hopper")
 """Families that serve though unmeasured: they are made for one architecture, with the matrix products of `attention`'s kernels there."""
 
+UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
+"""The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
+
 
 class Recorded(NamedTuple):
     """A record of the functions of a call, with its config as it serves there."""
@@ -34,6 +37,27 @@ class Recorded(NamedTuple):
     record: TuningRecord
     kind: Family
     config: Config
+
+
+def choices(
+    spec: KernelSpec, own: Recorded | None, *, unmeasured: bool, repeatable: bool = False
+) -> Iterator[tuple[Family, Recorded | None]]:
+    """Families in the order in which they serve a pass: first that of the functions' `own` record, with the record, then those that serve
+    without one. Plain pointers do only if `unmeasured` kernels may (else UNMEASURED), and `repeatable` leaves out bits that vary."""
+    if own is not None and (own.kind.repeatable or not repeatable):
+        yield own.kind, own
+    for kind in map(family, FAMILIES[spec.direction]):
+        if (unmeasured or kind.name in BUILT_FOR_IT) and (kind.repeatable or not repeatable):
+            yield kind, None
+
+
+def refusal(kind: Family, spec: KernelSpec, target: Target) -> str | None:
+    """The reason why a family has no config for functions without a record; None where it has one."""
+    if (why := kind.supports(spec, target)) is not None:
+        return why
+    if not kind.starts(spec, target):
+        return f"no config of {kind.name} fits into {target.name} at the head sizes {spec.d} and {spec.d_v}"
+    return None
 
 
 def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) -> Recorded | None:
@@ -57,17 +81,13 @@ def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) 
     return None
 
 
-def recorded_with(spec: KernelSpec, query: Tensor, key: Tensor) -> Recorded | None:
-    """The record for a call of these functions, looked up once for its sizes; none for the interpreter, whose times mean nothing."""
-    if query.device.type != "cuda" or max(spec.d, spec.d_v) > MAX_HEAD_DIM:
-        return None
+def recorded_with(problem: Problem, device: torch.device) -> Recorded | None:
+    """The record for a call of a problem's functions, looked up once."""
     memo = current()
-    found, place = _RECORDS.setdefault(memo, {}), (spec, query.device, query.shape, key.shape[1:3])
+    found, place = _RECORDS.setdefault(memo, {}), (problem, device)
     if place not in found:
-        batch, heads, n_q, _ = query.shape
-        problem = problem_of(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
         with memo.lock:
-            target, _, records = memo.surroundings(query.device, problem)
+            target, _, records = memo.surroundings(device, problem)
         if len(found) >= MOST_RECORDS:
             found.clear()
         found[place] = recorded(problem, target, records, unmeasured=memo.unmeasured) if isinstance(records, Pool) else None
@@ -96,38 +116,51 @@ def usual(
         return kind.default(spec, target), "the family's default"
     if choice.record.problem.n_kv < TYPICAL // 4:
         return kind.default(spec, target), "the family's default"
-    return choice.config, f"of the record {choice.record.problem.label()}"
+    return choice.config, origin_of(choice.record)
 
 
-def source_note(record: TuningRecord) -> str:
-    """Words for the source of a record of functions."""
-    return "measured with these functions" if record.outcome.source == "measured" else "predicted, not measured, with these functions"
+def origin_of(record: TuningRecord) -> str:
+    """Words for the record that a config is from."""
+    return f"of the record {record.problem.label()}"
+
+
+def source_note(record: TuningRecord | None) -> str:
+    """Words for the source and the time of a record of functions, if there is one."""
+    if record is None:
+        return "not measured"
+    measured = "measured" if record.outcome.source == "measured" else "predicted, not measured,"
+    return f"{measured} with these functions: {record.median_us:.1f} us"
 
 
 def choice_of(problem: Problem, target: Target, memo: Memo) -> Choice:
     """The choice for one pass of a call with functions: their record, the config without one, or PyTorch."""
     spec, key = problem.spec(), problem.key(target.slug)
     found = recorded(problem, target, memo.pool(key, target), unmeasured=memo.unmeasured)
-    if found is not None:
-        record = found.record
-        note = f"{source_note(record)}, {record.problem.label()}: {record.median_us:.1f} us"
-        if record.relative_time is not None and record.relative_time > 1:
-            note += f", and there PyTorch was faster: {record.framework_us:.1f} us"
-            return Choice(kind="framework", spec=spec, note=note, record=record)
-        kind: Kind = "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else "near_n"
-        return Choice(kind=kind, spec=spec, note=note, record=record, family=found.kind, config=found.config)
-    why = "no template serves these functions here"
-    for name in FAMILIES[problem.direction]:
-        chosen = family(name)
-        if chosen.supports(spec, target) is not None or not chosen.starts(spec, target):
-            continue
-        if name not in BUILT_FOR_IT and not memo.unmeasured:
-            why = f"{name} wasn't measured with these functions on {target.name} (FLASHTUNE_UNMEASURED=1 lets it serve)"
-            continue
-        config, origin = usual(chosen, spec, target, lambda one: memo.pool(one.key(target.slug), target))
-        note = f"no record is of these functions, so {name} serves unmeasured ({origin})"
-        return Choice(kind="default", spec=spec, note=note, family=chosen, config=config)
+    # The alternative of packed sequences is a call for each.
+    unmeasured = memo.unmeasured or spec.packed
+    for kind, own in choices(spec, found, unmeasured=unmeasured):
+        if own is not None:
+            return _of_record(own, spec, key)
+        if refusal(kind, spec, target) is None:
+            config, origin = usual(kind, spec, target, lambda one: memo.pool(one.key(target.slug), target))
+            note = f"no record is of these functions, so {kind.name} serves unmeasured ({origin})"
+            return Choice(kind="default", spec=spec, note=note, family=kind, config=config)
+    why = "no template serves these functions here" if unmeasured else UNMEASURED
     return Choice(kind="framework", spec=spec, note=f"{why}, so PyTorch's flex_attention serves")
+
+
+def _of_record(own: Recorded, spec: KernelSpec, key: ProblemKey) -> Choice:
+    """The choice by the record of a key's functions."""
+    record, note = own.record, f"the config {origin_of(own.record)}, {source_note(own.record)}"
+    if record.relative_time is not None and record.relative_time > 1 and not spec.packed:
+        note += f", and there PyTorch was faster: {record.framework_us:.1f} us"
+        return Choice(kind="framework", spec=spec, note=note, record=record)
+    return Choice(kind=kind_of(record, key), spec=spec, note=note, record=record, family=own.kind, config=own.config)
+
+
+def kind_of(record: TuningRecord, key: ProblemKey | None) -> Kind:
+    """The kind of a choice by a record of the functions of a key."""
+    return "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else "near_n"
 
 
 def problem_of(spec: KernelSpec, *, batch: int, heads: int, kv_heads: int, n_q: int, n_kv: int) -> Problem:

@@ -14,17 +14,17 @@ from flashtune.core.binaries import Binary, Manifest, machine_arch, source_diges
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
-from flashtune.core.problem import ProblemKey
+from flashtune.core.problem import MAX_HEAD_DIM, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_configs import BUILT_FOR_IT, FAMILIES, Recorded, recorded_with, usual
+from flashtune.dispatch.flex_configs import UNMEASURED, Recorded, choices, origin_of, problem_of, recorded_with, refusal, usual
 from flashtune.dispatch.launch import Program
-from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, rows_last, viewed
-from flashtune.templates import family
+from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, rows_last, viewed
+from flashtune.dispatch.packed import problem_of as packed_problem
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -172,16 +172,13 @@ class Sequences(NamedTuple):
 _KERNELS: dict[tuple[str, KernelSpec, torch.device, tuple[Config, ProblemKey] | None], ModKernel | str] = {}
 """Kernels by what is compiled in and the functions' record; without one the config is the default, or of another feature's record."""
 
-UNMEASURED = "kernels with these functions weren't measured on this GPU (FLASHTUNE_UNMEASURED=1 allows them)"
-"""The reason why PyTorch serves what kernels could: no measurement says that they are faster."""
-
 
 def kernel_of(
     direction: Direction,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    functions: Mods,
+    mods: Mods,
     *,
     unmeasured: bool = True,
     sequences: Sequences | None = None,
@@ -194,21 +191,18 @@ def kernel_of(
     flags = {"window": False} if sequences is None else sequences.flags
     spec = KernelSpec(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[-1], d_v=value.shape[-1], mask="none", **flags,
-        tf32=tf32 and query.dtype is torch.float32, mods=known.keep(functions),
+        tf32=tf32 and query.dtype is torch.float32, mods=known.keep(mods),
     )  # fmt: skip
-    why, record = "", None if spec.packed else recorded_with(spec, query, key)
+    why, record = "", _recorded(spec, query, key, value, sequences)
     # Kernels whose bits may vary don't write gradients of unused keys either.
-    may_vary = direction == "fwd" or sequences is None or not (sequences.deterministic or sequences.bounds[2] is not None)
-    choices: list[tuple[str, Recorded | None]] = [(name, None) for name in FAMILIES[direction] if may_vary or family(name).repeatable]
+    repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
     if sequences is not None:
         query, key, value = (rows_last(x.detach()) for x in (query, key, value))
-    for name, own in choices if record is None else [(record.kind.name, record), *choices]:
-        if own is None and name not in BUILT_FOR_IT and not unmeasured:
-            return UNMEASURED
+    for kind, own in choices(spec, record, unmeasured=unmeasured, repeatable=repeatable):
         # Two records may name one config: each has its own times beside PyTorch's.
-        place = name, spec, query.device, None if own is None else (own.config, own.record.key)
+        place = kind.name, spec, query.device, None if own is None else (own.config, own.record.key)
         if place not in _KERNELS:
-            _KERNELS[place] = _made(family(name), spec, query.device, own)
+            _KERNELS[place] = _made(kind, spec, query.device, own)
         found = _KERNELS[place]
         if isinstance(found, str) or found.failed:
             why = found if isinstance(found, str) else found.failed
@@ -216,17 +210,27 @@ def kernel_of(
             return found
         else:
             why = "the kernel can't read tensors of these strides"
-    return why
+    return why if unmeasured else UNMEASURED
+
+
+def _recorded(spec: KernelSpec, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences | None) -> Recorded | None:
+    """The record of a call's functions; none for the interpreter, whose times mean nothing."""
+    if query.device.type != "cuda" or max(spec.d, spec.d_v) > MAX_HEAD_DIM:
+        return None
+    if sequences is not None:
+        found = packed_problem(Packed(query, key, value, *sequences.bounds), sequences.numbers, spec.direction, mods=spec.mods)
+        return None if found is None else recorded_with(found, query.device)
+    batch, heads, n_q, _ = query.shape
+    problem = problem_of(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
+    return recorded_with(problem, query.device)
 
 
 def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> ModKernel | str:
     target = devices.target_of(device)
     if own is not None:
-        return ModKernel(kind, spec, own.config, f"of the record {own.record.problem.label()}", device, target, own.record)
-    if (why := kind.supports(spec, target)) is not None:
+        return ModKernel(kind, spec, own.config, origin_of(own.record), device, target, own.record)
+    if (why := refusal(kind, spec, target)) is not None:
         return why
-    if not kind.starts(spec, target):
-        return f"no config of {kind.name} fits into {target.name} at the head sizes {spec.d} and {spec.d_v}"
     return ModKernel(kind, spec, *_config(kind, spec, device, target), device, target)
 
 
@@ -238,12 +242,12 @@ def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target
 
 
 def tile_kinds(
-    kernel: ModKernel, functions: Mods, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tile: tuple[int, int]
+    kernel: ModKernel, mods: Mods, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tile: tuple[int, int]
 ) -> Tensor:
     """Kinds of the tiles of a mask: int8 (batches, heads, tiles of queries, tiles of keys), with batches and heads of 1 where the mask
     doesn't depend on them: 0 needs the mask, 1 is visible, 2 hidden. `sizes` are batches, heads, queries and keys."""
     batch, heads, n_q, n_kv = sizes
-    shape = (batch if functions.by_batch else 1, heads if functions.by_head else 1, cdiv(n_q, tile[0]), cdiv(n_kv, tile[1]))
+    shape = (batch if mods.by_batch else 1, heads if mods.by_head else 1, cdiv(n_q, tile[0]), cdiv(n_kv, tile[1]))
     kinds = torch.empty(shape, dtype=torch.int8, device=kernel.device)
 
     def plan() -> Plan:

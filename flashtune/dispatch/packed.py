@@ -73,9 +73,9 @@ def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
     return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
 
 
-def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *, exact: bool = False) -> Problem | None:
-    """The problem of calls like this one, by octaves of their lengths (`octaves_of`), or of an `exact` one; None where no kernel takes such
-    tensors."""
+def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *, exact: bool = False, mods: str = "") -> Problem | None:
+    """The problem of calls like this one, by octaves of lengths (`octaves_of`) or an `exact` one, and with the hash of functions; None
+    where no kernel takes such tensors."""
     query, key, value = packed[:3]
     dtype, d, d_v = KERNEL_DTYPES.get(query.dtype), query.shape[2], value.shape[2]
     if dtype is None or dtype == "fp8" or not (0 < d <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM) or 0 in (packed.sequences, key.shape[1]):
@@ -91,6 +91,7 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
         sinks=packed.sinks is not None,
         tf32=numbers.tf32 and dtype == "fp32",
         packed=True,
+        mods=mods,
     )
     n_q, n_kv, ratio = octaves_of(packed, numbers)
     longest = ratio * n_kv

@@ -226,7 +226,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
         if isinstance(call, dict):
             found = explain_varlen(*packed[:5], numbers.max_q, numbers.max_k, **call)
             return replace(found, reason=f"the functions are built in: {found.reason}")
-        return coded.explained(call, packed.query.device)
+        return coded.explained(call, packed)
     why_torch = _why_torch(packed)
     if why_torch in GRADIENTS:
         found = explained(packed, numbers, None if _trains(packed, numbers, why_torch) else why_torch)

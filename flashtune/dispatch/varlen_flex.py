@@ -15,10 +15,11 @@ from flashtune.dispatch import flex
 from flashtune.dispatch.flex import Mod
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
+from flashtune.dispatch.flex_configs import kind_of, source_note
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences
-from flashtune.dispatch.packed import Numbers, Packed
+from flashtune.dispatch.packed import Numbers, Packed, problem_of
 from flashtune.dispatch.packed_ops import by_sequence
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.resolve import Explanation, said_of
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 
@@ -40,12 +41,12 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
     functions, captured = found
     if (words := _built_in(functions, captured, packed, numbers)) is not None:
         return words
-    mask, banded = functions.mask, max(numbers.left, numbers.right) >= 0
-    if mask is not None and not banded and (band := structure.band(mask, within=True)) is not None:
-        # It narrows the keys that kernels walk, and may be all of the mask.
-        left, right = (-1 if side is None else side for side in band)
-        numbers = numbers._replace(left=left, right=right, bottom_right=False)
-        functions = functions if structure.band(mask) is None else _without_mask(functions)
+    if functions.mask is not None and max(numbers.left, numbers.right) < 0:
+        band, rest = structure.split(functions.mask)
+        if band is not None:
+            left, right = (-1 if side is None else side for side in band)
+            numbers = numbers._replace(left=left, right=right, bottom_right=False)
+            functions = functions if rest is not None else _without_mask(functions)
     sequences = Sequences((packed.cu_q, packed.cu_k, packed.used), numbers)
     if sequences.deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in captured):
         if not torch.are_deterministic_algorithms_enabled():
@@ -67,7 +68,7 @@ def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed
     window, score = functions.known
     placed = window != (None, None) or bool(score.slope)
     # Kernels have one band on one diagonal. Slopes of sequences may be too few for a list of bounds that is padded.
-    if (placed and max(numbers.left, numbers.right) >= 0) or any("b" in x.reads for _, values in score.slope for x in values):
+    if (placed and max(numbers.left, numbers.right) >= 0) or score.by_batch:
         return None
     slopes = slopes_of(score, captured, 1, packed.query.shape[1], packed.query.device)
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
@@ -175,17 +176,30 @@ def _in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:
     return within(diagonal - key, left, right)
 
 
-def explained(call: FlexCall | str, device: torch.device) -> Explanation:
+def explained(call: FlexCall | str, packed: Packed) -> Explanation:
     """Explanation of who serves such a call."""
+    device = packed.query.device
     gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
     if isinstance(call, str):
         return Explanation(kind="framework", reason=f"{call}, so each sequence is a call of flex_attention", gpu=gpu)
-    found = _of_kernel(call.kernel, gpu)
+    assert call.sequences is not None, "it is a call of packed sequences"
+    found = _of_kernel(call.kernel, packed, call.sequences.numbers, gpu)
     backward = call.kernels.backward
-    return found if backward is None else replace(found, backward=_of_kernel(backward, gpu))
+    return found if backward is None else replace(found, backward=_of_kernel(backward, packed, call.sequences.numbers, gpu))
 
 
-def _of_kernel(kernel: ModKernel, gpu: str) -> Explanation:
-    variant = kernel.variant
-    reason = f"packed sequences with the functions {variant.spec.mods}: {variant.config.label()} ({kernel.origin}, not measured)"
-    return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=variant.config)
+def _of_kernel(kernel: ModKernel, packed: Packed, numbers: Numbers, gpu: str) -> Explanation:
+    variant, record = kernel.variant, kernel.record
+    problem = problem_of(packed, numbers, variant.spec.direction, mods=variant.spec.mods)
+    key = None if problem is None or gpu == "cpu" else problem.key(gpu)
+    said = f"{variant.config.label()} ({kernel.origin}, {source_note(record)})"
+    return Explanation(
+        kind="default" if record is None else kind_of(record, key),
+        reason=f"packed sequences with the functions {variant.spec.mods}: {said}",
+        gpu=gpu,
+        key=key,
+        template=variant.template,
+        variant_id=variant.id,
+        config=variant.config,
+        **said_of(record),
+    )

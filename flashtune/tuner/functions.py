@@ -6,7 +6,7 @@ The files are those of the command line. A database never names one: it holds th
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ import torch
 from flashtune.core.config import Config, Direction
 from flashtune.core.errors import InputError, first_line
 from flashtune.core.problem import Problem
-from flashtune.templates.mods import bounds, known
+from flashtune.templates.mods import bounds, known, structure
 from flashtune.templates.mods.emit import Captured, Mods, emitted
 from flashtune.templates.mods.graph import INDICES, Node
 from flashtune.templates.mods.known import NAMED, Named
@@ -106,9 +106,10 @@ class FunctionTensors:
         self._lists: dict[tuple[int, int, bool], Tensor] = {}
 
     def __call__(self, config: Config) -> tuple[Tensor, ...]:
-        """Captured tensors, then lists for the config's tiles: of queries in a forward, of keys and of queries in a backward."""
+        """Captured tensors, then lists for the config's tiles: of queries in a forward, of keys and of queries in a backward, and none of
+        packed sequences."""
         found = list(self.functions.captured)
-        if self.functions.mask is not None:
+        if self.functions.mask is not None and not self._problem.features.packed:
             backward = self._problem.direction == "bwd"
             found.append(self._of("", config, of_keys=backward))
             if backward and "DQ_BLOCK_M" in config:
@@ -125,7 +126,10 @@ class FunctionTensors:
 def register(named: Sequence[Named]) -> None:
     """Trace functions, so that this process finds them by their hashes; raises InputError for what can't be traced."""
     for one in named:
-        _registered(one)
+        mask = _registered(one).mask
+        if one.score and mask is not None and structure.split(mask)[1] is None:
+            # Records of packed sequences are of the score alone.
+            _registered(Named(one.score))
 
 
 def _registered(one: Named) -> Functions:
@@ -138,19 +142,25 @@ def _registered(one: Named) -> Functions:
     return functions
 
 
-def hash_of(one: Named, problem: Problem) -> str:
-    """The hash of functions for `Features.mods` of a problem; raises InputError where they can't be traced, are built in, or read beyond a
-    captured tensor at the problem's sizes."""
+def with_functions(problem: Problem, one: Named) -> Problem:
+    """The problem with the hash of functions, of packed sequences also with the band that is in their mask, as calls have it; raises
+    InputError where they can't be traced, are built in, or read beyond a captured tensor at the problem's sizes."""
     if not any(one):
         raise InputError("the name of a function is empty: write FILE.py:NAME")
     functions = _registered(one)
-    if (structure := known_structure(functions.score, functions.mask)) is not None:
-        raise InputError(f"{' and '.join(filter(None, one))} is built in: {_flags(*structure)}")
-    sizes: dict[str, int] = dict(zip(INDICES, (problem.batch, problem.heads, problem.n_q, problem.n_kv), strict=True))
+    features, built_in = problem.features, known_structure(functions.score, functions.mask)
+    if built_in is not None and not (features.packed and built_in[1].by_batch):
+        raise InputError(f"{' and '.join(filter(None, one))} is built in: {_flags(*built_in)}")
+    sizes: dict[str, int] = dict(zip(INDICES, (problem.batch, problem.heads, *problem.longest), strict=True))
     for text, output in ((one.score, functions.score), (one.mask, functions.mask)):
         if output is not None:
             bounds.check(text, output, functions.captured, sizes)
-    return functions.mods(problem.direction).hash
+    if features.packed and functions.mask is not None and not features.banded:
+        band, rest = structure.split(functions.mask)
+        if band is not None:
+            features = replace(features, causal=band[1] == 0, window=band, alignment="top_left")
+        functions = functions if rest is not None else _registered(Named(one.score))
+    return replace(problem, features=replace(features, mods=functions.mods(problem.direction).hash))
 
 
 def _flags(band: tuple[int | None, int | None], score: Score) -> str:

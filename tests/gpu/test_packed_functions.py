@@ -1,14 +1,21 @@
 """Packed sequences with a mask and a score as code on a GPU: against float64, without waiting for the device, and under CUDA graphs."""
 
 import os
+from pathlib import Path
 from typing import Any
 
+import db_samples as samples
 import pytest
 import torch
+from packed_machine import numbers_of
 from packed_steps import follows_lengths, step
 from varlen_functions import CASES, LENGTHS, LONG, RECOGNISED, agrees, explained, made, sequences_are_alone
 
 from flashtune import dispatch
+from flashtune.core.nearness import mods_in
+from flashtune.core.target import find_target
+from flashtune.dispatch.packed import Packed, problem_of
+from flashtune.templates import family
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -41,6 +48,23 @@ def test_kernels_serve_measured_or_not(name: str) -> None:
     families = {"flash_fwd_hopper", "flash_fwd"} if name in RECOGNISED else {"flash_fwd_hopper" if HOPPER else "flash_fwd"}
     assert said.template in families, said
     assert said.backward is not None and said.backward.template.startswith("flash_bwd")
+
+
+def test_a_record_of_the_functions_gives_the_configs(tmp_path: Path) -> None:
+    words = {"device": DEVICE, "dtype": torch.bfloat16, "d": 64}
+    bare, (given, _, _) = explained("prefix", **words), made("prefix", **words)
+    results, configs = [], []
+    for direction, said in (("fwd", bare), ("bwd", bare.backward)):
+        assert (said.kind, said.record_key) == ("default", None)
+        problem: Any = problem_of(Packed(*given.tensors, *given.bounds), numbers_of(given), direction, mods=mods_in(said.key.features))  # type: ignore[arg-type]
+        starts = family(said.template).starts(problem.spec(), find_target(said.gpu))
+        configs.append(next(config for config in reversed(starts) if config != said.config))
+        outcome = samples.outcome("0" * 16, 300.0, template=said.template, config=configs[-1], finalist=True, rank=1)
+        results.append(samples.result(outcome, framework_us=100.0, gpu=said.gpu, of=problem))
+    with dispatch.use(samples.write(tmp_path / "a.sqlite", tuple(results)), alone=True):
+        said = explained("prefix", **words)
+        assert [(one.kind, one.config) for one in (said, said.backward)] == [("exact", config) for config in configs]
+        agrees("prefix", kind="bf16", **words)
 
 
 @pytest.mark.parametrize("name", ["both in a window", "prefix", "built-in slopes"])

@@ -96,20 +96,20 @@ def of_bounds_that_change() -> None:
 
 
 def of_equal_calls() -> None:
-    """Kernels are chosen once for equal calls, whatever their longest sequences, and again where something else is asked for."""
+    """Kernels are chosen once for equal calls, whose longest sequences may differ within an octave, and again for others."""
     chosen: list[object] = []
     choose = flex._kernels
     flex._CHOSEN.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_kernels", lambda *words: chosen.append(words) or choose(*words))
         given, _, _ = made("causal relative")
-        for longest in ((20, 20), (40, 40), (20, 20)):
+        for longest in ((80, 80), (84, 84), (80, 80)):
             given._replace(longest=longest).call()
         assert len(chosen) == 1
         with torch.no_grad():
-            given.call()
-            given.call()
-        assert len(chosen) == 2
+            for longest in ((80, 80), (80, 80), (800, 800)):
+                given._replace(longest=longest).call()
+        assert len(chosen) == 3
 
 
 HOPPERS: dict[str, dict[str, Any]] = {

@@ -30,6 +30,11 @@ class Score:
     softcap: float = 0.0
     slope: tuple[tuple[float, tuple[Node, ...]], ...] = ()
 
+    @property
+    def by_batch(self) -> bool:
+        """True if slopes differ between batches, which are packed sequences' numbers."""
+        return any("b" in x.reads for _, values in self.slope for x in values)
+
 
 def known_structure(score: Node | None, mask: Node | None) -> tuple[structure.Band, Score] | None:
     """The band that a mask is, and the structure of the score in it; None where either isn't known."""

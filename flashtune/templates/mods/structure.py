@@ -75,6 +75,11 @@ def _sides(x: Any, numbers: Mapping[Node, int]) -> Band | None:
     return _side(smaller, larger, 1 if strict else 0, numbers)
 
 
+def split(mask: Node) -> tuple[Band | None, Node | None]:
+    """The band by which kernels of packed sequences narrow the keys that they walk, if there is one, and the mask that it leaves."""
+    return band(mask, within=True), mask if band(mask) is None else None
+
+
 def _side(smaller: Any, larger: Any, apart: int, numbers: Mapping[Node, int]) -> Band | None:
     """The band of `smaller` + apart <= `larger`."""
     far = _packet(smaller) is aten.abs

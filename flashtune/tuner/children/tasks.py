@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,13 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
         reason = f"needs {facts.shared_bytes} bytes of shared memory, {target.slug} allows {target.shared_bytes_per_block} per block"
         return Failed(fate=Fate.CONSTRAINT, reason=reason, facts=facts)
     return Compiled(facts=facts)
+
+
+def interpretable(problem: Problem) -> Problem:
+    """The problem as `interpret_candidate` checks it: of one batch, which shortens its cases, unless these are packed sequences."""
+    # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
+    dtype = "fp16" if problem.dtype == "bf16" else problem.dtype
+    return replace(problem, dtype=dtype, batch=1 if problem.lengths is None else problem.batch)
 
 
 def interpret_candidate(source: Source, problem: Problem, seed: int) -> Checked | Failed:

@@ -37,6 +37,7 @@ def refuse_untunable(problem: Problem) -> None:
     """Raise InputError for a problem that FlexAttention isn't tuned for."""
     features = problem.features
     other = [name for name, on in features.flags().items() if on and name not in TAKES] + [features.mask] * (features.mask != "none")
+    other += ["a mask or a score as code"] * bool(features.mods)
     if other or problem.dtype == "fp8":
         lacking = other[0] if other else "fp8"
         raise InputError(f"FlexAttention is tuned for bands, soft caps and packed sequences, not with {lacking}: leave it out")

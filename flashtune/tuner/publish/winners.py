@@ -63,9 +63,8 @@ def recheck(records: Sequence[TuningRecord], *, here: Target | None, seed: int) 
 
 
 def _rechecked(record: TuningRecord, workers: Workers, here: Target | None, seed: int) -> Checked | Failed:
-    if here is None and record.problem.dtype == "bf16":
-        # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
-        record = replace(record, problem=replace(record.problem, batch=1, dtype="fp16"))
+    if here is None:
+        record = replace(record, problem=tasks.interpretable(record.problem))
     try:
         source = source_for(record)
     except ValueError as error:

@@ -320,12 +320,10 @@ class PredictedEvaluation(Evaluation):
     def _checked(self, candidate: Candidate) -> Checked | Failed:
         path = _path(candidate)
         if path not in self.verdicts:
-            # The interpreter multiplies the raw bits of bf16; the code path is the same in fp16.
-            problem = replace(self.problem, dtype="fp16") if self.problem.dtype == "bf16" else self.problem
+            problem, limit_s = tasks.interpretable(self.problem), self.workers.limits.interpret_s
             source = tasks.Source.of(candidate.family, candidate.variant(problem.spec()))
-            small, limit_s = replace(problem, batch=1), self.workers.limits.interpret_s
             self.verdicts[path] = self.workers.submit(
-                "interpret", tasks.interpret_candidate, source, small, self.seed, limit_s=limit_s
+                "interpret", tasks.interpret_candidate, source, problem, self.seed, limit_s=limit_s
             ).reply()
         return self.verdicts[path]
 

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
-from flashtune.core.flex_attention import flex_arguments
+from flashtune.core.flex_attention import Mod, flex_arguments
 from flashtune.core.torch_attention import BACKENDS, compiled_flex, sdpa, sound_backends
+from flashtune.tuner.timing.flex import mask_mod_of
 from flashtune.tuner.verify.inputs import Inputs
 
 EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
@@ -32,7 +33,8 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs. Packed sequences are one call of `varlen_attn` where
     that takes them, else a call each; a single backend of their own they don't have. A mask and a score as code are FlexAttention's,
-    compiled by a first call.
+    compiled by a first call,
+    of packed sequences in one call with a document mask.
     """
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
@@ -101,21 +103,48 @@ def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     """FlexAttention's pass with a mask and a score as code."""
     assert inputs.mods is not None, "the caller looked"
     p, functions = inputs.problem, inputs.mods.functions
-    source = functions.mods("fwd")
-    sizes = (p.batch if source.by_batch else None, p.heads if source.by_head else None, p.n_q, p.n_kv)
-    words = flex_arguments(functions.mask_mod, functions.score_mod, sizes, inputs.q.device)
+    source, mask, score = functions.mods("fwd"), functions.mask_mod, functions.score_mod
+    q, k, v, by_batch = inputs.q, inputs.k, inputs.v, source.by_batch
+    if inputs.sequences:
+        # A batch of all rows, without the stride of 0 that launches take.
+        q, k, v = (x[0][None] for x in (q, k, v))
+        (mask, score), by_batch = _of_documents(inputs, mask, score), False
+    words = flex_arguments(
+        mask, score, (p.batch if by_batch else None, p.heads if source.by_head else None, q.shape[2], k.shape[2]), q.device
+    )
     words |= {"scale": inputs.parameters.scale, "enable_gqa": p.gqa_ratio > 1}
     flex = compiled_flex(dynamic=False)
     if p.direction == "fwd":
-        call: Callable[[], object] = lambda: flex(inputs.q, inputs.k, inputs.v, **words)  # noqa: E731
+        call: Callable[[], object] = lambda: flex(q, k, v, **words)  # noqa: E731
     else:
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         call = _differentiated(lambda: flex(*leaves, **words), leaves, inputs.operands["dout"], step)
     functorch: Any = importlib.import_module("torch._functorch.config")
     # The backward runs many times over one forward's tensors.
     with functorch.patch(donated_buffer=False):
         call()
     return call
+
+
+def _of_documents(inputs: Inputs, mask: Mod | None, score: Mod | None) -> tuple[Mod | None, Mod | None]:
+    """A mask and a score over the rows of all packed sequences, at each one's own places, with the document mask."""
+    documents = mask_mod_of(inputs.problem, inputs.q.device)
+    assert inputs.parameters.lengths is not None, "packed sequences have bounds"
+    of_q, of_k, _ = inputs.parameters.lengths
+    number = torch.repeat_interleave(torch.arange(len(of_q) - 1, dtype=torch.int32, device=of_q.device), of_q.diff())
+    # Each place counts in its own sequence, so that none leaves a captured tensor where the pair is of two.
+    first_q, first_k = (torch.repeat_interleave(bounds[:-1], bounds.diff()) for bounds in (of_q, of_k))
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        assert mask is not None, "only functions that there are are called"
+        own = mask(number[i], h, i - first_q[i], j - first_k[j])
+        return own if documents is None else own & documents(b, h, i, j)
+
+    def scored(x: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        assert score is not None, "only functions that there are are called"
+        return score(x, number[i], h, i - first_q[i], j - first_k[j])
+
+    return documents if mask is None else visible, None if score is None else scored
 
 
 def _packed(inputs: Inputs, step: bool) -> Callable[[], object] | None:

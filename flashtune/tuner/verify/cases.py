@@ -1,6 +1,7 @@
 """Small problems that candidates are checked on: tile edges, empty rows, shared heads and scores as models produce them."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -44,7 +45,10 @@ def small_problems(problem: Problem, batch: int) -> list[Problem]:
         if not features.mods:
             return found
         # Captured tensors may end where the problem does.
-        sizes = {name: min(getattr(found, name), getattr(problem, name)) for name in ("batch", "kv_heads", "n_q", "n_kv")}
+        ends = {"batch": problem.batch, "kv_heads": problem.kv_heads} | dict(zip(("n_q", "n_kv"), problem.longest, strict=True))
+        sizes = {name: min(getattr(found, name), most) for name, most in ends.items()}
+        # So many sequences at a time.
+        sizes |= {"batch": problem.batch} if features.packed else {}
         return replace(found, heads=ratio * sizes["kv_heads"], **sizes)
 
     f = _narrow(problem.features)
@@ -115,12 +119,15 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
 def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int) -> list[Case]:
     """The small problems as packed sequences, twice: every other one is NaN, which mustn't reach its neighbours."""
     found = []
-    for odd, alignment in enumerate(ALIGNMENTS):
-        first = small_ones[0]
-        sizes = replace(first, batch=len(small_ones), features=replace(first.features, alignment=alignment))
-        sequences = tuple((one.n_q, one.n_kv) for one in small_ones)
-        poisoned = frozenset(range(odd, len(small_ones), 2))
-        found.append(Case(inputs=make_inputs(sizes, device=device, seed=seed + odd, sequences=sequences, poisoned=poisoned)))
+    first, most = small_ones[0], len(small_ones)
+    # Captured tensors may have no more sequences than the problem.
+    step = min(most, first.batch) if first.features.mods else most
+    for start, (odd, alignment) in product(range(0, most, step), enumerate(ALIGNMENTS)):
+        sequences = tuple((one.n_q, one.n_kv) for one in small_ones[start : start + step])
+        sizes = replace(first, batch=len(sequences), features=replace(first.features, alignment=alignment))
+        poisoned = frozenset(range(odd, len(sequences), 2))
+        if len(poisoned) < len(sequences):
+            found.append(Case(inputs=make_inputs(sizes, device=device, seed=seed + odd, sequences=sequences, poisoned=poisoned)))
     return found
 
 

@@ -128,7 +128,7 @@ class Inputs:
         n_q, n_kv = self.sequences[index]
         rows = {"n_q": slice(ends[0][index] - n_q, ends[0][index]), "n_kv": slice(ends[1][index] - n_kv, ends[1][index])}
         p = self.problem
-        p = replace(p, n_q=n_q, n_kv=n_kv, lengths=None, features=replace(p.features, packed=False))
+        p = replace(p, n_q=n_q, n_kv=n_kv, lengths=None, features=p.features.of_one)
         views = {o.name: self.operands[o.name][tuple(rows.get(axis, slice(None)) for axis in o.axes)] for o in p.contract.operands}
         return Inputs(
             problem=p,
