@@ -3,8 +3,7 @@
 import inspect
 import math
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +11,29 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.errors import InputError
-from flashtune.dispatch import api, flex_kernels, inspection
+from flashtune.dispatch import api, flex_functions, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend, types_of
-from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
+from flashtune.dispatch.flex_blocks import (
+    FOREIGN,
+    FlexCall,
+    Functions,
+    Kernels,
+    agrees,
+    agrees_with_band,
+    sizes_of,
+)
 from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
+from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import options_note, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
-from flashtune.templates.mods import bounds
-from flashtune.templates.mods.capture import Dependencies
-from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
-from flashtune.templates.mods.scores import known_structure, slopes_of
-from flashtune.templates.mods.trace import Unsupported, traced_together
+from flashtune.templates.mods.scores import slopes_of
+from flashtune.templates.mods.trace import Unsupported
 
 Mod = Callable[..., Tensor]
 
@@ -71,7 +76,10 @@ def flex_attention(
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
+    call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, wants_lse, return_aux))
+    if call is None:
+        call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
+        keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
         return torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     if key.shape[0] != query.shape[0]:
@@ -133,12 +141,13 @@ def _call_of(
         return why
     _check(query, key, value, block_mask, enable_gqa)
     key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
-    found = functions_of(
+    found = flex_functions.functions_of(
         score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, zip(INDICES, sizes_of(query, key), strict=True)
     )
     if isinstance(found, str):
         return found
-    (functions, captured), tensors = found, (query, key, value)
+    functions, captured = found
+    tensors = query, key, value
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     given = None if block_mask is None or callable(block_mask) else block_mask
     if functions.known is not None:
@@ -158,28 +167,6 @@ def _call_of(
     except NotBuilt as failed:
         return str(failed)
     return FOREIGN if foreign else call
-
-
-def functions_of(
-    score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, sizes: Iterable[tuple[str, int]]
-) -> tuple[Functions, tuple[Tensor, ...]] | str:
-    """Traced functions with their captured tensors, or the reason why kernels can't take them; `sizes` are numbers of values of indices."""
-    try:
-        functions, captured = _traced(score_mod, mask_mod, device)
-    except Unsupported as unsupported:
-        return str(unsupported)
-    if any(x.device != device for x in captured):
-        return "a captured tensor is on another device"
-    place = id(functions), tuple(sizes)
-    if functions.fresh or place not in _CHECKED:
-        for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
-            if output is not None:
-                bounds.check(name, output, captured, dict(place[1]))
-        if not functions.fresh:
-            if len(_CHECKED) > _MOST_TRACES:
-                _CHECKED.clear()
-            _CHECKED[place] = functions
-    return functions, captured
 
 
 def with_kernel(
@@ -203,7 +190,7 @@ def with_kernel(
     if of is not functions or (not isinstance(chosen, str) and chosen.failed):
         chosen = _kernels(functions, captured, tensors, trains, sequences)
         if not functions.fresh:
-            if len(known) >= _MOST_TRACES:
+            if len(known) >= flex_functions.MOST_TRACES:
                 known.clear()
             known[place] = functions, chosen
     if isinstance(chosen, str):
@@ -366,36 +353,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
         raise InputError(
             f"block_mask is for {tuple(lengths)} queries and keys, and these are {query.shape[2]} and {key.shape[2]}: make a new one"
         )
-
-
-_TRACES: "OrderedDict[Hashable, Functions]" = OrderedDict()
-_MOST_TRACES = 1024
-_CHECKED: dict[Hashable, Functions] = {}
-"""Functions whose indices stay within captured tensors at these sizes; sizes of tensors are part of a trace's key."""
-
-
-def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
-    """Graphs of both functions, from their last trace where they are equal, with their captured tensors of this call."""
-    known = Dependencies((score_mod, mask_mod))  # type: ignore[arg-type]
-    key = None if known.key is None else (known.key, device)
-    found = _TRACES.get(key) if key is not None else None
-    if found is None:
-        found = _trace(score_mod, mask_mod, device, known.tensors)
-        if key is not None and not found.fresh:
-            _TRACES[key] = found
-            if len(_TRACES) > _MOST_TRACES:
-                _TRACES.popitem(last=False)
-    tensors = found.fresh or [known.tensors[place] for place in found.places]
-    return found, tuple(tensors)
-
-
-def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, walked: Sequence[Tensor]) -> Functions:
-    score, mask, captured = traced_together(score_mod, mask_mod, device)
-    names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
-    among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
-    fresh = captured if -1 in among else ()
-    known, documents = known_structure(score, mask), documents_of(score, mask)
-    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known, documents=documents)  # type: ignore[arg-type]
 
 
 _SIGNATURE = inspect.signature(flex_attention)

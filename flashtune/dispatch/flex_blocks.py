@@ -1,6 +1,7 @@
 """Calls with a mask and a score as code, and their lists of blocks: which tiles need the mask, and which are skipped."""
 
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,37 +77,66 @@ MOST_LISTS = 32
 """Most lists of one mask: its captured tensors may change at every step."""
 
 
-class _Lists:
-    """Lists of blocks of a mask, or bounds of documents of a tensor, for as long as it lives."""
+class Kept:
+    """Results by a key and by objects that are the same as then, which are held weakly: of captured tensors, unchanged ones.
 
-    def __init__(self) -> None:
-        self.found: dict[Hashable, Any] = {}
+    A tensor that is new may lie where one that was freed did, with an equal version.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._found: dict[Hashable, tuple[list[weakref.ref[Any]], Any]] = {}
+
+    def get(self, key: Hashable, same: Iterable[Any], default: Any = None) -> Any:
+        """The result, or the default."""
+        refs, result = self._found.get(key, ((), default))
+        return result if all(ref() is x for ref, x in zip(refs, same, strict=False)) else default
+
+    def put(self, key: Hashable, same: Iterable[Any], result: Any) -> None:
+        """Keep a result; the earlier ones are dropped where there are too many."""
+        if len(self._found) >= self._most:
+            self._found.clear()
+        self._found[key] = [weakref.ref(x) for x in same], result
 
 
+_NOTHING = object()
 LISTS: Any = WeakIdKeyDictionary()
+"""Lists of blocks of a mask, or bounds of documents of a tensor, for as long as it lives."""
+
+
+def versions_of(captured: Sequence[Tensor]) -> Hashable:
+    """Places and versions of captured tensors, None where one is of inference mode and has no version, which would tell of changes."""
+    if any(x.is_inference() for x in captured):
+        return None
+    return tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in captured)
+
+
+def stream_of() -> tuple[int, bool]:
+    """The current stream, and True while it is captured; (0, False) where no GPU is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0, False
+    # PyTorch's own objects of streams take microseconds to make.
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
 
 
 def kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
     """Result of `make` from an earlier call with a mask, unless a captured tensor has changed since."""
-    if any(x.is_inference() for x in captured):
-        # Inference tensors have no version counter, which would tell of changes.
+    versions = versions_of(captured)
+    if versions is None:
         return make()
-    versions = tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in captured)
     try:
-        lists = LISTS.setdefault(mask, _Lists()).found
+        lists = LISTS.setdefault(mask, Kept(MOST_LISTS))
     except TypeError:
         return make()
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    whole = (key, versions, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
-    if whole in lists:
-        return lists[whole]
-    made = make()
-    # Lists that are made during capture are filled only at replay.
-    if not (on_gpu and torch.cuda.is_current_stream_capturing()):
-        if len(lists) >= MOST_LISTS:
-            lists.clear()
-        lists[whole] = made
-    return made
+    stream, capture = stream_of()
+    whole = key, versions, stream
+    found = lists.get(whole, captured, _NOTHING)
+    if found is _NOTHING:
+        found = make()
+        # Lists that are made during capture are filled only at replay.
+        if not capture:
+            lists.put(whole, captured, found)
+    return found
 
 
 def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:

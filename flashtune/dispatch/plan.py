@@ -39,6 +39,17 @@ None in versions of PyTorch without it.
 """
 
 
+def guarded(tensors: Sequence[Tensor]) -> bool:
+    """True where `check_of` can compare with these: it distinguishes aliased arguments from separate ones."""
+    return _guards is not None and len({id(x) for x in tensors}) == len(tensors)
+
+
+def check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """The condition `Recent.check` of these tensors."""
+    check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Recent:
     """Plan of calls without a mask and per-head arguments, with the conditions under which it serves again.
@@ -58,20 +69,22 @@ class Recent:
 
 
 class Plans(dict[Hashable, Plan]):
-    """Plans by signature; `recent` is the one that served last, where it has a fast path."""
+    """Plans by signature; `recent` is the one that served last, where it has a fast path, `flex` are calls with functions."""
 
-    __slots__ = ("_made", "recent")
+    __slots__ = ("_made", "flex", "recent")
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.recent: Recent | None = None
         self._made: dict[Hashable, Recent] = {}
+        self.flex: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
         """Drop all plans."""
         super().clear()
         self.recent = None
         self._made.clear()
+        self.flex.clear()
 
     def served(
         self,
@@ -84,14 +97,12 @@ class Plans(dict[Hashable, Plan]):
         tensors: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Put the plan that served these tensors on the fast path; the call has no mask and no per-head arguments."""
-        query, key, value = tensors
-        if _guards is None or query is key or key is value or query is value:
-            # The guard distinguishes aliased arguments from separate ones.
+        if not guarded(tensors):
             return
         made = self._made.get(signature)
         if made is None or made is self.recent:
             # An entry of this signature that rejects its tensors was made under another mode.
-            check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            check = check_of(tensors)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
             made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan)
         self.recent = made

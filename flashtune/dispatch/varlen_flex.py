@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtune.core import devices
 from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import within
-from flashtune.dispatch import flex
+from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.flex import Mod
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
@@ -35,7 +35,7 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
     if 0 in (packed.sequences, *tensors[1].shape[1:], tensors[2].shape[2]):
         return "there is nothing to compute"
     sizes = ("h", tensors[0].shape[1]), ("q_idx", int(numbers.max_q)), ("kv_idx", int(numbers.max_k))
-    found = flex.functions_of(score_mod, mask_mod, tensors[0].device, sizes)
+    found = flex_functions.functions_of(score_mod, mask_mod, tensors[0].device, sizes)
     if isinstance(found, str):
         return found
     functions, captured = found

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch import flex, flex_blocks
+from flashtune.dispatch import flex_blocks, flex_functions
 from flashtune.templates.mods.structure import Band
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ UNKNOWN: list[Mod] = [
 @pytest.mark.parametrize("place", range(len(KNOWN)))
 def test_documents_are_recognised_and_equal(place: int) -> None:
     mask, band = KNOWN[place]
-    functions, captured = flex._traced(None, mask, CPU)
+    functions, captured = flex_functions._traced(None, mask, CPU)
     documents = functions.documents
     assert documents is not None and documents.band == band and functions.known is None
     assert documents.by_batch is (captured[documents.captured] is EACH)
@@ -104,11 +104,11 @@ def test_documents_are_recognised_and_equal(place: int) -> None:
 
 @pytest.mark.parametrize("place", range(len(UNKNOWN)))
 def test_other_masks_are_no_documents(place: int) -> None:
-    assert flex._traced(None, UNKNOWN[place], CPU)[0].documents is None
+    assert flex_functions._traced(None, UNKNOWN[place], CPU)[0].documents is None
 
 
 def test_a_mask_of_all_pairs_is_an_open_band() -> None:
-    known = flex._traced(None, anything, CPU)[0].known
+    known = flex_functions._traced(None, anything, CPU)[0].known
     assert known is not None and known[0] == (None, None)
 
 
@@ -128,8 +128,8 @@ def test_values_that_are_used_many_times_are_compared_once() -> None:
             found, place = found & found, torch.maximum(place, place)
         return found & (place + k >= k + place)
 
-    assert flex._traced(score, None, CPU)[0].known is not None
-    assert flex._traced(None, mask, CPU)[0].known is None
+    assert flex_functions._traced(score, None, CPU)[0].known is not None
+    assert flex_functions._traced(None, mask, CPU)[0].known is None
 
 
 @pytest.mark.parametrize("block", [16, (32, 16), 128])

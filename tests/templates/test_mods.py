@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex, flex_autograd, flex_kernels
+from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels
 from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
@@ -100,7 +100,7 @@ def test_masks_that_are_windows_take_the_built_in_kernels(name: str) -> None:
     ],
 )
 def test_windows_are_recognised(mask: Any, found: Any) -> None:
-    functions, _ = flex._traced(None, mask, torch.device("cpu"))
+    functions, _ = flex_functions._traced(None, mask, torch.device("cpu"))
     assert functions.mask is not None
     assert structure.band(functions.mask) == found
     if found is not None:
@@ -257,7 +257,7 @@ def test_attention_takes_functions() -> None:
 def test_a_spec_holds_a_hash_and_no_code() -> None:
     plain = KernelSpec(direction="fwd", dtype="bf16", d=64, d_v=64, window=False, mask="none")
     assert "mods" not in plain.as_dict()
-    functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.375, None, torch.device("cpu"))
+    functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.375, None, torch.device("cpu"))
     made = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
     spec = KernelSpec(**plain.as_dict(), mods=known.keep(made))
     assert json.loads(json.dumps(spec.as_dict()))["mods"] == made.hash
@@ -278,7 +278,7 @@ def test_functions_of_another_process_are_not_rendered() -> None:
 def test_masks_joined_by_torch_are_traced() -> None:
     limit = torch.tensor([5, 9])
     joined = and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < limit[b])
-    functions, captured = flex._traced(None, joined, torch.device("cpu"))
+    functions, captured = flex_functions._traced(None, joined, torch.device("cpu"))
     assert functions.mask is not None
     assert len(captured) == 1 and captured[0] is limit
 
@@ -300,7 +300,7 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     made = {name: SimpleNamespace(name=name, failed="", loaded=loaded) for name in ("flash_fwd_hopper", "flash_fwd")}
     monkeypatch.setattr(flex_kernels, "_KERNELS", {})
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made[kind.name])
-    functions, captured = flex._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
+    functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
     mods = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
     q, k, v = tensors()
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd_hopper"]

@@ -14,7 +14,7 @@ from test_hopper_pieces import Masked
 
 from flashtune.core.config import KernelSpec
 from flashtune.core.launching import provided
-from flashtune.dispatch import flex, flex_autograd
+from flashtune.dispatch import flex_autograd, flex_functions
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known
@@ -31,7 +31,7 @@ def forward(functions: Functions, sizes: tuple[int, int, int, int, int], changes
     batch, heads, kv_heads, n_q, n_kv = sizes
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, h, n, 64, generator=generator).half() for h, n in ((heads, n_q), (kv_heads, n_kv), (kv_heads, n_kv)))
-    traced, captured = flex._traced(*functions, torch.device("cpu"))
+    traced, captured = flex_functions._traced(*functions, torch.device("cpu"))
     made = emitted(traced.score, traced.mask, flex_autograd.types_of(captured, [False] * len(captured)), backward=False)
     spec = KernelSpec(direction="fwd", dtype="fp16", d=64, d_v=64, window=False, mask="none", mods=known.keep(made))
     chosen = config(spec, **changes)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex, flex_blocks, flex_kernels
+from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels
 from flashtune.dispatch.flex_kernels import ModKernel
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
@@ -96,7 +96,7 @@ INDICES = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None], 
 
 def assert_equal(score_mod: Mod, mask_mod: Mod | None) -> None:
     """Raises where a recognised score isn't the function itself in float64, where a query sees a key."""
-    functions, captured = flex._traced(score_mod, mask_mod, CPU)
+    functions, captured = flex_functions._traced(score_mod, mask_mod, CPU)
     assert functions.known is not None
     band, known = functions.known
     s = torch.randn(2, 4, 9, 11, dtype=torch.float64) * 30
@@ -120,7 +120,7 @@ def test_scores_that_are_built_in_are_recognised_and_equal(place: int) -> None:
 
 @pytest.mark.parametrize("place", range(len(UNKNOWN)))
 def test_other_scores_are_not(place: int) -> None:
-    assert flex._traced(*UNKNOWN[place], CPU)[0].known is None
+    assert flex_functions._traced(*UNKNOWN[place], CPU)[0].known is None
 
 
 def drawn(generator: random.Random, depth: int) -> Callable[..., Any]:
@@ -152,7 +152,7 @@ def test_whatever_is_recognised_equals_the_function() -> None:
         mask = generator.choice([None, causal, window, future])
 
         score = plus_nothing(inner)
-        if flex._traced(score, mask, CPU)[0].known is not None:
+        if flex_functions._traced(score, mask, CPU)[0].known is not None:
             found += 1
             assert_equal(score, mask)
     assert found > 10
@@ -175,7 +175,7 @@ simulated_module = ModuleType("simulated")
 
 def test_numbers_of_classes_modules_and_methods_are_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def factor() -> float:
-        known = flex._traced(settings.scaled, None, CPU)[0].known
+        known = flex_functions._traced(settings.scaled, None, CPU)[0].known
         assert known is not None
         return known[1].factor
 
@@ -197,7 +197,7 @@ def test_zeros_of_both_signs_are_two_numbers() -> None:
 
 def test_slopes_in_float32_are_handed_on_and_get_gradients() -> None:
     slopes = torch.randn(6).requires_grad_()
-    functions, captured = flex._traced(lambda s, b, h, q, k: s - slopes[h] * (q - k), causal, CPU)
+    functions, captured = flex_functions._traced(lambda s, b, h, q, k: s - slopes[h] * (q - k), causal, CPU)
     assert functions.known is not None
     given = slopes_of(functions.known[1], captured, 2, 4, CPU)
     assert given is not None and given.data_ptr() == slopes.data_ptr() and given.shape == (4,) and given.requires_grad
@@ -212,7 +212,7 @@ def test_slopes_in_float32_are_handed_on_and_get_gradients() -> None:
     ],
 )
 def test_slopes_are_rounded_where_scalars_are(score: Mod) -> None:
-    functions, captured = flex._traced(score, causal, CPU)
+    functions, captured = flex_functions._traced(score, causal, CPU)
     assert functions.known is not None
     given = slopes_of(functions.known[1], captured, 1, 4, CPU)
     zero, one = torch.tensor(0), torch.tensor(1)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range)
+"""Types of values that can't change."""
 _MOST = 2000
 """Most values that are looked at: a function of more is traced at every call."""
 
@@ -48,7 +49,7 @@ class Dependencies:
 
     def _of(self, x: Any) -> Hashable:
         kind = type(x)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             # 0.0 equals -0.0.
             return (kind, x) if kind is not float or x else (kind, math.copysign(1.0, x))
         if isinstance(x, torch.Tensor):
@@ -92,7 +93,7 @@ class Dependencies:
     def _function(self, x: types.FunctionType) -> Hashable:
         if (x.__module__ or "").partition(".")[0] == "torch" and x.__closure__ is None:
             return _Same(x)
-        before, self._names = self._names, _names(x.__code__)
+        before, self._names = self._names, names_of(x.__code__)
         cells = []
         for cell in x.__closure__ or ():
             try:
@@ -106,9 +107,9 @@ class Dependencies:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def names_of(code: types.CodeType) -> tuple[str, ...]:
     """Names that a function and those within it may read from its module."""
-    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in names_of(x)]
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 

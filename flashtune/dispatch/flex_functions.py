@@ -1,0 +1,127 @@
+"""Functions of FlexAttention's calls: traced once for all that are alike, and whether a call has those of the one before."""
+
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.dispatch.flex_blocks import Functions
+from flashtune.templates.mods import bounds
+from flashtune.templates.mods.capture import PLAIN, Dependencies, names_of
+from flashtune.templates.mods.documents import documents_of
+from flashtune.templates.mods.scores import known_structure
+from flashtune.templates.mods.trace import Unsupported, traced_together
+
+Mod = Callable[..., Tensor]
+
+
+def functions_of(
+    score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, sizes: Iterable[tuple[str, int]]
+) -> tuple[Functions, tuple[Tensor, ...]] | str:
+    """Traced functions with their captured tensors, or the reason why kernels can't take them; `sizes` are numbers of values of indices."""
+    try:
+        functions, captured = _traced(score_mod, mask_mod, device)
+    except Unsupported as unsupported:
+        return str(unsupported)
+    if any(x.device != device for x in captured):
+        return "a captured tensor is on another device"
+    place = id(functions), tuple(sizes)
+    if functions.fresh or place not in _CHECKED:
+        for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
+            if output is not None:
+                bounds.check(name, output, captured, dict(place[1]))
+        if not functions.fresh:
+            if len(_CHECKED) > MOST_TRACES:
+                _CHECKED.clear()
+            _CHECKED[place] = functions
+    return functions, captured
+
+
+_TRACES: "OrderedDict[Hashable, Functions]" = OrderedDict()
+MOST_TRACES = 1024
+_CHECKED: dict[Hashable, Functions] = {}
+"""Functions whose indices stay within captured tensors at these sizes; sizes of tensors are part of a trace's key."""
+
+
+def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
+    """Graphs of both functions, from their last trace where they are equal, with their captured tensors of this call."""
+    known = Dependencies((score_mod, mask_mod))  # type: ignore[arg-type]
+    key = None if known.key is None else (known.key, device)
+    found = _TRACES.get(key) if key is not None else None
+    if found is None:
+        found = _trace(score_mod, mask_mod, device, known.tensors)
+        if key is not None and not found.fresh:
+            _TRACES[key] = found
+            if len(_TRACES) > MOST_TRACES:
+                _TRACES.popitem(last=False)
+    tensors = found.fresh or [known.tensors[place] for place in found.places]
+    return found, tuple(tensors)
+
+
+def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, walked: Sequence[Tensor]) -> Functions:
+    score, mask, captured = traced_together(score_mod, mask_mod, device)
+    names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
+    among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
+    fresh = captured if -1 in among else ()
+    known, documents = known_structure(score, mask), documents_of(score, mask)
+    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known, documents=documents)  # type: ignore[arg-type]
+
+
+class Snapshot:
+    """What a function reads beside its arguments, by identity: to know in a microsecond that a call has the same function, unchanged.
+
+    Tensors are held weakly, and their versions and metadata are part of it. `make` is None for functions that read other things than
+    tensors, numbers and modules of PyTorch's, of which something may change unseen.
+    """
+
+    __slots__ = ("_function", "_seen")
+
+    def __init__(self, function: Any, seen: list[Any]) -> None:
+        self._function = weakref.ref(function)
+        self._seen = [(weakref.ref(x), _state(x)) if isinstance(x, Tensor) else x for x in seen]
+
+    @classmethod
+    def make(cls, function: Any) -> "Snapshot | None":
+        """The snapshot of a function, where it is a plain one."""
+        if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
+            return None
+        seen = _read(function)
+        return None if seen is None or not all(_simple(x) for x in seen) else cls(function, seen)
+
+    def same(self, function: Any) -> bool:
+        """True if a function is that one, and reads the same."""
+        now = _read(function) if self._function() is function else None
+        if now is None or len(now) != len(self._seen):
+            return False
+        for x, was in zip(now, self._seen, strict=True):
+            if type(was) is tuple:
+                if was[0]() is not x or was[1] != _state(x):
+                    return False
+            elif was is not x:
+                return False
+        return True
+
+
+def _read(function: Any) -> list[Any] | None:
+    try:
+        found = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        return None
+    within = function.__globals__
+    return [function.__code__, *found, *[within[name] for name in names_of(function.__code__) if name in within]]
+
+
+def _state(x: Tensor) -> Hashable:
+    return x.data_ptr(), x._version, x.shape, x.requires_grad
+
+
+def _simple(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference()
+    return isinstance(x, (*PLAIN, types.CodeType, types.BuiltinFunctionType)) or (
+        isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
+    )

@@ -1,0 +1,136 @@
+"""Calls with functions that were decided before: what is the same again, and what isn't."""
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flashtune import dispatch
+from flashtune.dispatch import flex_blocks, flex_recent
+from flashtune.dispatch.context import current
+from flashtune.dispatch.flex_functions import Snapshot
+
+limit = 3
+OPTIONS = None, False, False, None
+
+
+def capturing(*values: Any) -> Any:
+    x, *others = values
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q + limit >= x[k]) & (q >= torch.ops.aten.neg(k)) & (k >= len(others))
+
+    return mask
+
+
+def test_a_function_is_the_same_until_something_that_it_reads_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(8)
+    mask = capturing(x)
+    snapshot = Snapshot.make(mask)
+    assert snapshot is None, "a list may change unseen"
+
+    def other(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + limit >= x[k]
+
+    snapshot = Snapshot.make(other)
+    assert snapshot is not None and snapshot.same(other) and not snapshot.same(mask)
+    x[2] = 1
+    assert not snapshot.same(other)
+    snapshot = Snapshot.make(other)
+    assert snapshot is not None and snapshot.same(other)
+    x = torch.arange(8)
+    assert not snapshot.same(other)
+    snapshot = Snapshot.make(other)
+    monkeypatch.setitem(globals(), "limit", 4)
+    assert snapshot is not None and not snapshot.same(other)
+    snapshot = Snapshot.make(other)
+    monkeypatch.delitem(globals(), "limit")
+    assert snapshot is not None and not snapshot.same(other)
+
+
+def test_a_tensor_that_takes_the_place_of_a_freed_one_is_another() -> None:
+    memory = numpy.arange(8)
+    x = torch.from_numpy(memory)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + x[k]
+
+    snapshot, made = Snapshot.make(score), []
+    make = lambda: made.append(1)  # noqa: E731
+    for _ in range(2):
+        flex_blocks.kept(score, (x,), "lists", make)
+    assert len(made) == 1 and snapshot is not None and snapshot.same(score)
+    address, version = x.data_ptr(), x._version
+    x = torch.from_numpy(memory)
+    assert (x.data_ptr(), x._version) == (address, version)
+    flex_blocks.kept(score, (x,), "lists", make)
+    assert len(made) == 2 and not snapshot.same(score)
+
+
+@pytest.mark.parametrize("what", ["default", "object", "inference"])
+def test_functions_that_read_what_may_change_unseen_have_no_snapshot(what: str) -> None:
+    with torch.inference_mode(what == "inference"):
+        table = torch.zeros(8)
+    settings = SimpleNamespace(factor=2.0)
+    functions = {
+        "default": lambda s, b, h, q, k, factor=2.0: s * factor,
+        "object": lambda s, b, h, q, k: s * settings.factor,
+        "inference": lambda s, b, h, q, k: s + table[k],
+    }
+    assert Snapshot.make(functions[what]) is None
+
+
+@pytest.fixture
+def tensors() -> Iterator[list[Tensor]]:
+    current().plans.flex.clear()
+    yield [torch.randn(2, 4, 32, 16) for _ in range(3)]
+    current().plans.flex.clear()
+
+
+def test_a_decided_call_is_found_for_tensors_like_its_own_alone(tensors: list[Tensor]) -> None:
+    mask, words = (lambda b, h, q, k: q >= k), {"window": (None, 0)}
+
+    def found(*given: Tensor, options: tuple[Any, ...] = OPTIONS) -> Any:
+        return flex_recent.recent_call(*given, None, mask, options)
+
+    assert found(*tensors) is None
+    flex_recent.keep_recent(words, tensors, None, mask, OPTIONS)
+    query, key, value = tensors
+    assert found(query, key, value) is words and found(key, value, query.clone()) is words
+    assert found(query.half(), key, value) is None and found(query[:1], key, value) is None
+    assert found(query.transpose(1, 2).contiguous().transpose(1, 2), key, value) is None
+    assert found(query.clone().requires_grad_(), key, value) is None and found(query, query, value) is None
+    assert found(query, key, value, options=(2.0, *OPTIONS[1:])) is None
+    with torch.no_grad():
+        assert found(query, key, value) is None
+    assert found(query, key, value) is words
+    with dispatch.use(unmeasured=True):
+        assert found(query, key, value) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert found(query, key, value) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.func.vmap(lambda x: torch.tensor(found(x, x, x) is None))(torch.zeros(3, 2, 4, 32, 16)).all()
+
+
+def test_masks_are_held_weakly_and_reasons_of_torch_are_not_kept(tensors: list[Tensor]) -> None:
+    made = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cpu")
+    flex_recent.keep_recent("a reason", tensors, None, made, OPTIONS)
+    assert not current().plans.flex
+    flex_recent.keep_recent({}, tensors, None, made, OPTIONS)
+    assert flex_recent.recent_call(*tensors, None, made, OPTIONS) == {}
+    [one] = current().plans.flex.values()
+    del made
+    gc.collect()
+    assert one.mask() is None
+    for place in range(2 * flex_recent.MOST):
+        flex_recent.keep_recent({}, tensors, None, lambda b, h, q, k, place=place: q >= k, OPTIONS)
+        flex_recent.keep_recent({}, tensors, lambda s, b, h, q, k: s * 2, None, OPTIONS)
+    assert len(current().plans.flex) <= flex_recent.MOST
