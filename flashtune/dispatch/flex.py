@@ -93,6 +93,7 @@ def flex_attention(
             out, lse = attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend(*tensors, call)
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
+            current().plans.flex.clear()
             return flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
             )
