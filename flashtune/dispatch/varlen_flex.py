@@ -132,6 +132,11 @@ def _of_sequence(
     return found[0], found[1]
 
 
+_ONE_STAGE = {"fwd_num_stages": 1, "bwd_num_stages": 1}
+"""Options of PyTorch's kernels, which hold what functions read by pairs of indices in shared memory, once for each stage: with its three a
+bias of relative positions takes 245,760 bytes, and an H100 has 232,448 (PyTorch 2.11)."""
+
+
 def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
     """Output and LSE by one call of `flex_attention` whose mask keeps sequences apart: a compiler has no lengths to read."""
     query, key, value, cu_q, cu_k, used, *_ = packed
@@ -141,7 +146,7 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
         for x, cu in ((query, cu_q), (key, cu_k))
     )
     owner_q, owner = (x.clamp(max=packed.sequences - 1) for x in (of_q, of_k))
-    # Numbers of rows: PyTorch's kernels hold what is read by pairs of indices in shared memory, of each stage of their pipelines.
+    # Of rows, not of pairs, for the same reason as one stage.
     at_q, at_k = (torch.arange(len(x), device=x.device) - cu[own] for x, cu, own in ((query, cu_q, owner_q), (key, cu_k, owner)))
     limits, shifts = n_kv[owner_q], (n_kv - n_q)[owner_q] * numbers.bottom_right
 
@@ -166,7 +171,8 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
     unused = ((of_k >= packed.sequences) | (at_k >= n_kv[owner]))[:, None, None]
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)))
     gqa = query.shape[1] != key.shape[1]
-    out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, return_lse=True)
+    words: dict[str, Any] = {"return_lse": True, "kernel_options": dict(_ONE_STAGE)}
+    out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, **words)
     return out[0].transpose(0, 1), lse[0]
 
 
