@@ -127,6 +127,7 @@ def test_tables_of_forwards_are_what_one_run_wrote() -> None:
 
 
 ROOMS = folder() / "2026-11-27-h100-functions-and-pages"
+PACKED = folder() / "2026-11-28-h100-packed-and-documents"
 
 
 def of_run(file: str) -> dict[str, Any]:
@@ -143,14 +144,14 @@ def spoken(values: list[float]) -> str:
 
 
 def test_figures_of_packed_calls_are_those_of_the_run() -> None:
-    cells, said = of_run("packed.json")["packed"], one_line(PAGE)
+    cells, said = json.loads((PACKED / "packed.json").read_text())["packed"], one_line(PAGE)
     gains, torchs, equal = [], [], []
     for name in ("fwd", "bwd"):
         times = [cell[name] for cell in cells]
         gains.append([min(one["torch"], one["fa4"]) / one["ours"] for one in times])
         torchs.append(mean([one["torch"] / one["ours"] for one in times]))
         equal.append([one["ours"] / one["dense"] for one in times if "dense" in one])
-    assert f"({len(cells)} cells): forwards run at {mean(gains[0]):.2f} times (geometric mean; {spoken(gains[0])})" in said
+    assert f"({len(cells)} cells of `{PACKED.name}`): forwards run at {mean(gains[0]):.2f} times (geometric mean; {spoken(gains[0])})" in said
     assert f"backwards at {mean(gains[1]):.2f} times ({spoken(gains[1])})" in said
     assert f"at {torchs[0]:.2f} and {torchs[1]:.2f} times its rate" in said
     assert f"a forward takes {spoken(equal[0])} times as long as by our dense kernel, a backward {spoken(equal[1])} times" in said
@@ -174,6 +175,24 @@ def test_figures_of_paged_calls_are_those_of_the_run() -> None:
         f"Over {len(cells)} cells the default's config takes a median of {statistics.median(losses):.2f} times as long as the best" in said
     )
     assert f"a median of {hosts:.1f} times what a dense one costs" in said
+
+
+def test_figures_of_paged_steps_beside_another_library_are_those_of_the_run() -> None:
+    cells, said = json.loads((PACKED / "paged.json").read_text())["1 queries"], one_line(PAGE)
+    plain = [cell for cell in cells if cell["cache"] == "bf16"]
+    dense = {page: [cell["dense"] / cell["ours"] for cell in plain if cell["page"] in page] for page in ((1, 16, 128), (1,))}
+    assert f"at {spoken([cell['fa4'] / cell['ours'] for cell in plain])} times the rate of FlashAttention-4" in said
+    assert f"and at {spoken(dense[1, 16, 128])} times that of our kernel for a dense cache, {min(dense[1,]):.2f} of it over pages of 1" in said
+    rates = [cell["GB/s"] / 1000 for cell in plain]
+    assert f"both read {min(rates):.1f} to {max(rates):.1f} TB/s" in said
+
+
+def test_figures_of_documents_are_those_of_the_run() -> None:
+    rows = {row["case"]: row for row in json.loads((PACKED / "mods.json").read_text())["rows"]}
+    forward, backward = (rows["document"][way] for way in ("forward", "backward"))
+    assert rows["document"]["served"].startswith("packed sequences of 8 documents") and forward["packed"] / forward["ours"] > 0.99
+    assert f"it takes {forward['ours']:.0f} us to FlexAttention's {forward['flex']:.0f}" in one_line(PAGE)
+    assert f"and its gradients {backward['ours']:.0f} to {backward['flex']:.0f}" in one_line(PAGE)
 
 
 def test_figures_of_functions_are_those_of_the_runs() -> None:
@@ -249,7 +268,7 @@ def test_figures_of_models_that_wait_for_the_host_are_those_of_the_runs() -> Non
 def test_figures_of_packed_searches_are_those_of_the_shipped_records() -> None:
     rows = [row for row in Library.of(shipped_path()).records(gpu="h100") if row.problem.features.packed]
     ratios = {way: [row.framework_us / row.median_us for row in rows if row.problem.direction == way] for way in ("fwd", "bwd")}  # type: ignore[operator]
-    assert len(rows) == 17 and len(ratios["fwd"]) == 12
+    assert len(rows) == 29 and len(ratios["fwd"]) == 19
     words = "forwards run at {} times the rate of PyTorch's `varlen_attn`, their gradients at {} times"
     assert words.format(spoken(ratios["fwd"]), spoken(ratios["bwd"])) in one_line(PAGE)
 
