@@ -4,14 +4,14 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
-from flashtune.templates.mods.capture import PLAIN, Dependencies, names_of
+from flashtune.templates.mods.capture import PLAIN, Dependencies, is_torchs, names_of
 from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.scores import known_structure
 from flashtune.templates.mods.trace import Unsupported, traced_together
@@ -71,6 +71,15 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known, documents=documents)  # type: ignore[arg-type]
 
 
+class _Held(NamedTuple):
+    tensor: "weakref.ref[Tensor]"
+    state: Hashable
+
+
+_MOST_READ = 64
+"""Most values of a snapshot: a function that calls itself holds itself."""
+
+
 class Snapshot:
     """What a function reads beside its arguments, by identity: to know in a microsecond that a call has the same function, unchanged.
 
@@ -82,46 +91,56 @@ class Snapshot:
 
     def __init__(self, function: Any, seen: list[Any]) -> None:
         self._function = weakref.ref(function)
-        self._seen = [(weakref.ref(x), _state(x)) if isinstance(x, Tensor) else x for x in seen]
+        self._seen = [_Held(weakref.ref(x), _state(x)) if isinstance(x, Tensor) else x for x in seen]
 
     @classmethod
     def make(cls, function: Any) -> "Snapshot | None":
-        """The snapshot of a function, where it is a plain one."""
-        if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
-            return None
-        seen = _read(function)
+        """The snapshot of a function, where it is a plain one, as are those that it calls."""
+        seen = _read(function) if type(function) is types.FunctionType else None
         return None if seen is None or not all(_simple(x) for x in seen) else cls(function, seen)
 
-    def same(self, function: Any) -> bool:
+    def same(self, function: types.FunctionType) -> bool:
         """True if a function is that one, and reads the same."""
         now = _read(function) if self._function() is function else None
         if now is None or len(now) != len(self._seen):
             return False
         for x, was in zip(now, self._seen, strict=True):
-            if type(was) is tuple:
-                if was[0]() is not x or was[1] != _state(x):
+            if type(was) is _Held:
+                if was.tensor() is not x or was.state != _state(x):
                     return False
             elif was is not x:
                 return False
         return True
 
 
-def _read(function: Any) -> list[Any] | None:
-    try:
-        found = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:
-        return None
-    within = function.__globals__
-    return [function.__code__, *found, *[within[name] for name in names_of(function.__code__) if name in within]]
+def _read(function: types.FunctionType) -> list[Any] | None:
+    """What a function reads, and what functions and tuples among this hold; None where it is too much, or isn't set yet."""
+    found: list[Any] = []
+    waiting: list[Any] = [function]
+    while waiting:
+        x = waiting.pop()
+        found.append(x)
+        if type(x) is tuple:
+            waiting += x
+        elif type(x) is types.FunctionType and not is_torchs(x):
+            try:
+                waiting += [cell.cell_contents for cell in x.__closure__ or ()]
+            except ValueError:
+                return None
+            within = x.__globals__
+            waiting += (x.__code__, x.__defaults__, x.__kwdefaults__, *(within[name] for name in names_of(x.__code__) if name in within))
+        if len(found) > _MOST_READ:
+            return None
+    return found
 
 
-def _state(x: Tensor) -> Hashable:
+def _state(x: Any) -> Hashable:
     return x.data_ptr(), x._version, x.shape, x.requires_grad
 
 
 def _simple(x: Any) -> bool:
     if isinstance(x, Tensor):
         return type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference()
-    return isinstance(x, (*PLAIN, types.CodeType, types.BuiltinFunctionType)) or (
+    return isinstance(x, (*PLAIN, tuple, types.CodeType, types.FunctionType, types.BuiltinFunctionType)) or (
         isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
     )

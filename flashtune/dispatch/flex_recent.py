@@ -37,8 +37,8 @@ class RecentCall:
 def _state(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a decision depends on beside arguments that are tensors and functions."""
     return (
-        options, torch.is_grad_enabled(), torch.is_autocast_enabled(), stream_of(), flash_attention_on(),
-        torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+        options, torch.is_grad_enabled(), torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"), stream_of(),
+        flash_attention_on(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
@@ -72,7 +72,13 @@ def keep_recent(
     call: FlexCall | PackedCall | dict[str, Any] | str, tensors: Sequence[Any], score_mod: Any, block_mask: Any, options: tuple[Any, ...]
 ) -> None:
     """Keep a decided call, where its conditions can be compared."""
-    if isinstance(call, str) or torch.compiler.is_compiling() or not guarded(tensors) or any(x.data_ptr() % 16 for x in tensors):
+    if (
+        isinstance(call, str)
+        or isinstance(options[0], Tensor)
+        or torch.compiler.is_compiling()
+        or not guarded(tensors)
+        or any(x.data_ptr() % 16 for x in tensors)
+    ):
         return
     if (isinstance(call, dict) and "alibi_slopes" in call) or (isinstance(call, PackedCall) and call.slopes is not None):
         # Slopes are computed anew.

@@ -151,7 +151,9 @@ def test_figures_of_packed_calls_are_those_of_the_run() -> None:
         gains.append([min(one["torch"], one["fa4"]) / one["ours"] for one in times])
         torchs.append(mean([one["torch"] / one["ours"] for one in times]))
         equal.append([one["ours"] / one["dense"] for one in times if "dense" in one])
-    assert f"({len(cells)} cells of `{PACKED.name}`): forwards run at {mean(gains[0]):.2f} times (geometric mean; {spoken(gains[0])})" in said
+    assert (
+        f"({len(cells)} cells of `{PACKED.name}`): forwards run at {mean(gains[0]):.2f} times (geometric mean; {spoken(gains[0])})" in said
+    )
     assert f"backwards at {mean(gains[1]):.2f} times ({spoken(gains[1])})" in said
     assert f"at {torchs[0]:.2f} and {torchs[1]:.2f} times its rate" in said
     assert f"a forward takes {spoken(equal[0])} times as long as by our dense kernel, a backward {spoken(equal[1])} times" in said
@@ -182,7 +184,9 @@ def test_figures_of_paged_steps_beside_another_library_are_those_of_the_run() ->
     plain = [cell for cell in cells if cell["cache"] == "bf16"]
     dense = {page: [cell["dense"] / cell["ours"] for cell in plain if cell["page"] in page] for page in ((1, 16, 128), (1,))}
     assert f"at {spoken([cell['fa4'] / cell['ours'] for cell in plain])} times the rate of FlashAttention-4" in said
-    assert f"and at {spoken(dense[1, 16, 128])} times that of our kernel for a dense cache, {min(dense[1,]):.2f} of it over pages of 1" in said
+    assert (
+        f"and at {spoken(dense[1, 16, 128])} times that of our kernel for a dense cache, {min(dense[1,]):.2f} of it over pages of 1" in said
+    )
     rates = [cell["GB/s"] / 1000 for cell in plain]
     assert f"both read {min(rates):.1f} to {max(rates):.1f} TB/s" in said
 

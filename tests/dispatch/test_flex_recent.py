@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from flashtune import dispatch
 from flashtune.dispatch import flex_blocks, flex_recent
@@ -73,13 +73,38 @@ def test_a_tensor_that_takes_the_place_of_a_freed_one_is_another() -> None:
     assert len(made) == 2 and not snapshot.same(score)
 
 
+def test_functions_that_a_function_calls_are_read_too() -> None:
+    first, numbers = torch.arange(8), [2, 3]
+
+    def inner(q: Tensor, k: Tensor) -> Tensor:
+        return first[q] >= k
+
+    def outer(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return inner(q, k)
+
+    def itself(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return itself(b, h, q, k) if numbers else q >= k
+
+    both = and_masks(outer, lambda b, h, q, k: q >= k)
+    for mask in (outer, both):
+        snapshot = Snapshot.make(mask)
+        assert snapshot is not None and snapshot.same(mask)
+        first[0] += 1
+        assert not snapshot.same(mask)
+        snapshot = Snapshot.make(mask)
+        before, inner = inner, lambda q, k: q >= k
+        assert snapshot is not None and not snapshot.same(mask)
+        inner = before
+    assert Snapshot.make(itself) is None
+
+
 @pytest.mark.parametrize("what", ["default", "object", "inference"])
 def test_functions_that_read_what_may_change_unseen_have_no_snapshot(what: str) -> None:
     with torch.inference_mode(what == "inference"):
         table = torch.zeros(8)
     settings = SimpleNamespace(factor=2.0)
     functions = {
-        "default": lambda s, b, h, q, k, factor=2.0: s * factor,
+        "default": lambda s, b, h, q, k, factors=[2.0]: s * factors[0],
         "object": lambda s, b, h, q, k: s * settings.factor,
         "inference": lambda s, b, h, q, k: s + table[k],
     }

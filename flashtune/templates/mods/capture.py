@@ -91,7 +91,7 @@ class Dependencies:
         return _Same(x), *map(self._of, found)
 
     def _function(self, x: types.FunctionType) -> Hashable:
-        if (x.__module__ or "").partition(".")[0] == "torch" and x.__closure__ is None:
+        if is_torchs(x):
             return _Same(x)
         before, self._names = self._names, names_of(x.__code__)
         cells = []
@@ -104,6 +104,11 @@ class Dependencies:
         found = x.__code__, *cells, self._of(x.__defaults__), self._of(x.__kwdefaults__), *read
         self._names = before
         return found
+
+
+def is_torchs(x: types.FunctionType) -> bool:
+    """True for a function of PyTorch's that closes over nothing."""
+    return (x.__module__ or "").partition(".")[0] == "torch" and x.__closure__ is None
 
 
 @functools.lru_cache(maxsize=1024)
