@@ -81,7 +81,7 @@ _MOST_READ = 64
 
 
 class Snapshot:
-    """What a function reads beside its arguments, by identity: to know in a microsecond that a call has the same function, unchanged.
+    """Values that a function reads beside its arguments, by identity: to know in a microsecond that a call has the same function, unchanged.
 
     Tensors are held weakly, and their versions and metadata are part of it. `make` is None for functions that read other things than
     tensors, numbers and modules of PyTorch's, of which something may change unseen.
@@ -114,7 +114,7 @@ class Snapshot:
 
 
 def _read(function: types.FunctionType) -> list[Any] | None:
-    """What a function reads, and what functions and tuples among this hold; None where it is too much, or isn't set yet."""
+    """Values that a function reads, and those that functions and tuples among them hold; None where it is too much, or isn't set yet."""
     found: list[Any] = []
     waiting: list[Any] = [function]
     while waiting:

@@ -35,7 +35,7 @@ class RecentCall:
 
 
 def _state(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a decision depends on beside arguments that are tensors and functions."""
+    """Settings that a decision depends on beside arguments that are tensors and functions."""
     return (
         options, torch.is_grad_enabled(), torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"), stream_of(),
         flash_attention_on(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
