@@ -81,7 +81,7 @@ _MOST_READ = 64
 
 
 class Snapshot:
-    """Values that a function reads beside its arguments, by identity: to know in a microsecond that a call has the same function, unchanged.
+    """Values that a function reads beside its arguments, by identity: to know in microseconds that a function is the same.
 
     Tensors are held weakly, and their versions and metadata are part of it. `make` is None for functions that read other things than
     tensors, numbers and modules of PyTorch's, of which something may change unseen.
