@@ -3,6 +3,7 @@
 import difflib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,15 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "overlay.sqlite"
     monkeypatch.setenv("FLASHTUNE_OWN_DB", str(path))
     return path
+
+
+@pytest.fixture(autouse=True)
+def own_compilations() -> Iterator[None]:
+    """No test meets what another one compiled: to say why it compiles anew, PyTorch reads the earlier call's captured tensors in the new
+    function, and fails where that has none."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 @pytest.fixture
