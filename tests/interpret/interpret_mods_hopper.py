@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from flashtune.core.config import KernelSpec
 from flashtune.core.launching import provided
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex, flex_autograd
+from flashtune.dispatch import flex_autograd, flex_functions
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known
@@ -35,7 +35,7 @@ def gradients(functions: Functions, sizes: tuple[int, ...], changes: dict[str, A
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, h, n, d, generator=generator).half() for h, n in ((heads, n_q), (kv_heads, n_kv), (kv_heads, n_kv)))
     dout, dlse = torch.randn(q.shape, generator=generator).half(), torch.randn(q.shape[:3], generator=generator)
-    traced, captured = flex._traced(*functions, torch.device("cpu"))
+    traced, captured = flex_functions._traced(*functions, torch.device("cpu"))
     made = emitted(traced.score, traced.mask, flex_autograd.types_of(captured, [False] * len(captured)), backward=True)
     spec = KernelSpec(direction="bwd", dtype="fp16", d=d, d_v=d, window=False, mask="none", mods=known.keep(made))
     config = FAMILY.default(spec, GPU).replace(**changes)

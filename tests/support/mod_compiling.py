@@ -11,7 +11,7 @@ from flashtune.core.compiled import from_compiled
 from flashtune.core.config import KernelSpec, Variant
 from flashtune.core.launching import LoadedKernel, Plan, operand
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex, flex_autograd, kernels
+from flashtune.dispatch import flex_autograd, flex_functions, kernels
 from flashtune.templates import family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -27,7 +27,7 @@ GPU = "h100"
 def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tuple[Variant, str, LoadedKernel, list[Plan]]:
     """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys, of the family with
     plain pointers or another one."""
-    functions, captured = flex._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
+    functions, captured = flex_functions._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
     types = flex_autograd.types_of(captured, [x.requires_grad and not template for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
     kind, target = family(template or f"flash_{direction}"), find_target(GPU)

@@ -16,7 +16,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.launching import provided
 from flashtune.core.target import find_target
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch import flex
+from flashtune.dispatch import flex_functions
 from flashtune.dispatch.flex_autograd import types_of
 from flashtune.dispatch.flex_kernels import Sequences
 from flashtune.dispatch.packed import viewed
@@ -193,7 +193,7 @@ def kernel_call(
     given, functions, captured = made(name, lengths, dtype=torch.float16, d=64, padding=70)
     captured = [x.detach() for x in captured]
     backward = family.direction == "bwd"
-    traced, found = flex._traced(*functions, torch.device("cpu"))
+    traced, found = flex_functions._traced(*functions, torch.device("cpu"))
     mods = emitted(traced.score, traced.mask, types_of(found, [False] * len(found)), backward=backward)
     sequences = Sequences((*given.bounds, given.words.get("seqused_k")), numbers_of(given))
     spec = KernelSpec(direction=family.direction, dtype="fp16", d=64, d_v=64, mask="none", mods=known.keep(mods), **sequences.flags)

@@ -25,7 +25,7 @@ from flashtune.core.oracles import Place
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import flex, flex_configs, flex_kernels, varlen_flex
+from flashtune.dispatch import flex, flex_configs, flex_functions, flex_kernels, varlen_flex
 from flashtune.dispatch.flex_blocks import FlexCall
 from flashtune.dispatch.flex_configs import Recorded
 from flashtune.dispatch.flex_kernels import Sequences
@@ -312,7 +312,9 @@ def call_of(
     with pytest.MonkeyPatch.context() as patch:
         # Captured tensors are on the CPU, as these are.
         patch.setattr(
-            flex, "functions_of", lambda score_mod, mask_mod, device, sizes: flex._traced(score_mod, mask_mod, torch.device("cpu"))
+            flex_functions,
+            "functions_of",
+            lambda score_mod, mask_mod, device, sizes: flex_functions._traced(score_mod, mask_mod, torch.device("cpu")),
         )
         found = varlen_flex.call_of(packed, numbers, made.score_mod, made.mask_mod)
     assert isinstance(found, FlexCall), found
