@@ -73,11 +73,15 @@ class Features(Flags):
                 object.__setattr__(self, "window", (self.window[0], 0))
             if self.window in ((None, None), (None, 0)) and (self.causal or self.window == (None, None)):
                 object.__setattr__(self, "window", None)
+        if self.mods and not self._alone:
+            raise InputError("a mask and a score as code stand beside no other feature: write it into these functions, or drop them")
+
+    @property
+    def _alone(self) -> bool:
         # Kernels of packed sequences walk a band of keys, others lists of blocks.
         beside = ("tf32", "packed", "causal") if self.packed else ("tf32",)
-        others = [name for name, on in self.flags().items() if on and name not in beside]
-        if self.mods and (others or self.mask != "none" or (self.window is not None and not self.packed)):
-            raise InputError("a mask and a score as code stand beside no other feature: write it into these functions, or drop them")
+        others = any(on for name, on in self.flags().items() if name not in beside)
+        return not others and self.mask == "none" and (self.window is None or self.packed)
 
     @classmethod
     def within(cls, band: Band, **others: Any) -> "Features":

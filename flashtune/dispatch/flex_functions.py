@@ -72,8 +72,14 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
 
 
 class _Held(NamedTuple):
-    tensor: "weakref.ref[Tensor]"
+    it: "weakref.ref[Any]"
     state: Hashable
+
+
+def _held(x: Any) -> Any:
+    if isinstance(x, types.FunctionType):
+        return _Held(weakref.ref(x), None)
+    return _Held(weakref.ref(x), _state(x)) if isinstance(x, Tensor) else x
 
 
 _MOST_READ = 64
@@ -83,30 +89,29 @@ _MOST_READ = 64
 class Snapshot:
     """Values that a function reads beside its arguments, by identity: to know in microseconds that a function is the same.
 
-    Tensors are held weakly, and their versions and metadata are part of it. `make` is None for functions that read other things than
-    tensors, numbers and modules of PyTorch's, of which something may change unseen.
+    Tensors and functions are held weakly; versions and metadata of tensors are part of it. `make` is None for functions that read other
+    things than tensors, numbers and modules of PyTorch's, of which something may change unseen.
     """
 
-    __slots__ = ("_function", "_seen")
+    __slots__ = ("_seen",)
 
-    def __init__(self, function: Any, seen: list[Any]) -> None:
-        self._function = weakref.ref(function)
-        self._seen = [_Held(weakref.ref(x), _state(x)) if isinstance(x, Tensor) else x for x in seen]
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = [_held(x) for x in seen]
 
     @classmethod
     def make(cls, function: Any) -> "Snapshot | None":
         """The snapshot of a function, where it is a plain one, as are those that it calls."""
         seen = _read(function) if type(function) is types.FunctionType else None
-        return None if seen is None or not all(_simple(x) for x in seen) else cls(function, seen)
+        return None if seen is None or not all(_simple(x) for x in seen) else cls(seen)
 
     def same(self, function: types.FunctionType) -> bool:
         """True if a function is that one, and reads the same."""
-        now = _read(function) if self._function() is function else None
+        now = _read(function)
         if now is None or len(now) != len(self._seen):
             return False
         for x, was in zip(now, self._seen, strict=True):
             if type(was) is _Held:
-                if was.tensor() is not x or was.state != _state(x):
+                if was.it() is not x or (was.state is not None and was.state != _state(x)):
                     return False
             elif was is not x:
                 return False
@@ -119,7 +124,8 @@ def _read(function: types.FunctionType) -> list[Any] | None:
     waiting: list[Any] = [function]
     while waiting:
         x = waiting.pop()
-        found.append(x)
+        # A tuple would hold what is in it.
+        found.append(len(x) if type(x) is tuple else x)
         if type(x) is tuple:
             waiting += x
         elif type(x) is types.FunctionType and not is_torchs(x):
@@ -141,6 +147,6 @@ def _state(x: Any) -> Hashable:
 def _simple(x: Any) -> bool:
     if isinstance(x, Tensor):
         return type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference()
-    return isinstance(x, (*PLAIN, tuple, types.CodeType, types.FunctionType, types.BuiltinFunctionType)) or (
+    return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType, types.BuiltinFunctionType)) or (
         isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
     )
