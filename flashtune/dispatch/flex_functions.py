@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
-from flashtune.templates.mods.capture import PLAIN, Dependencies, is_torchs, names_of
+from flashtune.templates.mods.capture import PLAIN, Dependencies, imports, is_torchs, names_of
 from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.scores import known_structure
 from flashtune.templates.mods.trace import Unsupported, traced_together
@@ -119,7 +119,8 @@ class Snapshot:
 
 
 def _read(function: types.FunctionType) -> list[Any] | None:
-    """Values that a function reads, and those that functions and tuples among them hold; None where it is too much, or isn't set yet."""
+    """Values that a function reads, and those that functions and tuples among them hold; None where it is too much, isn't set yet,
+    or where a function imports or has attributes."""
     found: list[Any] = []
     waiting: list[Any] = [function]
     while waiting:
@@ -129,6 +130,8 @@ def _read(function: types.FunctionType) -> list[Any] | None:
         if type(x) is tuple:
             waiting += x
         elif type(x) is types.FunctionType and not is_torchs(x):
+            if x.__dict__ or imports(x.__code__):
+                return None
             try:
                 waiting += [cell.cell_contents for cell in x.__closure__ or ()]
             except ValueError:
@@ -141,7 +144,7 @@ def _read(function: types.FunctionType) -> list[Any] | None:
 
 
 def _state(x: Any) -> Hashable:
-    return x.data_ptr(), x._version, x.shape, x.requires_grad
+    return x.data_ptr(), x._version, x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 def _simple(x: Any) -> bool:

@@ -1,8 +1,9 @@
 """Calls with functions that were decided before: what is the same again, and what isn't."""
 
 import gc
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from flashtune import dispatch
 from flashtune.dispatch import flex_blocks, flex_recent
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_functions import Snapshot
+from flashtune.templates.mods.capture import Dependencies
 
 limit = 3
 OPTIONS = None, False, False, None
@@ -159,3 +161,38 @@ def test_masks_are_held_weakly_and_reasons_of_torch_are_not_kept(tensors: list[T
         flex_recent.keep_recent({}, tensors, None, lambda b, h, q, k, place=place: q >= k, OPTIONS)
         flex_recent.keep_recent({}, tensors, lambda s, b, h, q, k: s * 2, None, OPTIONS)
     assert len(current().plans.flex) <= flex_recent.MOST
+
+
+def test_what_a_function_imports_or_its_helper_holds_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("settings_of_masks")
+    module.width = 3
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def helper(q: Tensor, k: Tensor) -> Tensor:
+        return q - k < helper.width  # type: ignore[attr-defined,no-any-return]
+
+    def importing(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        from settings_of_masks import width  # type: ignore[import-not-found]
+
+        return q - k < width  # type: ignore[no-any-return]
+
+    helper.width = 3  # type: ignore[attr-defined]
+    calling = lambda b, h, q, k: helper(q, k)  # noqa: E731
+    for function in (importing, calling):
+        assert Snapshot.make(function) is None
+    key = Dependencies(calling).key
+    helper.width = 4  # type: ignore[attr-defined]
+    assert Dependencies(importing).key is None
+    assert key is not None and key != Dependencies(calling).key
+
+
+def test_a_tensor_with_other_strides_or_another_type_is_another() -> None:
+    x = torch.arange(16).view(4, 4)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return x[q, k] > 3
+
+    for changed in (lambda: x.data.t(), lambda: x.data.view(torch.float64)):
+        snapshot = Snapshot.make(mask)
+        x.data = changed()
+        assert snapshot is not None and not snapshot.same(mask)

@@ -1,5 +1,6 @@
 """Dependencies of a function beside its arguments: a key for its trace, and the tensors that it may capture."""
 
+import dis
 import functools
 import math
 import types
@@ -93,6 +94,8 @@ class Dependencies:
     def _function(self, x: types.FunctionType) -> Hashable:
         if is_torchs(x):
             return _Same(x)
+        if imports(x.__code__):
+            raise _TooMuch
         before, self._names = self._names, names_of(x.__code__)
         cells = []
         for cell in x.__closure__ or ():
@@ -101,7 +104,7 @@ class Dependencies:
             except ValueError:
                 cells.append("empty")
         read = [self._of(x.__globals__[name]) for name in self._names if name in x.__globals__]
-        found = x.__code__, *cells, self._of(x.__defaults__), self._of(x.__kwdefaults__), *read
+        found = x.__code__, *cells, self._of(x.__defaults__), self._of(x.__kwdefaults__), self._of(x.__dict__), *read
         self._names = before
         return found
 
@@ -116,6 +119,14 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     """Names that a function and those within it may read from its module."""
     inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in names_of(x)]
     return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+@functools.lru_cache(maxsize=1024)
+def imports(code: types.CodeType) -> bool:
+    """True if a function or one within it imports, so that it reads what lies outside its module."""
+    return any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)) or any(
+        imports(x) for x in code.co_consts if isinstance(x, types.CodeType)
+    )
 
 
 class _TooMuch(Exception):
