@@ -3,7 +3,7 @@
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,11 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.errors import InputError
+from flashtune.core.flex_attention import Mod
 from flashtune.dispatch import api, flex_functions, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend, types_of
-from flashtune.dispatch.flex_blocks import (
-    FOREIGN,
-    FlexCall,
-    Functions,
-    Kernels,
-    agrees,
-    agrees_with_band,
-    sizes_of,
-)
+from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
@@ -34,8 +27,6 @@ from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.scores import slopes_of
 from flashtune.templates.mods.trace import Unsupported
-
-Mod = Callable[..., Tensor]
 
 
 def flex_attention(
@@ -67,11 +58,10 @@ def flex_attention(
         return_aux: an AuxRequest, for (output, AuxOutput).
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
-    tiles without a visible pair are skipped; those that `attention` has built in take its kernels, and documents those of
-    packed sequences. PyTorch's flex_attention serves,
-    compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that kernels lack; where it was faster
-    in a search of these functions; and where only kernels with plain pointers could that no search measured with them, unless
-    FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
+    tiles without a visible pair are skipped; those that `attention` has built in take its kernels, and documents those of packed sequences.
+    PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that
+    kernels lack; where it was faster in a search of these functions; and where only kernels with plain pointers could that no search
+    measured with them, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """

@@ -74,7 +74,7 @@ def _decided(
         return None
     rows = 1 if into_heads else batch
     # Slopes of a batch's rows belong to sequences.
-    if rows > 1 and any("b" in x.reads for _, values in score.slope for x in values):
+    if rows > 1 and score.by_batch:
         return None
     runs: Runs | None = kept(ids, (ids,), ("runs", rows, n), lambda: _runs(ids, rows, n))
     if runs is None or rows * n < SHORTEST_MEAN * (len(runs.bounds) - 1):

@@ -3,20 +3,19 @@
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtune.core.flex_attention import Mod
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import PLAIN, Dependencies, imports, is_torchs, names_of
 from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.scores import known_structure
 from flashtune.templates.mods.trace import Unsupported, traced_together
-
-Mod = Callable[..., Tensor]
 
 
 def functions_of(

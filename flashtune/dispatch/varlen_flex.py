@@ -10,9 +10,8 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.errors import InputError
-from flashtune.core.flex_attention import within
+from flashtune.core.flex_attention import Mod, within
 from flashtune.dispatch import flex, flex_functions
-from flashtune.dispatch.flex import Mod
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_configs import kind_of, source_note
@@ -134,7 +133,7 @@ def _of_sequence(
 
 _ONE_STAGE = {"fwd_num_stages": 1, "bwd_num_stages": 1}
 """Options of PyTorch's kernels, which hold what functions read by pairs of indices in shared memory, once for each stage: with its three a
-bias of relative positions takes 245,760 bytes, and an H100 has 232,448 (PyTorch 2.11)."""
+bias of relative positions takes more than an H100 has (PyTorch 2.11)."""
 
 
 def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
@@ -148,9 +147,8 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
     owner_q, owner = (x.clamp(max=packed.sequences - 1) for x in (of_q, of_k))
     # Of rows, not of pairs, for the same reason as one stage.
     at_q, at_k = (torch.arange(len(x), device=x.device) - cu[own] for x, cu, own in ((query, cu_q, owner_q), (key, cu_k, owner)))
-    limits, shifts = n_kv[owner_q], (n_kv - n_q)[owner_q] * numbers.bottom_right
-
     at_q = torch.where(of_q < packed.sequences, at_q, 0)
+    limits, shifts = n_kv[owner_q], (n_kv - n_q)[owner_q] * numbers.bottom_right
 
     def places(q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
         together = (of_q[q_idx] == of_k[kv_idx]) & (of_q[q_idx] < packed.sequences)

@@ -188,7 +188,7 @@ def test_figures_of_paged_steps_beside_another_library_are_those_of_the_run() ->
         f"and at {spoken(dense[1, 16, 128])} times that of our kernel for a dense cache, {min(dense[1,]):.2f} of it over pages of 1" in said
     )
     rates = [cell["GB/s"] / 1000 for cell in plain]
-    assert f"both read {min(rates):.1f} to {max(rates):.1f} TB/s" in said
+    assert f"ours reads {min(rates):.1f} to {max(rates):.1f} TB/s" in said
 
 
 def test_figures_of_documents_are_those_of_the_run() -> None:

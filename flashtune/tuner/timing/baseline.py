@@ -33,8 +33,7 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs. Packed sequences are one call of `varlen_attn` where
     that takes them, else a call each; a single backend of their own they don't have. A mask and a score as code are FlexAttention's,
-    compiled by a first call,
-    of packed sequences in one call with a document mask.
+    compiled by a first call, of packed sequences in one call with a document mask.
     """
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
