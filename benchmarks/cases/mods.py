@@ -1,10 +1,10 @@
 """Masks and scores as code beside PyTorch's FlexAttention, compiled with its defaults and, where asked, with max-autotune.
 
-Functions as in attention-gym (causal, window, document, prefix-LM, NATTEN, dilated, global + window, tree, block diffusion, soft cap, ALiBi,
-signed ALiBi, relative bias, learned bias with its gradient). All run interleaved on the same inputs, as whole calls; a backward is that of
-output and captured tensors alone, without the forward. Our lists of blocks are kept with the BlockMask, as FlexAttention's are in it;
-`lists_us` is the time of the forward's lists when they are made anew. Documents are beside `attention_varlen`, too, to which they are packed
-sequences.
+Functions as in attention-gym (causal, window, document, prefix-LM, NATTEN, dilated, global + window, tree, block diffusion, soft cap,
+ALiBi, signed ALiBi, relative bias, learned bias with its gradient). All run interleaved on the same inputs, as whole calls; a backward is
+that of output and captured tensors alone, without the forward. Our lists of blocks are kept with the BlockMask, as FlexAttention's are in
+it; `lists_us` is the time of the forward's lists when they are made anew. Documents are beside `attention_varlen`, too, to which they are
+packed sequences.
 
 Prints a line for each cell and writes mods.json after each.
 """
