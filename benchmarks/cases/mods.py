@@ -160,7 +160,7 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
     mods, trained = CASES[name](n, heads)
     generator = torch.Generator("cuda").manual_seed(options.seed)
     tensors = [torch.randn((1, heads, n, d), device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_() for _ in range(3)]
-    mask = None if mods[1] is None else create_block_mask(mods[1], None, None, n, n, device="cuda", _compile=True)
+    mask = None if mods[1] is None else create_block_mask(mods[1], None, None, n, n, device="cuda")
     functions: dict[str, Callable[..., Any]] = {"ours": dispatch.flex_attention, "flex": torch.compile(flex_attention)}
     if options.autotune:
         functions["flex_autotuned"] = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
