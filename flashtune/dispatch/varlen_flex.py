@@ -136,14 +136,20 @@ _ONE_STAGE = {"fwd_num_stages": 1, "bwd_num_stages": 1}
 bias of relative positions takes more than an H100 has (PyTorch 2.11)."""
 
 
+def _owners(rows: int, bounds: Tensor) -> Tensor:
+    """Number of each row's sequence (rows,), that of all sequences for rows of none.
+
+    No bucketize: PyTorch 2.11's compiler reads its boundaries from the start of their storage, where `bounds[1:]` doesn't begin.
+    """
+    ended = torch.zeros(rows + 1, dtype=torch.int64, device=bounds.device)
+    return ended.index_add(0, bounds[1:], torch.ones_like(bounds[1:], dtype=torch.int64))[:rows].cumsum(0)
+
+
 def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
     """Output and LSE by one call of `flex_attention` whose mask keeps sequences apart: a compiler has no lengths to read."""
     query, key, value, cu_q, cu_k, used, *_ = packed
     n_q, n_kv = cu_q.diff(), cu_k.diff() if used is None else torch.minimum(cu_k.diff(), used)
-    of_q, of_k = (
-        torch.bucketize(torch.arange(len(x), dtype=cu.dtype, device=cu.device), cu[1:], right=True)
-        for x, cu in ((query, cu_q), (key, cu_k))
-    )
+    of_q, of_k = _owners(len(query), cu_q), _owners(len(key), cu_k)
     owner_q, owner = (x.clamp(max=packed.sequences - 1) for x in (of_q, of_k))
     # Of rows, not of pairs, for the same reason as one stage.
     at_q, at_k = (torch.arange(len(x), device=x.device) - cu[own] for x, cu, own in ((query, cu_q, owner_q), (key, cu_k, owner)))

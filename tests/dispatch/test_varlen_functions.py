@@ -14,7 +14,7 @@ from varlen_functions import CASES, LENGTHS, kernel_call, made, wanted
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex
+from flashtune.dispatch import flex, varlen_flex
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 
 WITHIN_OTHERS = {"relative", "causal relative", "both", "both, causal from the first", "built-in band", "built-in cap"}
@@ -83,6 +83,14 @@ def test_a_compiler_traces_a_call_without_a_break(name: str) -> None:
         right, right_lse, _, _ = wanted(given, LENGTHS, functions)
     torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
+
+
+def test_a_compiler_numbers_rows_by_their_sequences() -> None:
+    # For bounds[1:] PyTorch 2.11's compiler read a GPU's memory from the first bound on (bucketize).
+    bounds = torch.tensor([0, 5, 5, 38, 54, 54], dtype=torch.int32)
+    wanted = torch.tensor([0] * 5 + [2] * 33 + [3] * 16 + [5] * 6)
+    assert torch.equal(varlen_flex._owners(60, bounds), wanted)
+    assert torch.equal(torch.compile(varlen_flex._owners, fullgraph=True)(60, bounds), wanted)
 
 
 def test_the_lse_comes_on_request_with_functions_too() -> None:
