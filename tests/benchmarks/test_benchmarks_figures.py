@@ -211,6 +211,22 @@ def test_figures_of_functions_are_those_of_the_runs() -> None:
     assert {round(row["lists_us"]) for row in rows if "lists_us" in row} <= {5, 6} and "Lists of blocks take 6 us" in said
 
 
+def test_figures_of_functions_over_long_sequences_are_those_of_the_runs() -> None:
+    said, runs = one_line(PAGE), folder() / "2026-11-28-h100-functions"
+    rows_in = {name: json.loads((runs / f"{name}.json").read_text())["rows"] for name in ("long", "autotuned-16384", "autotuned-4096")}
+    rows = [row for row in rows_in["long"] if "forward" in row]
+    assert {row["case"] for row in rows_in["long"] if "failed" in row} == {"relative", "bias"}
+    forward, backward = ([row[way]["flex"] / row[way]["ours"] for row in rows] for way in ("forward", "backward"))
+    assert f"{len(rows)} cells run forward at {mean(forward):.2f} times its rate ({spoken(forward)})" in said
+    assert f"backward at {mean(backward):.2f} times ({spoken(backward)}); lists" in said
+    share = max(row["lists_us"] / row["forward"]["ours"] for row in rows if "lists_us" in row)
+    assert f"lists of blocks take at most {100 * share:.1f} % of a forward" in said
+    for name, case in (("autotuned-16384", "causal at N = 16384"), ("autotuned-4096", "a window at N = 4096")):
+        (row,) = rows_in[name]
+        gains = [f"{row[way]['flex_autotuned'] / row[way]['ours']:.2f}" for way in ("forward", "backward")]
+        assert f"{case} at {' and '.join(gains)} times" in said
+
+
 def test_figures_of_providers_are_those_of_the_run() -> None:
     run, said = of_run("providers.json"), one_line(PAGE)
     missed = sorted(round(100 * (row["ratio"] - 1)) for row in run["choices"] if not row["right"])

@@ -90,8 +90,9 @@ def test_a_graph_is_right_when_lengths_change(name: str) -> None:
     follows_lengths(static, bounds, rows, replays=5)
 
 
-def test_a_compiled_call_computes_the_same() -> None:
-    given, _, _ = made("both in a window", LONG, dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
+@pytest.mark.parametrize("name", ["both in a window", "prefix", "causal relative"])
+def test_a_compiled_call_computes_the_same(name: str) -> None:
+    given, _, _ = made(name, LONG, dtype=torch.bfloat16, device=DEVICE, d=64, padding=0)
     tensors = [x.detach() for x in given.tensors]
 
     def call(*x: Any) -> Any:
