@@ -1,10 +1,12 @@
-"""Masks and scores as code beside PyTorch's FlexAttention, compiled with its defaults and, where asked, with max-autotune.
+"""Masks and scores as code beside PyTorch's FlexAttention, compiled with its defaults and, on request, with max-autotune.
 
 Functions as in attention-gym (causal, window, document, prefix-LM, NATTEN, dilated, global + window, tree, block diffusion, soft cap,
 ALiBi, signed ALiBi, relative bias, learned bias with its gradient). All run interleaved on the same inputs, as whole calls; a backward is
 that of output and captured tensors alone, without the forward. Our lists of blocks are kept with the BlockMask, as FlexAttention's are in
 it; `lists_us` is the time of the forward's lists when they are made anew. Documents are beside `attention_varlen`, too, to which they are
 packed sequences.
+
+FlexAttention fails on an H100 with its defaults for the two biases, and has one pipeline stage there.
 
 Prints a line for each cell and writes mods.json after each.
 """
@@ -22,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.shared.environment import argument_parser, made_by, names_of, output_folder, this_gpu
 from flashtune import dispatch
-from flashtune.dispatch import flex, flex_blocks
+from flashtune.dispatch import flex, flex_blocks, varlen_flex
 from flashtune.tuner.timing.stopwatch import Stopwatch
 
 Mods = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]
@@ -122,9 +124,8 @@ CASES: dict[str, Callable[[int, int], tuple[Mods, list[Tensor]]]] = {
     "bias": _bias,
 }
 
-READ_BY_PAIRS = {"relative", "bias"}
-"""Cases whose tensor is read by query and key, which gives FlexAttention one pipeline stage: with its defaults it needs more shared memory
-than an H100 has (PyTorch 2.11)."""
+BIASES = {"relative", "bias"}
+"""Cases for which FlexAttention gets one pipeline stage; `varlen_flex._ONE_STAGE` says why."""
 
 Run = Callable[[], object]
 
@@ -167,8 +168,8 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
     tensors = [torch.randn((1, heads, n, d), device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_() for _ in range(3)]
     mask = None if mods[1] is None else create_block_mask(mods[1], None, None, n, n, device="cuda")
     functions: dict[str, Callable[..., Any]] = {"ours": dispatch.flex_attention, "flex": torch.compile(flex_attention)}
-    if name in READ_BY_PAIRS:
-        functions["flex"] = functools.partial(functions["flex"], kernel_options={"fwd_num_stages": 1, "bwd_num_stages": 1})
+    if name in BIASES:
+        functions["flex"] = functools.partial(functions["flex"], kernel_options=dict(varlen_flex._ONE_STAGE))
     if options.autotune:
         functions["flex_autotuned"] = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
     if name == "document":

@@ -141,8 +141,9 @@ def _owners(rows: int, bounds: Tensor) -> Tensor:
 
     No bucketize: PyTorch 2.11's compiler reads its boundaries from the start of their storage, where `bounds[1:]` doesn't begin.
     """
+    ends = bounds[1:].clamp(max=rows)
     ended = torch.zeros(rows + 1, dtype=torch.int64, device=bounds.device)
-    return ended.index_add(0, bounds[1:], torch.ones_like(bounds[1:], dtype=torch.int64))[:rows].cumsum(0)
+    return ended.index_add(0, ends, torch.ones_like(ends, dtype=torch.int64))[:rows].cumsum(0)
 
 
 def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:

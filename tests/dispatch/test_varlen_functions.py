@@ -90,6 +90,7 @@ def test_a_compiler_numbers_rows_by_their_sequences() -> None:
     bounds = torch.tensor([0, 5, 5, 38, 54, 54], dtype=torch.int32)
     wanted = torch.tensor([0] * 5 + [2] * 33 + [3] * 16 + [5] * 6)
     assert torch.equal(varlen_flex._owners(60, bounds), wanted)
+    assert torch.equal(varlen_flex._owners(40, bounds), wanted[:40])
     assert torch.equal(torch.compile(varlen_flex._owners, backend="eager", fullgraph=True)(60, bounds), wanted)
 
 
