@@ -1,6 +1,5 @@
 """Arguments of PyTorch's FlexAttention: functions for a band and a soft cap, and the blocks of a mask."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,12 @@ from flashtune.core.band import Band
 
 Mod = Callable[..., Tensor]
 
-COMPILED_PAIRS = 1 << 26
-"""Pairs of queries and keys above which a mask's blocks are found by a compiled function. Plain operations take seconds less, but hold
-several tensors of all pairs at a time: 0.5 GiB each at this size, of numbers of 64 bits."""
+PAIRS_AT_ONCE = 1 << 26
+"""Pairs of queries and keys whose visibility is in memory at a time while a mask's blocks are counted: several tensors of 64-bit numbers,
+0.5 GiB each at this size."""
+
+BLOCK = 128
+"""Queries and keys of a mask's block, as `create_block_mask` has them."""
 
 FAR = 1 << 30
 """Distance that no two places have."""
@@ -51,8 +53,36 @@ def flex_arguments(
 ) -> dict[str, Any]:
     """Arguments of flex_attention for a mask and a score as functions; `sizes` are the batches, heads (None where the mask is equal in
     all), queries and keys."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    return {"score_mod": score_mod, "block_mask": None if mask_mod is None else block_mask(mask_mod, sizes, device)}
 
-    many = math.prod(size or 1 for size in sizes) > COMPILED_PAIRS
-    make: Any = torch.compile(create_block_mask) if many and mask_mod is not None else create_block_mask
-    return {"score_mod": score_mod, "block_mask": None if mask_mod is None else make(mask_mod, *sizes, device=device)}
+
+def block_mask(mask_mod: Mod, sizes: tuple[int | None, int | None, int, int], device: torch.device) -> Any:
+    """The BlockMask that `create_block_mask` makes, from strips of queries where all pairs would be too many to hold.
+
+    PyTorch's remedy, `create_block_mask` compiled, takes minutes for some masks of 16384 queries and keys (PyTorch 2.11, H100).
+    """
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+    batches, heads, n_q, n_kv = sizes
+    row = (batches or 1) * (heads or 1) * n_kv
+    if row * n_q <= PAIRS_AT_ONCE:
+        return create_block_mask(mask_mod, *sizes, device=device)
+    rows, found = max(1, PAIRS_AT_ONCE // row // BLOCK) * BLOCK, list[Tensor]()
+    for first in range(0, n_q, rows):
+
+        def strip(b: Tensor, h: Tensor, i: Tensor, j: Tensor, first: int = first) -> Tensor:
+            return mask_mod(b, h, i + first, j)
+
+        seen = create_mask(strip, batches, heads, min(rows, n_q - first), n_kv, device)
+        seen = torch.nn.functional.pad(seen, (0, -n_kv % BLOCK, 0, -seen.shape[2] % BLOCK))
+        blocks = seen.shape[2] // BLOCK, BLOCK, seen.shape[3] // BLOCK, BLOCK
+        found.append(seen.reshape(*seen.shape[:2], *blocks).sum((3, 5)))
+    seen_pairs = torch.cat(found, 2)
+    full = seen_pairs == BLOCK * BLOCK
+    return BlockMask.from_kv_blocks(*_ordered((seen_pairs > 0) & ~full), *_ordered(full), mask_mod=mask_mod, seq_lengths=(n_q, n_kv))
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of the blocks of each row, and their places before those of the others."""
+    numbers = blocks.int()
+    return numbers.sum(3, dtype=torch.int32), torch.argsort(numbers, dim=3, descending=True, stable=True).int()

@@ -15,9 +15,7 @@ from click.testing import CliRunner
 
 from flashtune.cli.main import main
 from flashtune.core import flex_attention, flex_options, reference
-from flashtune.core.band import Band
 from flashtune.core.errors import InputError, NoKernelFound
-from flashtune.core.flex_attention import band_mod, flex_arguments
 from flashtune.core.lengths import Lengths
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate, Measurement, Provenance
@@ -295,11 +293,19 @@ def test_the_command_tunes_stores_and_prints(monkeypatch: pytest.MonkeyPatch, ow
     assert refused.exit_code == 2 and "--template is for kernels of flashtune" in refused.stderr
 
 
-def test_blocks_of_large_masks_are_found_by_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda function: made.append(function.__name__) or function)
-    band, device = band_mod(Band(right=0)), torch.device("cpu")
-    for most, found in ((300 * 200, []), (300 * 200 - 1, ["create_block_mask"])):
-        monkeypatch.setattr(flex_attention, "COMPILED_PAIRS", most)
-        mask = flex_arguments(band, None, (None, None, 300, 200), device)["block_mask"]
-        assert made == found and mask.kv_num_blocks.tolist() == [[[1, 1, 2]]]
+@pytest.mark.parametrize(("batches", "heads"), [(None, None), (2, None), (2, 3)])
+def test_blocks_of_large_masks_are_found_in_strips(batches: int | None, heads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, sizes = torch.device("cpu"), (batches, heads, 700, 900)
+
+    def seen(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return ((i + 150 * b >= j) & (j >= 300 * h)) | (i > 500)
+
+    whole = flex_attention.block_mask(seen, sizes, device)
+    for rows in (1, 200, 300):
+        monkeypatch.setattr(flex_attention, "PAIRS_AT_ONCE", rows * 900 * (batches or 1) * (heads or 1))
+        found = flex_attention.block_mask(seen, sizes, device)
+        assert (found.mask_mod, found.seq_lengths, found.BLOCK_SIZE) == (whole.mask_mod, whole.seq_lengths, whole.BLOCK_SIZE)
+        pairs = [
+            (one.to_dense(), one.full_kv_num_blocks, one.kv_num_blocks, one.full_q_num_blocks, one.q_num_blocks) for one in (found, whole)
+        ]
+        assert all(torch.equal(*both) for both in zip(*pairs, strict=True))
