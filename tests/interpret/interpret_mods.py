@@ -47,8 +47,8 @@ def report(case: Case, dtype: torch.dtype = torch.float32) -> Report:
     out64, lse64 = oracle(*doubles, *case.functions(*twins))
     ((out64 * weights.double()).sum() + lse64[seen].sin().sum()).backward()
     pairs = [(x, y) for x, y in zip([*tensors, *captured], [*doubles, *twins], strict=True) if x.requires_grad]
-    # Where the scores don't matter, torch has no gradient instead of zeros.
-    gradients = [gap(x.grad, torch.zeros_like(y) if y.grad is None else y.grad) for x, y in pairs]
+    # Where scores don't matter, and where a mask alone reads a tensor, there may be no gradient instead of zeros.
+    gradients = [gap(*(torch.zeros_like(z) if z.grad is None else z.grad for z in both)) for both in pairs]
     return served, gap(out.detach(), out64.detach()), gap(lse.detach(), lse64.detach()), gradients
 
 

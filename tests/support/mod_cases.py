@@ -91,6 +91,39 @@ def _relative(table: Tensor) -> Functions:
     return lambda s, b, h, q, k: s + table[h, (q - k).clamp(-7, 7) + 7], None
 
 
+def _buckets(table: Tensor) -> Functions:
+    """T5's: exact for near keys, logarithmic for far ones, other numbers ahead of the query."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        far = (q - k).abs()
+        bucket = torch.where(far < 4, far, (4 + (far.float().clamp(min=1) / 4).log() * 1.4).to(torch.int32).clamp(max=7))
+        return s + table[bucket + torch.where(k > q, 8, 0), h]
+
+    return score, None
+
+
+def _shifted(table: Tensor, places: Tensor) -> Functions:
+    return lambda s, b, h, q, k: s * table[b, places[2 * q + 140 - k - k]] + table[b, q - k] * table[b, -k + q], None
+
+
+def _pairs(table: Tensor, kind: Tensor) -> Functions:
+    """Tables by the kinds of query and key, and by the distance of their rows and columns on a canvas."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + table[kind[q], kind[k]] + table[q // 12 - k // 12, (q % 12 - k % 12).abs()]
+
+    return score, lambda b, h, q, k: q + 30 >= k
+
+
+def _by_score(table: Tensor) -> Functions:
+    return lambda s, b, h, q, k: s + table[(s * 3.4 + 3.5).to(torch.int32).clamp(0, 7)] * table[(q - k + h) % 8], None
+
+
+def _masked_by(edge: Tensor, table: Tensor) -> Functions:
+    """A captured tensor that asks for a gradient, which a mask alone reads."""
+    return lambda s, b, h, q, k: s * table[h], lambda b, h, q, k: q + edge[h] * 9 >= k
+
+
 def _bias(bias: Tensor) -> Functions:
     return lambda s, b, h, q, k: s + bias[h, q, k], lambda b, h, q, k: q + 20 >= k
 
@@ -137,6 +170,11 @@ CASES: dict[str, Case] = {
     "alibi": Case(_alibi, _of(_numbers(4, trained=False, scale=0.1))),
     "signed_alibi": Case(_signed_alibi, _of(_numbers(4, scale=0.1))),
     "relative": Case(_relative, _of(_numbers(4, 15))),
+    "buckets": Case(_buckets, _of(_numbers(16, 4))),
+    "shifted": Case(_shifted, lambda generator: [*_of(_numbers(2, 140))(generator), torch.randint(-140, 140, (300,), generator=generator)]),
+    "pairs": Case(_pairs, lambda generator: [*_of(_numbers(13, 13))(generator), torch.randint(0, 12, (70,), generator=generator)]),
+    "by_score": Case(_by_score, _of(_numbers(8))),
+    "masked_by": Case(_masked_by, _of(_numbers(4), _numbers(4))),
     "bias": Case(_bias, _of(_numbers(4, 50, 70))),
     "gated": Case(_gated, _of(_numbers(4), _numbers(2, 50), _numbers(70), lambda generator: torch.tensor(1.7).requires_grad_())),
     "hidden_by_score": Case(_hidden_by_score),

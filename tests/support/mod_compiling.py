@@ -28,7 +28,7 @@ def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tup
     """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys, of the family with
     plain pointers or another one."""
     functions, captured = flex_functions._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
-    types = flex_autograd.types_of(captured, [x.requires_grad and not template for x in captured])
+    types = flex_autograd.types_of(captured, [x.requires_grad for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
     kind, target = family(template or f"flash_{direction}"), find_target(GPU)
     spec = KernelSpec(direction=direction, dtype="bf16", d=64, d_v=64, window=False, mask="none", mods=known.keep(made))

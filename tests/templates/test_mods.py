@@ -18,6 +18,8 @@ from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels
 from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
+from flashtune.templates.mods.additions import PAIR, by_distance, varies
+from flashtune.templates.mods.graph import loads
 from flashtune.templates.rendering import render
 
 BOUND = 1e-5
@@ -43,6 +45,31 @@ def test_kernels_have_the_operations_of_scores(name: str) -> None:
     served, out, lse, gradients = reports()["operations"][name]
     assert served.startswith("flash_fwd")
     assert max(out, lse, *gradients) <= 5 * BOUND
+
+
+BY_DISTANCE: dict[str, tuple[bool, Any]] = {
+    "distance": (True, lambda s, h, q, k: q - k),
+    "spelled otherwise": (True, lambda s, h, q, k: 3 * h - 2 * k + 7 + q + q),
+    "clamped": (True, lambda s, h, q, k: (k - q).clamp(-8, 8) // 3 % 5),
+    "compared": (True, lambda s, h, q, k: torch.where(q + 2 >= k, q - k, 0)),
+    "buckets": (True, lambda s, h, q, k: ((q - k).abs().float() + 1).log2().to(torch.int32)),
+    "halves": (False, lambda s, h, q, k: q // 2 - k // 2),
+    "unequal factors": (False, lambda s, h, q, k: q - 2 * k),
+    "compared with a place": (False, lambda s, h, q, k: torch.where(q >= 5, q - k, 0)),
+    "least place": (False, lambda s, h, q, k: torch.minimum(q, k)),
+    "product": (False, lambda s, h, q, k: (q - k) * k),
+    "score": (False, lambda s, h, q, k: (q - k) * 0 + (s * 4).to(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("name", BY_DISTANCE)
+def test_indices_by_the_distance_alone_are_recognised(name: str) -> None:
+    wanted, index = BY_DISTANCE[name]
+    table = torch.zeros(64)
+    traced, _ = flex_functions._traced(lambda s, b, h, q, k: s + table[index(s, h, q, k)], None, torch.device("cpu"))
+    assert traced.score is not None
+    [load] = loads([traced.score])
+    assert (varies(load) == PAIR and by_distance(load.arguments)) == wanted
 
 
 def test_hidden_blocks_are_not_read() -> None:

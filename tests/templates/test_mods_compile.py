@@ -34,7 +34,7 @@ def test_another_process_finds_the_code_for_other_lengths(
 
 @pytest.mark.parametrize("template", ["", "hopper"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("name", ["gated", "dilated"])
+@pytest.mark.parametrize("name", ["gated", "dilated", "pairs", "shifted"])
 def test_functions_compile(name: str, direction: str, template: str) -> None:
     _, _, module, plans = mod_compiling.planned(name, direction, template=template and f"flash_{direction}_{template}")
     assert all(code for _, code in mod_compiling.compiled(module, plans))

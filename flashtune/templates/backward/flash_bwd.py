@@ -10,6 +10,7 @@ from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis, Family, constraint
 from flashtune.templates.launches.backward import BackwardHost
+from flashtune.templates.mods.known import trains
 from flashtune.templates.predicates import capped_facts, has_scalar_products
 
 AXES = (
@@ -153,8 +154,8 @@ def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target, 
 
 @constraint()
 def tile_of_scores_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """sums and operands of the gradient of a bias or of slopes fit beside each other"""
-    if not (spec.dbias or spec.dslopes):
+    """sums and operands of the gradient of a bias, of slopes or of captured tensors fit beside each other"""
+    if not (spec.dbias or spec.dslopes or trains(spec)):
         return True
     queries = query_config(config)
     block_m, block_n, stages = (queries.number(name) for name in ("BLOCK_M", "BLOCK_N", "num_stages"))

@@ -19,7 +19,8 @@ MOST_PARTS = 512
 
 
 class PointerBackward:
-    """Launches that read a call's tensors by plain pointers; scores' gradients (of a bias or slopes) are computed in tiles of `tile`."""
+    """Launches that read a call's tensors by plain pointers; gradients of a bias and of slopes are computed in tiles of
+    `tile`, those of captured tensors in square ones of its shorter side."""
 
     def __init__(self, spec: KernelSpec, inputs: LaunchInputs, tile: tuple[int, int], options: dict[str, Any]) -> None:
         self.spec, self.inputs, self.tile, self.options = spec, inputs, tile, options
@@ -58,9 +59,9 @@ class PointerBackward:
         return (*sizes, *scores, wide((i.q, i.k, i.v, needed(i.dout))), *self.aligned)
 
     def score_gradients(self, deltas: Operand, scratch: Scratch) -> list[Launch]:
-        """The gradients of a bias and of slopes, where they are requested."""
-        found: list[Launch] = []
+        """The gradients of a bias, of slopes and of captured tensors, where they are requested."""
         i = self.inputs
+        found = self._captured_gradients(deltas)
         if i.dbias is not None:
             found += self._bias_gradients(i.dbias, deltas, scratch)
         if i.dslopes is not None:
@@ -69,6 +70,18 @@ class PointerBackward:
             tiles = cdiv(i.n_q, self.tile[0]) * i.batch * i.heads
             found.append(Launch("score_gradients", (tiles,), arguments, self.options))
         return found
+
+    def _captured_gradients(self, deltas: Operand) -> list[Launch]:
+        """The launch of the kernel, with a program for each diagonal of square tiles of a head, where captured tensors get gradients."""
+        i, sums = self.inputs, gradient_arguments(self.spec, self.inputs)
+        if not sums:
+            return []
+        size = min(self.tile)
+        if self.lengths.sizes:
+            diagonals = i.n_q // size + i.n_kv // size + self.lengths.sizes[0] + 1
+        else:
+            diagonals = (cdiv(i.n_q, size) + cdiv(i.n_kv, size) - 1) * i.batch
+        return [Launch("captured_gradients", (diagonals * i.heads,), (*self.tensors(deltas), *sums, *self.numbers()), self.options)]
 
     def _bias_gradients(self, dbias: Operand, deltas: Operand, scratch: Scratch) -> list[Launch]:
         """The launch of the kernel; for a small bias it makes partial sums, which a second launch adds up, to fill the GPU."""
@@ -135,7 +148,7 @@ class BackwardHost:
             found.append(Launch("key_gradients", (tiles,), arguments, options))
         if i.dq is not None:
             tensors = pointers.tensors(deltas, QUERIES)
-            arguments = (*tensors, i.dq, *gradient_arguments(self.spec, i), *i.dq.strides, *numbers)
+            arguments = (*tensors, i.dq, *i.dq.strides, *numbers)
             tiles = pointers.lengths.tiles(i, i.n_q, number("DQ_BLOCK_M")) * i.heads
             found.append(Launch("query_gradients", (tiles,), arguments, dq_options))
         return found + pointers.score_gradients(deltas, scratch)

@@ -10,6 +10,7 @@ from flashtune.templates.launches.backward import FUSED, SMALL, PointerBackward,
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, band_sizes, cdiv, strides_divide
 from flashtune.templates.launches.hopper_forward import accepts_tiles, matrix_steps, pack_mask, ragged, swizzled
 from flashtune.templates.launches.mods import KEYS, captured_of, list_arguments
+from flashtune.templates.mods.known import trains
 
 
 class HopperBackwardHost:
@@ -70,12 +71,13 @@ class HopperBackwardHost:
         return Launch("add_divisions", (keys // 16 * i.batch * i.kv_heads,), arguments, SMALL)
 
     def score_gradients(self, call: "_Call", found: list[Launch]) -> list[Launch]:
-        """The launches `found`, followed by those for gradients of a bias and of slopes by plain pointers."""
-        i = call.inputs
-        if not (self.spec.dbias or self.spec.dslopes):
+        """The launches `found`, followed by those for gradients of a bias, of slopes and of captured tensors by plain pointers."""
+        i, captured = call.inputs, trains(self.spec)
+        if not (self.spec.dbias or self.spec.dslopes or captured):
             return found
-        large = self._layout.block_d + self._layout.block_dv > 256
-        options = {"num_warps": 8, "num_stages": 1 if large else 2, **FUSED}
+        width = self._layout.block_d + self._layout.block_dv
+        large = width > 256
+        options = {"num_warps": 4 if captured else 8, "num_stages": 1 if large or (captured and width > 128) else 2, **FUSED}
         pointers = PointerBackward(self.spec, i, (64, 64) if large else (128, 64), options)
         deltas = call.scratch.empty((i.batch, i.heads, i.n_q), "fp32")
         # Without dQ, dK and dV the earlier launches aren't needed.

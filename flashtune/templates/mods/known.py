@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from flashtune.core.config import KernelSpec
     from flashtune.core.problem import Problem
     from flashtune.templates.mods.emit import Mods
 
@@ -32,6 +33,12 @@ def functions_of(name: str) -> "Mods | None":
     """The functions of a hash, None for an empty one; raises KeyError for functions that no call of this process had: text comes from
     a user's function alone."""
     return _KNOWN[name] if name else None
+
+
+def trains(spec: "KernelSpec") -> bool:
+    """True if a spec's functions give gradients to captured tensors."""
+    functions = functions_of(spec.mods)
+    return functions is not None and bool(functions.trained)
 
 
 def unknown(name: str) -> str:

@@ -59,7 +59,7 @@ OTHERS = (
     aten.where, aten.masked_fill, aten.div, aten.floor_divide, aten.remainder, aten.fmod, aten.pow, aten.clamp, aten.clamp_min,
     aten.clamp_max, aten._to_copy, aten.isnan, aten.isinf,
 )  # fmt: skip
-"""Operations with rules of their own (flashtune.templates.mods.emit)."""
+"""Operations with rules of their own (flashtune.templates.mods.writer)."""
 
 
 def _overloads(*packets: Any) -> set[Any]:

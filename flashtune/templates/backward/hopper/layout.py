@@ -8,7 +8,6 @@ from flashtune.core.problem import Problem, padded
 from flashtune.core.target import Target
 from flashtune.templates.family import Axis
 from flashtune.templates.hopper.layout import ROWS, HopperTiles
-from flashtune.templates.mods.known import functions_of
 
 
 def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | None:
@@ -17,8 +16,6 @@ def refusal(name: str, widest: int, spec: KernelSpec, target: Target) -> str | N
         return f"{name} needs compute capability 9.0, which {target.name} is not"
     if spec.packed and (spec.mask != "none" or spec.dslopes):
         return f"{name} takes no mask and no gradient of slopes beside packed sequences"
-    if (mods := functions_of(spec.mods)) is not None and mods.trained:
-        return f"{name} takes no functions with gradients of captured tensors"
     if spec.dtype not in ("fp16", "bf16"):
         return f"{name} takes fp16 and bf16, not {spec.dtype}"
     if spec.d % 8 or spec.d_v % 8:

@@ -1,0 +1,145 @@
+"""Triton source that adds a tile's gradients to those of captured tensors, in as few atomic additions as their places allow."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from flashtune.templates.mods.graph import Node, numbered, ordered
+from flashtune.templates.mods.operations import COMPARISONS
+from flashtune.templates.mods.writer import Writer
+
+aten = torch.ops.aten
+
+PAIR = frozenset({"q_idx", "kv_idx"})
+"""Inputs that differ within a tile of scores, as a score does."""
+
+MOST_SUMS = 3
+"""Most sums of a kernel, each of which takes 32 registers of a thread: what is read at further distances is added tile by tile."""
+
+
+def additions(gradients: Sequence[tuple[Node, Node]], inputs: Sequence[str], parameters: Sequence[str]) -> tuple[list[str], int]:
+    """Definitions of functions that add a tile's gradients to those of captured tensors, and the number of sums over tiles.
+
+    `gradients` are loads of captured tensors, each with its gradient. A load whose index depends on the distance of query and key alone has
+    a sum: `captured_gradient_0` gives a tile's part of it, which a kernel adds up over tiles with equal distances, and `add_sum_0` adds the
+    sum to the captured tensor's gradient. `add_gradients` adds the gradients of other loads. Functions have these inputs, `keep`, which is
+    True for the pairs that count, and these parameters.
+    """
+    rest, found, sums = Writer(), [_ADD], 0
+    for load, parts in _alike(gradients):
+        summed = sums < MOST_SUMS and varies(load) == PAIR and by_distance(load.arguments)
+        writer = Writer() if summed else rest
+        value = " + ".join(f"{writer.value(part)}.to(tl.float32)" for part in parts)
+        value = writer.line(f"tl.where(keep, {value} + tl.zeros_like(grad), 0.0)")
+        if summed:
+            found += [writer.function(f"captured_gradient_{sums}", (*inputs, "keep", *parameters), value), _of_sum(sums, load, parameters)]
+            sums += 1
+        else:
+            _add_tile(writer, load, value)
+    return [*found, rest.function("add_gradients", (*inputs, "keep", *parameters))], sums
+
+
+def _alike(gradients: Sequence[tuple[Node, Node]]) -> Iterable[tuple[Node, list[Node]]]:
+    """Loads at different places, each with the gradients that aren't known to be 0 of all loads at its place."""
+    numbers, found = numbered(load for load, _ in gradients), dict[int, tuple[Node, list[Node]]]()
+    for load, gradient in gradients:
+        if gradient.kind != "number" or gradient.arguments[0] != 0:
+            found.setdefault(numbers[load], (load, []))[1].append(gradient)
+    return found.values()
+
+
+def varies(load: Node) -> frozenset[str]:
+    """Inputs by which a load's place differs within a tile; both places, and the score, where it depends on that."""
+    return load.reads & PAIR if "score" not in load.reads else PAIR | {"score"}
+
+
+def by_distance(indices: Iterable[Any]) -> bool:
+    """True if integers depend on the query's and the key's place through their difference alone."""
+    known: dict[Node, bool] = {}
+    factors: dict[Node, tuple[int, int] | None] = {}
+    nodes = [x for x in indices if isinstance(x, Node)]
+    for node in ordered(nodes):
+        factors[node] = found = _factors(node, [factors[x] if isinstance(x, Node) else (0, 0) for x in node.arguments])
+        if node.kind == "operation" and node.target.overloadpacket in COMPARISONS:
+            sides = [factors[x] if isinstance(x, Node) else (0, 0) for x in node.arguments]
+            found = None if None in sides else (sum(sides[0] or ()), -sum(sides[1] or ()))
+        known[node] = (found is not None and sum(found) == 0) or (node.kind != "input" and all(known[x] for x in node.operands))
+    return all(known[x] for x in nodes)
+
+
+def _factors(x: Node, parts: list[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """Factors of the query's and the key's place in a sum of both and of what depends on neither, from those of its operands; None for
+    anything else."""
+    if not x.reads & PAIR:
+        return 0, 0
+    if x.kind == "input":
+        return int(x.name == "q_idx"), int(x.name == "kv_idx")
+    if x.kind != "operation" or x.dtype not in (torch.int32, torch.int64) or None in parts:
+        return None
+    packet, alpha = x.target.overloadpacket, x.keywords.get("alpha", 1)
+    signs = {aten.add: (1, alpha), aten.sub: (1, -alpha), aten.rsub: (-alpha, 1), aten.neg: (-1,), aten._to_copy: (1,)}.get(packet)
+    if packet is aten.mul and any(isinstance(y, int) for y in x.arguments):
+        [number] = [y for y in x.arguments if isinstance(y, int)]
+        signs = number, number
+    if signs is None or len(signs) != len(parts):
+        return None
+    q, k = (sum(sign * part[side] for sign, part in zip(signs, parts, strict=True) if part) for side in (0, 1))
+    return q, k
+
+
+def _of_sum(number: int, load: Node, parameters: Sequence[str]) -> str:
+    """A function that adds a sum of tiles at a load: first along diagonals, which are columns once each row is rotated by its number."""
+    inner, given = Writer(), ", ".join(parameters)
+    _add(inner, load, "sums", "")
+    at_distances = inner.function(f"add_distances_{number}", ("b", "h", "q_idx", "kv_idx", "sums", *parameters))
+    return f"""{at_distances}
+
+
+@triton.jit
+def add_sum_{number}(b, h, distance, values, {given}):
+    WIDTH: tl.constexpr = values.shape[1]
+    columns = tl.arange(0, WIDTH)
+    steps = tl.arange(0, WIDTH)[:, None] - columns[None, :]
+    rotated = tl.gather(values, steps & (WIDTH - 1), 1)
+    ahead = tl.sum(tl.where(steps >= 0, rotated, 0.0), 0)
+    behind = tl.sum(tl.where(steps < 0, rotated, 0.0), 0)
+    key = tl.full([], 0, tl.int32)
+    add_distances_{number}(b, h, distance + columns, key, ahead, {given})
+    add_distances_{number}(b, h, distance + columns - WIDTH, key, behind, {given})"""
+
+
+def _add_tile(writer: Writer, load: Node, value: str) -> None:
+    """Write the addition of a tile at a load, summed first over what its place doesn't depend on."""
+    differs = varies(load)
+    for axis, index in ((1, "kv_idx"), (0, "q_idx")):
+        if differs and index not in differs:
+            value = writer.line(f"tl.sum({value}, {axis}, keep_dims=True)")
+    if not differs:
+        value = writer.line(f"tl.sum(tl.sum({value}, 1), 0)")
+    _add(writer, load, value, "keep" if differs >= PAIR else "")
+
+
+def _add(writer: Writer, load: Node, value: str, keep: str) -> None:
+    """Write the addition of a value, or a tensor of them, at a load's place in its tensor's gradient."""
+    offset, inside = writer.offset(load, "g")
+    condition = " & ".join(part for part in (inside, keep) if part)
+    pointer = f"g{load.captured}_ptr"
+    if varies(load):
+        writer.lines.append(f"    add_at({pointer}, {offset}, {value}, {condition})")
+    else:
+        place, mask = (f" + {offset}" if offset else ""), (f", mask={condition}" if condition else "")
+        writer.lines.append(f'    tl.atomic_add({pointer}{place}, {value}{mask}, sem="relaxed")')
+
+
+_ADD = """@triton.jit
+def add_at(pointer, offsets, values, inside):
+    # Many pairs often share a place, such as the end of a clamped distance: those at the least and at the greatest are summed first.
+    offsets = offsets + tl.zeros(values.shape, tl.int64)
+    first = tl.min(tl.where(inside, offsets, 0x7FFFFFFFFFFFFFFF))
+    last = tl.max(tl.where(inside, offsets, -1))
+    at_first = inside & (offsets == first)
+    at_last = inside & (offsets == last)
+    tl.atomic_add(pointer + first, tl.sum(tl.where(at_first, values, 0.0)), mask=last >= 0, sem="relaxed")
+    tl.atomic_add(pointer + last, tl.sum(tl.where(at_last, values, 0.0)), mask=last > first, sem="relaxed")
+    tl.atomic_add(pointer + offsets, values, mask=inside & (offsets != first) & (offsets != last), sem="relaxed")"""
