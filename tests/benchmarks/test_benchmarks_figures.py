@@ -227,6 +227,16 @@ def test_figures_of_functions_over_long_sequences_are_those_of_the_runs() -> Non
         assert f"{case} at {' and '.join(gains)} times" in said
 
 
+def test_figures_of_biases_are_those_of_the_run() -> None:
+    rows = json.loads((folder() / "2026-11-28-h100-biases" / "biases.json").read_text())["rows"]
+    forward, backward = ([row[way]["flex"] / row[way]["ours"] for row in rows] for way in ("forward", "backward"))
+    assert [(row["case"], row["d"]) for row in rows] == [("relative", 128), ("bias", 128), ("relative", 64), ("bias", 64)]
+    said = one_line(PAGE)
+    assert f"these run forward at {spoken(forward)} times its rate; backward a bias by clamped distance" in said
+    assert f"at {backward[0]:.0f} and {backward[2]:.0f} times at D = 128 and 64" in said
+    assert f"one by every distance at {backward[1]:.2f} and {backward[3]:.2f} times" in said
+
+
 def test_figures_of_providers_are_those_of_the_run() -> None:
     run, said = of_run("providers.json"), one_line(PAGE)
     missed = sorted(round(100 * (row["ratio"] - 1)) for row in run["choices"] if not row["right"])
