@@ -69,9 +69,10 @@ def compiled(module: LoadedKernel, plans: list[Plan]) -> list[tuple[Binary, byte
     return found
 
 
-def main(name: str, direction: str, *numbers: str) -> None:
-    """Print for each number of queries and keys how many launches find code in the user's cache, of how many."""
-    for n in numbers:
+def main(*words: str) -> None:
+    """Print for each case and number of queries and keys (NAME DIRECTION N ...) how many launches find code in the user's cache, of how
+    many."""
+    for name, direction, n in zip(words[::3], words[1::3], words[2::3], strict=True):
         variant, _, _, plans = planned(name, direction, int(n))
         manifest = kernels.manifest(variant, find_target(GPU).arch)
         launches = [launch for plan in plans for launch in plan.launches]
