@@ -193,7 +193,10 @@ def kernel_of(
         direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[-1], d_v=value.shape[-1], mask="none", **flags,
         tf32=tf32 and query.dtype is torch.float32, mods=known.keep(mods),
     )  # fmt: skip
-    why, record = "", _recorded(spec, query, key, value, sequences)
+    # Searches are of functions without gradients of captured tensors, which have a kernel of their own.
+    why, record = "", _recorded(replace(spec, mods=known.keep(mods.untrained)), query, key, value, sequences)
+    if record is not None and record.kind.unfit(record.config, spec, devices.target_of(query.device)) is not None:
+        record = None
     # Kernels whose bits may vary don't write gradients of unused keys either.
     repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
     if sequences is not None:

@@ -34,6 +34,7 @@ from flashtune.db.store import Store
 from flashtune.dispatch import flex, flex_configs, flex_kernels
 from flashtune.dispatch.records import Pool
 from flashtune.templates import families, family, unservable
+from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.known import NAMED, Named
 from flashtune.tuner import functions
 from flashtune.tuner.propose.space import SearchSpace, record_of, transfer_candidates
@@ -430,11 +431,20 @@ def test_explain_says_which_record_or_which_default(file: Path, tmp_path: Path) 
     assert slower["kind"] == "framework" and "PyTorch was faster: 200.0 us" in slower["reason"]
 
 
-def test_a_call_takes_the_config_of_its_record(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = coded(file, WIDE)
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_call_takes_the_config_of_its_record(
+    direction: Any, trained: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the functions alone where captured tensors get gradients."""
+    problem, name = coded(file, replace(WIDE, direction=direction)), f"flash_{direction}_hopper"
     made = functions.of_hash(problem.features.mods, "cpu")
-    config = configs_of(problem)[5]
-    path = database(tmp_path / "a.sqlite", (problem, "flash_fwd_hopper", config, 250.0))
+    mods, config = made.mods(direction), configs_of(problem, name)[5]
+    if trained:
+        types = tuple(replace(x, trained=True) for x in mods.captured)
+        mods = emitted(made.score, made.mask, types, backward=direction == "bwd")
+        assert mods.untrained == made.mods(direction) and (mods.hash == problem.features.mods) == (direction == "fwd")
+    path = database(tmp_path / "a.sqlite", (problem, name, config, 250.0))
     looked: list[Problem] = []
 
     def surroundings(memo: Any, device: Any, of: Problem) -> Any:
@@ -452,12 +462,12 @@ def test_a_call_takes_the_config_of_its_record(file: Path, tmp_path: Path, monke
     monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
     q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4096, 4096))
     with dispatch.use(path, alone=True):
-        found: Any = flex_kernels.kernel_of("fwd", q, k, k, made.mods("fwd"))
+        found: Any = flex_kernels.kernel_of(direction, q, k, k, mods)
         assert found.config == config and found.record.problem == problem and "of the record" in found.origin
-        assert flex_kernels.kernel_of("fwd", q, k, k, made.mods("fwd")) is found and len(looked) == 1, "one look-up for a signature"
+        assert flex_kernels.kernel_of(direction, q, k, k, mods) is found and len(looked) == 1, "one look-up for a signature"
     with dispatch.use(samples.write(tmp_path / "e.sqlite", ()), alone=True):
-        usual: Any = flex_kernels.kernel_of("fwd", q, k, k, made.mods("fwd"))
-        assert usual.record is None and usual.config == family("flash_fwd_hopper").default(problem.spec(), H200)
+        usual: Any = flex_kernels.kernel_of(direction, q, k, k, mods)
+        assert usual.record is None and usual.config == family(name).default(problem.spec(), H200)
 
 
 def samples_kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, record: Any = None) -> Any:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -55,13 +55,19 @@ class Mods:
     @property
     def gluon(self) -> list[str]:
         """The same for a module of Gluon kernels, whose names begin with `gluon_`."""
-        parts = [_HELPERS, self.score, self.mask, self.gradient.partition("\n\n\n")[0]]
+        parts = [_HELPERS, self.score, self.mask, self.untrained.gradient]
         return [_in_gluon(part) for part in parts if part]
 
     @property
     def trained(self) -> list[int]:
         """Places of the captured tensors that get a gradient."""
         return [place for place, x in enumerate(self.captured) if x.trained]
+
+    @property
+    def untrained(self) -> "Mods":
+        """The same functions without gradients of captured tensors."""
+        captured = tuple(replace(x, trained=False) for x in self.captured)
+        return replace(self, captured=captured, gradient=self.gradient.partition("\n\n\n")[0], sums=0) if self.trained else self
 
     @property
     def parameters(self) -> list[str]:
