@@ -59,7 +59,7 @@ def flex_arguments(
 def block_mask(mask_mod: Mod, sizes: tuple[int | None, int | None, int, int], device: torch.device) -> Any:
     """The BlockMask that `create_block_mask` makes, from strips of queries where all pairs would be too many to hold.
 
-    PyTorch's remedy, `create_block_mask` compiled, takes minutes for some masks of 16384 queries and keys (PyTorch 2.11, H100).
+    PyTorch's remedy, `create_block_mask` compiled, may compile for longer than a search lasts.
     """
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 

@@ -14,7 +14,7 @@ from flashtune.templates.learned.gradients import GRADIENTS
 from flashtune.templates.learned.residual import Likeness
 from flashtune.templates.learned.steps import STEPS
 
-DRAWN = 40
+DRAWN = 60
 """Forwards with features whose choices are looked at, since each takes a regression of its own."""
 
 

@@ -76,9 +76,9 @@ class HopperBackwardHost:
         if not (self.spec.dbias or self.spec.dslopes or captured):
             return found
         width = self._layout.block_d + self._layout.block_dv
-        large = width > 256
-        options = {"num_warps": 4 if captured else 8, "num_stages": 1 if large or (captured and width > 128) else 2, **FUSED}
-        pointers = PointerBackward(self.spec, i, (64, 64) if large else (128, 64), options)
+        warps, staged = (4, 128) if captured else (8, 256)
+        options = {"num_warps": warps, "num_stages": 1 if width > staged else 2, **FUSED}
+        pointers = PointerBackward(self.spec, i, (64, 64) if width > 256 else (128, 64), options)
         deltas = call.scratch.empty((i.batch, i.heads, i.n_q), "fp32")
         # Without dQ, dK and dV the earlier launches aren't needed.
         before = [] if i.dq is None and i.dk is None else found

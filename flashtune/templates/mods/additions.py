@@ -15,7 +15,7 @@ PAIR = frozenset({"q_idx", "kv_idx"})
 """Inputs that differ within a tile of scores, as a score does."""
 
 MOST_SUMS = 3
-"""Most sums of a kernel, each of which takes 32 registers of a thread: what is read at further distances is added tile by tile."""
+"""Most sums of a kernel, each of which takes 32 registers of a thread (64 x 64 numbers, 4 warps); further ones are added tile by tile."""
 
 
 def additions(gradients: Sequence[tuple[Node, Node]], inputs: Sequence[str], parameters: Sequence[str]) -> tuple[list[str], int]:
@@ -57,24 +57,23 @@ def varies(load: Node) -> frozenset[str]:
 def by_distance(indices: Iterable[Any]) -> bool:
     """True if integers depend on the query's and the key's place through their difference alone."""
     known: dict[Node, bool] = {}
-    factors: dict[Node, tuple[int, int] | None] = {}
+    steps: dict[Node, int | None] = {}
     nodes = [x for x in indices if isinstance(x, Node)]
     for node in ordered(nodes):
-        factors[node] = found = _factors(node, [factors[x] if isinstance(x, Node) else (0, 0) for x in node.arguments])
-        if node.kind == "operation" and node.target.overloadpacket in COMPARISONS:
-            sides = [factors[x] if isinstance(x, Node) else (0, 0) for x in node.arguments]
-            found = None if None in sides else (sum(sides[0] or ()), -sum(sides[1] or ()))
-        known[node] = (found is not None and sum(found) == 0) or (node.kind != "input" and all(known[x] for x in node.operands))
+        parts = [steps[x] if isinstance(x, Node) else 0 for x in node.arguments]
+        steps[node] = _step(node, parts)
+        compared = node.kind == "operation" and node.target.overloadpacket in COMPARISONS and None not in parts
+        alike = steps[node] == 0 or (compared and parts[0] == parts[1])
+        known[node] = alike or (node.kind != "input" and all(known[x] for x in node.operands))
     return all(known[x] for x in nodes)
 
 
-def _factors(x: Node, parts: list[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """Factors of the query's and the key's place in a sum of both and of what depends on neither, from those of its operands; None for
-    anything else."""
+def _step(x: Node, parts: list[int | None]) -> int | None:
+    """Growth of a sum of places where query and key both advance by one, from that of its operands; None for anything else."""
     if not x.reads & PAIR:
-        return 0, 0
+        return 0
     if x.kind == "input":
-        return int(x.name == "q_idx"), int(x.name == "kv_idx")
+        return 1
     if x.kind != "operation" or x.dtype not in (torch.int32, torch.int64) or None in parts:
         return None
     packet, alpha = x.target.overloadpacket, x.keywords.get("alpha", 1)
@@ -84,8 +83,8 @@ def _factors(x: Node, parts: list[tuple[int, int] | None]) -> tuple[int, int] | 
         signs = number, number
     if signs is None or len(signs) != len(parts):
         return None
-    q, k = (sum(sign * part[side] for sign, part in zip(signs, parts, strict=True) if part) for side in (0, 1))
-    return q, k
+    found: int = sum(sign * part for sign, part in zip(signs, parts, strict=True) if part)
+    return found
 
 
 def _of_sum(number: int, load: Node, parameters: Sequence[str]) -> str:
@@ -122,14 +121,14 @@ def _add_tile(writer: Writer, load: Node, value: str) -> None:
 
 def _add(writer: Writer, load: Node, value: str, keep: str) -> None:
     """Write the addition of a value, or a tensor of them, at a load's place in its tensor's gradient."""
-    offset, inside = writer.offset(load, "g")
-    condition = " & ".join(part for part in (inside, keep) if part)
-    pointer = f"g{load.captured}_ptr"
     if varies(load):
-        writer.lines.append(f"    add_at({pointer}, {offset}, {value}, {condition})")
+        offset, inside = writer.offset(load, "g")
+        condition = f"{inside} & {keep}" if keep else inside
+        writer.lines.append(f"    add_at(g{load.captured}_ptr, {offset}, {value}, {condition})")
     else:
-        place, mask = (f" + {offset}" if offset else ""), (f", mask={condition}" if condition else "")
-        writer.lines.append(f'    tl.atomic_add({pointer}{place}, {value}{mask}, sem="relaxed")')
+        place, inside = writer.place(load, "g")
+        mask = f", mask={inside}" if inside else ""
+        writer.lines.append(f'    tl.atomic_add({place}, {value}{mask}, sem="relaxed")')
 
 
 _ADD = """@triton.jit

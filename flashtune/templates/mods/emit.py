@@ -63,7 +63,7 @@ class Mods:
         """Places of the captured tensors that get a gradient."""
         return [place for place, x in enumerate(self.captured) if x.trained]
 
-    @property
+    @cached_property
     def untrained(self) -> "Mods":
         """The same functions without gradients of captured tensors."""
         captured = tuple(replace(x, trained=False) for x in self.captured)
