@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
 from flashtune.templates.mods.additions import PAIR, by_distance, varies
+from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import loads
 from flashtune.templates.rendering import render
 
@@ -70,6 +72,23 @@ def test_indices_by_the_distance_alone_are_recognised(name: str) -> None:
     assert traced.score is not None
     [load] = loads([traced.score])
     assert (varies(load) == PAIR and by_distance(load.arguments)) == wanted
+
+
+def test_values_by_distance_are_computed_from_the_first_tile() -> None:
+    table, rows = torch.zeros(64, requires_grad=True), torch.zeros(64)
+
+    def score(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.where(q >= k + 2, s * table[q - k + 9], s + rows[q])
+
+    functions, captured = flex_functions._traced(score, None, torch.device("cpu"))
+    types = flex_autograd.types_of(captured, [x.requires_grad for x in captured])
+    text = emitted(functions.score, None, types, backward=True).gradient
+    walking = re.findall(r"def (walking_score|captured_gradient_0)\(.*\):\n((?:    .*\n)+)", text)
+    assert [name for name, _ in walking] == ["walking_score", "captured_gradient_0"]
+    for _, lines in walking:
+        assert "first_q_idx" in lines and "first_kv_idx" in lines and not re.search(r"\bkv_idx\b", lines)
+    assert re.search(r"\bq_idx\b", walking[0][1])
+    assert "first_" not in text.partition("\n\n\n")[0]
 
 
 def test_hidden_blocks_are_not_read() -> None:

@@ -1,11 +1,12 @@
 """Triton source that adds a tile's gradients to those of captured tensors, in as few atomic additions as their places allow."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashtune.templates.mods.graph import Node, numbered, ordered
+from flashtune.templates.mods.graph import FIRST, INDICES, Node, numbered, ordered
 from flashtune.templates.mods.operations import COMPARISONS
 from flashtune.templates.mods.writer import Writer
 
@@ -18,26 +19,34 @@ MOST_SUMS = 3
 """Most sums of a kernel, each of which takes 32 registers of a thread (64 x 64 numbers, 4 warps); further ones are added tile by tile."""
 
 
-def additions(gradients: Sequence[tuple[Node, Node]], inputs: Sequence[str], parameters: Sequence[str]) -> tuple[list[str], int]:
-    """Definitions of functions that add a tile's gradients to those of captured tensors, and the number of sums over tiles.
+def additions(score: Node, gradients: Sequence[tuple[Node, Node]], tensors: Sequence[str], outputs: Sequence[str]) -> tuple[list[str], int]:
+    """Definitions of the functions of a kernel that walks diagonals of tiles, and the number of its sums over tiles.
 
     `gradients` are loads of captured tensors, each with its gradient. A load whose index depends on the distance of query and key alone has
     a sum: `captured_gradient_0` gives a tile's part of it, which a kernel adds up over tiles with equal distances, and `add_sum_0` adds the
-    sum to the captured tensor's gradient. `add_gradients` adds the gradients of other loads. Functions have these inputs, `keep`, which is
-    True for the pairs that count, and these parameters.
+    sum to the captured tensor's gradient. `add_gradients` adds the gradients of other loads. `walking_score` is the score itself.
+
+    Functions have the first tile's places beside those of their own tile: what depends on the distance alone is computed from the former,
+    so that the compiler takes it out of the loop over tiles. Those of gradients have `grad`, the gradient of the score, and `keep`, True
+    for the pairs that count. `tensors` are the parameters of captured tensors, `outputs` those of their gradients.
     """
-    rest, found, sums = Writer(), [_ADD], 0
-    for load, parts in _alike(gradients):
+    places = ["score", *INDICES, *FIRST.values()]
+    inputs, parameters = [*places, "grad", "keep"], [*tensors, *outputs]
+    scores, rest = Writer(), Writer()
+    result = scores.value(_walking([score])[0])
+    found, sums = [scores.function("walking_score", (*places, *tensors), f"{result}.to(tl.float32)"), _ADD], 0
+    walked = _walking([x for _, x in gradients])
+    for load, parts in _alike([(load, x) for (load, _), x in zip(gradients, walked, strict=True)]):
         summed = sums < MOST_SUMS and varies(load) == PAIR and by_distance(load.arguments)
         writer = Writer() if summed else rest
         value = " + ".join(f"{writer.value(part)}.to(tl.float32)" for part in parts)
         value = writer.line(f"tl.where(keep, {value} + tl.zeros_like(grad), 0.0)")
         if summed:
-            found += [writer.function(f"captured_gradient_{sums}", (*inputs, "keep", *parameters), value), _of_sum(sums, load, parameters)]
+            found += [writer.function(f"captured_gradient_{sums}", (*inputs, *parameters), value), _of_sum(sums, load, parameters)]
             sums += 1
         else:
             _add_tile(writer, load, value)
-    return [*found, rest.function("add_gradients", (*inputs, "keep", *parameters))], sums
+    return [*found, rest.function("add_gradients", (*inputs, *parameters))], sums
 
 
 def _alike(gradients: Sequence[tuple[Node, Node]]) -> Iterable[tuple[Node, list[Node]]]:
@@ -56,16 +65,41 @@ def varies(load: Node) -> frozenset[str]:
 
 def by_distance(indices: Iterable[Any]) -> bool:
     """True if integers depend on the query's and the key's place through their difference alone."""
+    nodes = [x for x in indices if isinstance(x, Node)]
+    known = _distances(nodes)
+    return all(known[x] for x in nodes)
+
+
+def _distances(outputs: Iterable[Node]) -> dict[Node, bool]:
+    """The nodes that outputs need, each with True if it depends on the query's and the key's place through their difference alone."""
     known: dict[Node, bool] = {}
     steps: dict[Node, int | None] = {}
-    nodes = [x for x in indices if isinstance(x, Node)]
-    for node in ordered(nodes):
+    for node in ordered(outputs):
         parts = [steps[x] if isinstance(x, Node) else 0 for x in node.arguments]
         steps[node] = _step(node, parts)
         compared = node.kind == "operation" and node.target.overloadpacket in COMPARISONS and None not in parts
         alike = steps[node] == 0 or (compared and parts[0] == parts[1])
         known[node] = alike or (node.kind != "input" and all(known[x] for x in node.operands))
-    return all(known[x] for x in nodes)
+    return known
+
+
+def _walking(outputs: Sequence[Node]) -> list[Node]:
+    """The same values, of which those that depend on the distance alone are computed from the first tile's places."""
+    known = _distances(outputs)
+    own, first = dict[Node, Node](), dict[Node, Node]()
+    for node in ordered(outputs):
+        first[node] = replace(node, name=FIRST[node.name]) if node.name in FIRST else _with(node, first)
+        moved = known[node] and "score" not in node.reads and node.reads >= PAIR
+        own[node] = first[node] if moved else _with(node, own)
+    return [own[x] for x in outputs]
+
+
+def _with(node: Node, others: dict[Node, Node]) -> Node:
+    """A node with other nodes in place of its operands, itself where none differs."""
+    if all(others[x] is x for x in node.operands):
+        return node
+    arguments = tuple(others[x] if isinstance(x, Node) else x for x in node.arguments)
+    return replace(node, arguments=arguments, keywords={name: others[x] if isinstance(x, Node) else x for name, x in node.keywords.items()})
 
 
 def _step(x: Node, parts: list[int | None]) -> int | None:

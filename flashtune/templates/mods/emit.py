@@ -151,7 +151,7 @@ def _gradient_functions(score: Node, mods: Mods) -> tuple[str, int]:
     if not mods.trained:
         return text, 0
     of_trained = [(load, gradient) for load, gradient in of_loads if mods.captured[load.captured].trained]
-    texts, sums = additions(of_trained, inputs, [*mods.parameters, *mods.gradient_parameters])
+    texts, sums = additions(score, of_trained, mods.parameters, mods.gradient_parameters)
     return "\n\n\n".join([text, *texts]), sums
 
 

@@ -9,6 +9,9 @@ import torch
 INDICES = ("b", "h", "q_idx", "kv_idx")
 """Names of the inputs that place a score; a `score_mod` has `score` before them."""
 
+FIRST = {"q_idx": "first_q_idx", "kv_idx": "first_kv_idx"}
+"""Names of the places of the same pair of a kernel's first tile, in kernels that walk diagonals of tiles."""
+
 MOST_NODES = 1000
 """Most operations of a function: a kernel evaluates them for each query and key."""
 

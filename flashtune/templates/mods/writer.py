@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, TYPES, Node, ordered
+from flashtune.templates.mods.graph import FIRST, FLOATS, INDICES, INTEGERS, TYPES, Node, ordered
 from flashtune.templates.mods.operations import ARITHMETIC, COMPARISONS, LOGICAL
 from flashtune.templates.mods.trace import Unsupported
 
@@ -190,7 +190,7 @@ def nonnegative(x: Any) -> bool:
     if not isinstance(x, Node):
         return isinstance(x, (int, float)) and x >= 0
     if x.kind == "input":
-        return x.name in INDICES
+        return x.name in INDICES or x.name in FIRST.values()
     if x.kind == "number":
         return bool(x.arguments[0] >= 0)
     if x.kind != "operation" or x.dtype not in INTEGERS:
