@@ -228,13 +228,26 @@ def test_figures_of_functions_over_long_sequences_are_those_of_the_runs() -> Non
 
 
 def test_figures_of_biases_are_those_of_the_run() -> None:
-    rows = json.loads((folder() / "2026-11-28-h100-biases" / "biases.json").read_text())["rows"]
-    forward, backward = ([row[way]["flex"] / row[way]["ours"] for row in rows] for way in ("forward", "backward"))
-    assert [(row["case"], row["d"]) for row in rows] == [("relative", 128), ("bias", 128), ("relative", 64), ("bias", 64)]
-    said = one_line(PAGE)
-    assert f"these run forward at {spoken(forward)} times its rate; backward a bias by clamped distance" in said
-    assert f"at {backward[0]:.0f} and {backward[2]:.0f} times at D = 128 and 64" in said
-    assert f"one by every distance at {backward[1]:.2f} and {backward[3]:.2f} times" in said
+    said, ratios = one_line(PAGE), []
+    for name in ("biases.json", "biases-16384.json"):
+        rows = json.loads((folder() / "2026-11-28-h100-biases" / name).read_text())["rows"]
+        assert [(row["case"], row["d"]) for row in rows] == [("relative", 128), ("bias", 128), ("relative", 64), ("bias", 64)]
+        ratios += [[row[way]["flex"] / row[way]["ours"] for row in rows] for way in ("forward", "backward")]
+    short, short_back, long, long_back = ratios
+    assert f"these run forward at {spoken(short)} times its rate at N = 4096, and at {spoken(long)} times at 16384" in said
+    assert f"runs at {short_back[1]:.2f} and {short_back[3]:.2f} times at D = 128 and 64" in said
+    assert f"({long_back[1]:.2f} and {long_back[3]:.2f} times at 16384)" in said
+    assert f"collide, at {short_back[0]:.0f} and {short_back[2]:.0f} times ({long_back[0]:.0f} and {long_back[2]:.0f})" in said
+
+
+def test_figures_beside_tuned_flex_attention_are_those_of_the_run() -> None:
+    rows = json.loads((folder() / "2026-11-28-h200-autotuned" / "mods.json").read_text())["rows"]
+    forward, backward = ([row[way]["flex_autotuned"] / row[way]["ours"] for row in rows] for way in ("forward", "backward"))
+    assert len(rows) == 8 and {row["n"] for row in rows if row["case"] != "natten"} == {4096}
+    assert (
+        f"forward {mean(forward):.2f} times its rate ({spoken(forward)}), backward {mean(backward):.2f} times ({spoken(backward)})"
+        in one_line(PAGE)
+    )
 
 
 def test_figures_of_providers_are_those_of_the_run() -> None:
