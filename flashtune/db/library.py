@@ -18,7 +18,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.card import check_card
-from flashtune.db.inspection import MissingDatabaseError
+from flashtune.db.inspection import MissingDatabaseError, signature
 from flashtune.db.preference import Findings, by_key, by_preference, foremost, key_order, latest, refuted, serve_all, worth_keeping
 from flashtune.db.records import FileChanged, FileRecords
 
@@ -170,6 +170,8 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         A record that is `passed_over` loses to the next of its key that isn't, if there is one.
         """
         wanted = {name: value for name, value in where.items() if value is not None}
+        if not wanted:
+            self._read_whole()
         chosen = (self[key] for key in self if all(getattr(key, name) == value for name, value in wanted.items()))
         if bits is None:
             return [foremost(same, passed_over) for same in chosen if same]
@@ -177,7 +179,12 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
 
     def winners(self) -> list[TuningRecord]:
         """Winners of all runs, in order of keys and of preference."""
+        self._read_whole()
         return [record for same in self.values() for record in same]
+
+    def _read_whole(self) -> None:
+        for place in range(len(self.layers)):
+            self._of(place, lambda records: records.read_whole() if isinstance(records, FileRecords) else None)
 
 
 class _Part(Mapping[ProblemKey, list[TuningRecord]]):
@@ -223,13 +230,19 @@ def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
         if path is None:
             return _StoreRecords(layer)
         try:
-            return FileRecords(path, shipped=layer.location == shipped_path())
+            return _shipped(path, signature(path)) if layer.location == shipped_path() else FileRecords(path)
         except FileChanged:
             return _recovered(layer, path)
     except MissingDatabaseError:
         if layer.optional:
             return {}
         raise
+
+
+@functools.cache
+def _shipped(path: Path, seen: tuple[object, ...]) -> FileRecords:
+    """Records of the shipped database, of this signature, which libraries of a process share."""
+    return FileRecords(path, shipped=True)
 
 
 def _recovered(layer: Layer, path: Path) -> Mapping[ProblemKey, list[TuningRecord]]:

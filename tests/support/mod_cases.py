@@ -106,6 +106,11 @@ def _shifted(table: Tensor, places: Tensor) -> Functions:
     return lambda s, b, h, q, k: s * table[b, places[2 * q + 140 - k - k]] + table[b, q - k] * table[b, -k + q], None
 
 
+def _narrowed(table: Tensor) -> Functions:
+    """Places that are negative in int8, and so count from the end."""
+    return lambda s, b, h, q, k: s + table[(q + 100).to(torch.int8).int()], None
+
+
 def _pairs(table: Tensor, kind: Tensor) -> Functions:
     """Tables by the kinds of query and key, and by the distance of their rows and columns on a canvas."""
 
@@ -172,6 +177,7 @@ CASES: dict[str, Case] = {
     "relative": Case(_relative, _of(_numbers(4, 15))),
     "buckets": Case(_buckets, _of(_numbers(16, 4))),
     "shifted": Case(_shifted, lambda generator: [*_of(_numbers(2, 140))(generator), torch.randint(-140, 140, (300,), generator=generator)]),
+    "narrowed": Case(_narrowed, _of(_numbers(160))),
     "pairs": Case(_pairs, lambda generator: [*_of(_numbers(13, 13))(generator), torch.randint(0, 12, (70,), generator=generator)]),
     "by_score": Case(_by_score, _of(_numbers(8))),
     "masked_by": Case(_masked_by, _of(_numbers(4), _numbers(4))),

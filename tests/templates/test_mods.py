@@ -19,9 +19,11 @@ from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels
 from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, structure
-from flashtune.templates.mods.additions import PAIR, by_distance, varies
+from flashtune.templates.mods.additions import PAIR, by_distance, kept_values, varies
 from flashtune.templates.mods.emit import emitted
-from flashtune.templates.mods.graph import loads
+from flashtune.templates.mods.graph import Node, loads, ordered
+from flashtune.templates.mods.trace import gradients
+from flashtune.templates.mods.writer import nonnegative
 from flashtune.templates.rendering import render
 
 BOUND = 1e-5
@@ -74,21 +76,84 @@ def test_indices_by_the_distance_alone_are_recognised(name: str) -> None:
     assert (varies(load) == PAIR and by_distance(load.arguments)) == wanted
 
 
-def test_values_by_distance_are_computed_from_the_first_tile() -> None:
+@pytest.mark.parametrize(
+    ("never", "index"),
+    [
+        (True, lambda q, k: q * 64 + k),
+        (True, lambda q, k: q.long() * 100_003 % 64),
+        (True, lambda q, k: (q - k).to(torch.uint8).int()),
+        (False, lambda q, k: q * 100_003),
+        (False, lambda q, k: q * k),
+        (False, lambda q, k: q.to(torch.int8).int()),
+        (False, lambda q, k: (q.long() * 100_003).to(torch.int32)),
+    ],
+)
+def test_places_that_may_wrap_are_taken_for_negative_ones(never: bool, index: Any) -> None:
+    table = torch.zeros(64)
+    traced, _ = flex_functions._traced(lambda s, b, h, q, k: s + table[index(q, k)], None, torch.device("cpu"))
+    assert traced.score is not None
+    [load] = loads([traced.score])
+    assert nonnegative(load.arguments[0]) is never
+
+
+TABLE, ROWS, PLACES, SEEN = torch.randn(400), torch.randn(100), torch.arange(400) % 90, torch.arange(400) % 3 > 0
+
+KEPT: dict[str, tuple[int, Any]] = {
+    "one load": (1, lambda s, h, q, k: s + TABLE[q - k + 100]),
+    "one load twice": (1, lambda s, h, q, k: s * TABLE[q - k + 100] + TABLE[q - k + 100] * 0.5),
+    "loads of two heads' tables": (2, lambda s, h, q, k: s * TABLE[q - k + 100] + ROWS[q] * TABLE[h + k - q + 100]),
+    "loads in loads": (1, lambda s, h, q, k: s * TABLE[PLACES[q - k + 100]]),
+    "bools": (1, lambda s, h, q, k: torch.where(SEEN[q - k + 100], s, s * ROWS[q])),
+    "expressions of loads": (2, lambda s, h, q, k: s + torch.sigmoid(TABLE[(q - k).clamp(-5, 5) + 5]) * TABLE[torch.sub(q, k) // 7 + 100]),
+    "comparisons": (1, lambda s, h, q, k: s + torch.where(q * 2 + 3 >= k * 2, TABLE[q - k + 100], TABLE[h])),
+    "more than fit": (4, lambda s, h, q, k: sum(ROWS[q] * TABLE[(q - k).abs() + 10 * i] for i in range(7)) + s),
+    "arithmetic alone": (0, lambda s, h, q, k: s - TABLE[h] * (q - k).abs()),
+    "places": (0, lambda s, h, q, k: s + TABLE[PLACES[q] - PLACES[k] + 100] + TABLE[torch.minimum(q, k)] + TABLE[q // 7 - k // 7 + 100]),
+    "scores": (0, lambda s, h, q, k: s + TABLE[(q - k) * 0 + (s * 4).to(torch.int32)]),
+    "products that may overflow": (0, lambda s, h, q, k: s + TABLE[torch.where(q * 65536 >= k * 65536, q - k + 100, 0)]),
+}
+
+
+def evaluated(node: Node, values: dict[str, torch.Tensor], captured: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    known: dict[Node, torch.Tensor] = {}
+    for one in ordered([node]):
+        given = [known[x] if isinstance(x, Node) else x for x in one.arguments]
+        if one.kind == "input":
+            known[one] = values[one.name]
+        elif one.kind == "number":
+            known[one] = torch.tensor(given[0], dtype=one.dtype)
+        elif one.kind == "load":
+            known[one] = captured[one.captured][tuple(x.long() for x in given)]
+        else:
+            known[one] = one.target(*given, **{name: x for name, x in one.keywords.items() if name != "device"})
+    return known[node]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_read_by_distance_is_equal_in_all_tiles_of_a_diagonal(name: str) -> None:
+    count, score = KEPT[name]
+    traced, captured = flex_functions._traced(lambda s, b, h, q, k: score(s, h, q, k), None, torch.device("cpu"))
+    assert traced.score is not None
+    kept = kept_values([traced.score, *(gradient for _, gradient in gradients(traced.score)[1])], 4)
+    assert sorted(set(kept.values())) == [f"value_{number}" for number in range(count)]
+    q, k, h, steps = (torch.randint(0, most, (3000,), dtype=torch.int32) for most in (80, 80, 3, 20))
+    for node in kept:
+        here, there = (evaluated(node, {"h": h, "q_idx": q + step, "kv_idx": k + step}, captured) for step in (0 * steps, steps))
+        assert torch.equal(here, there)
+
+
+def test_a_diagonals_functions_take_what_they_share() -> None:
     table, rows = torch.zeros(64, requires_grad=True), torch.zeros(64)
 
     def score(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return torch.where(q >= k + 2, s * table[q - k + 9], s + rows[q])
 
     functions, captured = flex_functions._traced(score, None, torch.device("cpu"))
-    types = flex_autograd.types_of(captured, [x.requires_grad for x in captured])
-    text = emitted(functions.score, None, types, backward=True).gradient
-    walking = re.findall(r"def (walking_score|captured_gradient_0)\(.*\):\n((?:    .*\n)+)", text)
-    assert [name for name, _ in walking] == ["walking_score", "captured_gradient_0"]
-    for _, lines in walking:
-        assert "first_q_idx" in lines and "first_kv_idx" in lines and not re.search(r"\bkv_idx\b", lines)
-    assert re.search(r"\bq_idx\b", walking[0][1])
-    assert "first_" not in text.partition("\n\n\n")[0]
+    made = emitted(functions.score, None, flex_autograd.types_of(captured, [x.requires_grad for x in captured]), backward=True)
+    lines = dict(re.findall(r"def (\w+)\(.*\):\n((?:    .*\n)+)", made.gradient))
+    assert (made.sums, made.values) == (1, 1) and "tl.load(c0_ptr" in lines["values_by_distance"]
+    assert "value_0" in lines["diagonal_score"] and not re.search("c0_ptr|first", lines["diagonal_score"])
+    assert "tl.load(c1_ptr" in lines["diagonal_score"] and "tl.load(c0_ptr" in lines["score_gradient"]
 
 
 def test_hidden_blocks_are_not_read() -> None:

@@ -1,12 +1,11 @@
 """Triton source that adds a tile's gradients to those of captured tensors, in as few atomic additions as their places allow."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from flashtune.templates.mods.graph import FIRST, INDICES, Node, numbered, ordered
+from flashtune.templates.mods.graph import INDICES, MOST_FACTOR, Node, numbered, ordered
 from flashtune.templates.mods.operations import COMPARISONS
 from flashtune.templates.mods.writer import Writer
 
@@ -16,37 +15,83 @@ PAIR = frozenset({"q_idx", "kv_idx"})
 """Inputs that differ within a tile of scores, as a score does."""
 
 MOST_SUMS = 3
-"""Most sums of a kernel, each of which takes 32 registers of a thread (64 x 64 numbers, 4 warps); further ones are added tile by tile."""
+"""Most sums of a kernel; further ones are added tile by tile."""
+
+MOST_TILES = 4
+"""Most sums and values that a kernel keeps from tile to tile, each of which takes 32 registers of a thread (64 x 64 numbers, 4 warps)."""
 
 
-def additions(score: Node, gradients: Sequence[tuple[Node, Node]], tensors: Sequence[str], outputs: Sequence[str]) -> tuple[list[str], int]:
-    """Definitions of the functions of a kernel that walks diagonals of tiles, and the number of its sums over tiles.
+class Additions(NamedTuple):
+    """Definitions of functions, and the numbers of the sums and values that a kernel keeps from tile to tile."""
+
+    texts: tuple[str, ...] = ()
+    sums: int = 0
+    values: int = 0
+
+
+def additions(score: Node, gradients: Sequence[tuple[Node, Node]], tensors: Sequence[str], outputs: Sequence[str]) -> Additions:
+    """The functions that a kernel needs which walks diagonals of tiles for the gradients of captured tensors.
 
     `gradients` are loads of captured tensors, each with its gradient. A load whose index depends on the distance of query and key alone has
     a sum: `captured_gradient_0` gives a tile's part of it, which a kernel adds up over tiles with equal distances, and `add_sum_0` adds the
-    sum to the captured tensor's gradient. `add_gradients` adds the gradients of other loads. `walking_score` is the score itself.
+    sum to the captured tensor's gradient. `add_gradients` adds the gradients of other loads.
 
-    Functions have the first tile's places beside those of their own tile: what depends on the distance alone is computed from the former,
-    so that the compiler takes it out of the loop over tiles. Those of gradients have `grad`, the gradient of the score, and `keep`, True
-    for the pairs that count. `tensors` are the parameters of captured tensors, `outputs` those of their gradients.
+    Values that are read by the distance alone are alike in all tiles of a diagonal: `values_by_distance` computes them once from the first
+    tile's places, and the other functions, `diagonal_score` for the score among them, take them as `value_0` and so on. Functions of
+    gradients have the score's as `grad`, and `keep`, True for the pairs that count. `tensors` are the parameters of captured tensors,
+    `outputs` those of their gradients.
     """
-    places = ["score", *INDICES, *FIRST.values()]
-    inputs, parameters = [*places, "grad", "keep"], [*tensors, *outputs]
-    scores, rest = Writer(), Writer()
-    result = scores.value(_walking([score])[0])
-    found, sums = [scores.function("walking_score", (*places, *tensors), f"{result}.to(tl.float32)"), _ADD], 0
-    walked = _walking([x for _, x in gradients])
-    for load, parts in _alike([(load, x) for (load, _), x in zip(gradients, walked, strict=True)]):
-        summed = sums < MOST_SUMS and varies(load) == PAIR and by_distance(load.arguments)
-        writer = Writer() if summed else rest
+    alike = list(_alike(gradients))
+    summed = [load for load, _ in alike if varies(load) == PAIR and by_distance(load.arguments)][:MOST_SUMS]
+    kept = kept_values([score, *(part for _, parts in alike for part in parts)], MOST_TILES - len(summed))
+    values = [f"value_{number}" for number in range(len(set(kept.values())))]
+    inputs = ["score", *INDICES, *values]
+    texts = _value_functions(score, kept, inputs, tensors) if kept else []
+    rest, parameters = Writer(kept), [*inputs, "grad", "keep", *tensors, *outputs]
+    for load, parts in alike:
+        writer = Writer(kept) if load in summed else rest
         value = " + ".join(f"{writer.value(part)}.to(tl.float32)" for part in parts)
         value = writer.line(f"tl.where(keep, {value} + tl.zeros_like(grad), 0.0)")
-        if summed:
-            found += [writer.function(f"captured_gradient_{sums}", (*inputs, *parameters), value), _of_sum(sums, load, parameters)]
-            sums += 1
+        if load in summed:
+            number = summed.index(load)
+            texts += [writer.function(f"captured_gradient_{number}", parameters, value), _of_sum(number, load, [*tensors, *outputs])]
         else:
             _add_tile(writer, load, value)
-    return [*found, rest.function("add_gradients", (*inputs, *parameters))], sums
+    return Additions((*texts, _ADD, rest.function("add_gradients", parameters)), len(summed), len(values))
+
+
+def _value_functions(score: Node, kept: Mapping[Node, str], inputs: Sequence[str], tensors: Sequence[str]) -> list[str]:
+    """`values_by_distance`, which returns the kept values in order, and `diagonal_score`, which takes them."""
+    found, scores, values = Writer(), Writer(kept), dict[str, str]()
+    for node, name in kept.items():
+        if name not in values:
+            values[name] = found.value(node)
+    result = f"{scores.value(score)}.to(tl.float32)"
+    return [
+        found.function("values_by_distance", (*INDICES, *tensors), ", ".join(values.values())),
+        scores.function("diagonal_score", (*inputs, *tensors), result),
+    ]
+
+
+def kept_values(outputs: Sequence[Node], most: int) -> dict[Node, str]:
+    """Loads of captured tensors by the distance alone, with names that are equal where the loads are; of at most so many different ones.
+
+    Of a load at an index from another load, the outer one.
+    """
+    known, numbers = _distances(outputs), numbered(outputs)
+    found, names, seen = dict[Node, str](), dict[int, str](), set[Node]()
+    waiting = list(reversed(outputs))
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        read = node.kind == "load" and known[node] and PAIR <= node.reads <= {*INDICES}
+        if read and (numbers[node] in names or len(names) < most):
+            found[node] = names.setdefault(numbers[node], f"value_{len(names)}")
+        else:
+            waiting += reversed(node.operands)
+    return found
 
 
 def _alike(gradients: Sequence[tuple[Node, Node]]) -> Iterable[tuple[Node, list[Node]]]:
@@ -83,25 +128,6 @@ def _distances(outputs: Iterable[Node]) -> dict[Node, bool]:
     return known
 
 
-def _walking(outputs: Sequence[Node]) -> list[Node]:
-    """The same values, of which those that depend on the distance alone are computed from the first tile's places."""
-    known = _distances(outputs)
-    own, first = dict[Node, Node](), dict[Node, Node]()
-    for node in ordered(outputs):
-        first[node] = replace(node, name=FIRST[node.name]) if node.name in FIRST else _with(node, first)
-        moved = known[node] and "score" not in node.reads and node.reads >= PAIR
-        own[node] = first[node] if moved else _with(node, own)
-    return [own[x] for x in outputs]
-
-
-def _with(node: Node, others: dict[Node, Node]) -> Node:
-    """A node with other nodes in place of its operands, itself where none differs."""
-    if all(others[x] is x for x in node.operands):
-        return node
-    arguments = tuple(others[x] if isinstance(x, Node) else x for x in node.arguments)
-    return replace(node, arguments=arguments, keywords={name: others[x] if isinstance(x, Node) else x for name, x in node.keywords.items()})
-
-
 def _step(x: Node, parts: list[int | None]) -> int | None:
     """Growth of a sum of places where query and key both advance by one, from that of its operands; None for anything else."""
     if not x.reads & PAIR:
@@ -118,7 +144,7 @@ def _step(x: Node, parts: list[int | None]) -> int | None:
     if signs is None or len(signs) != len(parts):
         return None
     found: int = sum(sign * part for sign, part in zip(signs, parts, strict=True) if part)
-    return found
+    return found if abs(found) <= MOST_FACTOR else None
 
 
 def _of_sum(number: int, load: Node, parameters: Sequence[str]) -> str:

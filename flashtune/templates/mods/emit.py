@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from flashtune.core.config import KernelSpec
-from flashtune.templates.mods.additions import additions
+from flashtune.templates.mods.additions import Additions, additions
 from flashtune.templates.mods.graph import INDICES, Node, loads
 from flashtune.templates.mods.trace import gradients
 from flashtune.templates.mods.writer import Writer
@@ -39,6 +39,8 @@ class Mods:
     by_head: bool = False
     sums: int = 0
     """Number of gradients that a kernel adds up over tiles (flashtune.templates.mods.additions)."""
+    values: int = 0
+    """Number of values that it computes once for them."""
 
     @cached_property
     def hash(self) -> str:
@@ -67,7 +69,7 @@ class Mods:
     def untrained(self) -> "Mods":
         """The same functions without gradients of captured tensors."""
         captured = tuple(replace(x, trained=False) for x in self.captured)
-        return replace(self, captured=captured, gradient=self.gradient.partition("\n\n\n")[0], sums=0) if self.trained else self
+        return replace(self, captured=captured, gradient=self.gradient.partition("\n\n\n")[0], sums=0, values=0) if self.trained else self
 
     @property
     def parameters(self) -> list[str]:
@@ -97,6 +99,11 @@ class Mods:
         """The captured tensors' parameters as further arguments of a call."""
         return "".join(f", {name}" for name in self.parameters)
 
+    @property
+    def value_names(self) -> str:
+        """Names of the values that a kernel computes once for all its tiles, as a list of arguments."""
+        return ", ".join(f"value_{number}" for number in range(self.values))
+
     def arguments_of(self, holder: str) -> str:
         """The same as fields of a tuple."""
         return "".join(f", {holder}.{name}" for name in self.parameters)
@@ -124,15 +131,15 @@ def emitted(score: Node | None, mask: Node | None, captured: tuple[Captured, ...
     # The derivative of a mask is 0.
     read = {load.captured for load in loads([score])} if score is not None and backward else set[int]()
     bare = Mods(tuple(Captured(x.dtype, x.rank, x.trained and place in read) for place, x in enumerate(captured)))
-    texts, sums = dict[str, str](), 0
+    texts, added = dict[str, str](), Additions()
     if score is not None:
         texts["score"] = _function("score_mod", ["score", *INDICES], bare.parameters, score)
         if backward:
-            texts["gradient"], sums = _gradient_functions(score, bare)
+            texts["gradient"], added = _gradient_functions(score, bare)
     if mask is not None:
         texts["mask"] = _function("mask_mod", list(INDICES), bare.parameters, mask)
     reads = frozenset[str]() if mask is None else mask.reads
-    return Mods(bare.captured, **texts, by_batch="b" in reads, by_head="h" in reads, sums=sums)
+    return Mods(bare.captured, **texts, by_batch="b" in reads, by_head="h" in reads, sums=added.sums, values=added.values)
 
 
 def _function(name: str, inputs: Iterable[str], parameters: Iterable[str], output: Node) -> str:
@@ -143,16 +150,15 @@ def _function(name: str, inputs: Iterable[str], parameters: Iterable[str], outpu
     return writer.function(name, (*inputs, *parameters), result)
 
 
-def _gradient_functions(score: Node, mods: Mods) -> tuple[str, int]:
-    """`score_gradient`, and where captured tensors get gradients the functions that add them, and the number of their sums."""
+def _gradient_functions(score: Node, mods: Mods) -> tuple[str, Additions]:
+    """`score_gradient`, followed by the functions for gradients of captured tensors, and these with the numbers of what they keep."""
     of_score, of_loads = gradients(score)
-    inputs = ["score", *INDICES, "grad"]
-    text = _function("score_gradient", inputs, mods.parameters, of_score)
+    text = _function("score_gradient", ["score", *INDICES, "grad"], mods.parameters, of_score)
     if not mods.trained:
-        return text, 0
+        return text, Additions()
     of_trained = [(load, gradient) for load, gradient in of_loads if mods.captured[load.captured].trained]
-    texts, sums = additions(score, of_trained, mods.parameters, mods.gradient_parameters)
-    return "\n\n\n".join([text, *texts]), sums
+    added = additions(score, of_trained, mods.parameters, mods.gradient_parameters)
+    return "\n\n\n".join([text, *added.texts]), added
 
 
 _HELPERS = """@triton.jit

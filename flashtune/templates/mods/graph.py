@@ -1,6 +1,6 @@
 """Graphs of scalar operations: what a traced `score_mod` or `mask_mod` computes for one query and one key."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 INDICES = ("b", "h", "q_idx", "kv_idx")
 """Names of the inputs that place a score; a `score_mod` has `score` before them."""
 
-FIRST = {"q_idx": "first_q_idx", "kv_idx": "first_kv_idx"}
-"""Names of the places of the same pair of a kernel's first tile, in kernels that walk diagonals of tiles."""
-
 MOST_NODES = 1000
 """Most operations of a function: a kernel evaluates them for each query and key."""
+
+MOST_FACTOR = 1024
+"""Largest number by which a place is multiplied without a wrap of int32: there are fewer than 2^21 places."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -48,15 +48,15 @@ class Node:
         return tuple(x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Node))
 
 
-def ordered(outputs: Iterable[Node]) -> list[Node]:
-    """The nodes that outputs need, each after its operands."""
+def ordered(outputs: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
+    """The nodes that outputs need, each after its operands, without `known` ones and what these alone need."""
     found: dict[Node, None] = {}
 
     def visit(root: Node) -> None:
         waiting: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.operands))]
         while waiting:
             node, rest = waiting[-1]
-            following = next((x for x in rest if x not in found), None)
+            following = next((x for x in rest if x not in found and x not in known), None)
             if following is None:
                 found.setdefault(node)
                 waiting.pop()
@@ -64,7 +64,8 @@ def ordered(outputs: Iterable[Node]) -> list[Node]:
                 waiting.append((following, iter(following.operands)))
 
     for output in outputs:
-        visit(output)
+        if output not in known:
+            visit(output)
     return list(found)
 
 

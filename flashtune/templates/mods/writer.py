@@ -1,12 +1,12 @@
 """Expressions of traced functions in Triton, one line for each value."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from flashtune.templates.mods.graph import FIRST, FLOATS, INDICES, INTEGERS, TYPES, Node, ordered
+from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, MOST_FACTOR, TYPES, Node, ordered
 from flashtune.templates.mods.operations import ARITHMETIC, COMPARISONS, LOGICAL
 from flashtune.templates.mods.trace import Unsupported
 
@@ -15,11 +15,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Writer:
-    """Lines of a function's body: each value once, in the order of the graph."""
+    """Lines of a function's body: each value once, in the order of the graph. `known` ones have these names already."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[Node, str] | None = None) -> None:
         self.lines: list[str] = []
-        self._names: dict[Node, str] = {}
+        self._names = dict(known or {})
 
     def function(self, name: str, parameters: Iterable[str], result: str = "") -> str:
         """Definition of a function of these lines."""
@@ -28,9 +28,8 @@ class Writer:
 
     def value(self, node: Node) -> str:
         """The expression of a node, whose operands are written before it."""
-        for one in ordered([node]):
-            if one not in self._names:
-                self._names[one] = self._written(one)
+        for one in ordered([node], self._names):
+            self._names[one] = self._written(one)
         return self._names[node]
 
     def line(self, text: str) -> str:
@@ -190,7 +189,7 @@ def nonnegative(x: Any) -> bool:
     if not isinstance(x, Node):
         return isinstance(x, (int, float)) and x >= 0
     if x.kind == "input":
-        return x.name in INDICES or x.name in FIRST.values()
+        return x.name in INDICES
     if x.kind == "number":
         return bool(x.arguments[0] >= 0)
     if x.kind != "operation" or x.dtype not in INTEGERS:
@@ -198,6 +197,8 @@ def nonnegative(x: Any) -> bool:
     packet = x.target.overloadpacket
     if packet is aten.add and x.keywords.get("alpha", 1) == 1 and sum(map(_least, x.arguments)) >= 0:
         return True
+    if packet is aten.mul and x.dtype is not torch.int64 and not any(isinstance(y, int) and y <= MOST_FACTOR for y in x.arguments):
+        return False
     if packet in (aten.add, aten.mul, aten.minimum, aten.floor_divide, aten.div, aten.bitwise_or, aten.bitwise_right_shift):
         return not x.keywords.get("alpha", 1) < 0 and all(map(nonnegative, x.arguments))
     if packet is aten.remainder:
@@ -209,7 +210,11 @@ def nonnegative(x: Any) -> bool:
         return low is not None and nonnegative(low)
     if packet is aten.where:
         return all(map(nonnegative, x.arguments[1:]))
-    return (packet is aten._to_copy and nonnegative(x.arguments[0])) or packet is aten.abs
+    if packet is aten._to_copy:
+        source = x.arguments[0]
+        wide = x.dtype is torch.int64 or (x.dtype is torch.int32 and source.dtype is not torch.int64)
+        return x.dtype is torch.uint8 or (wide and nonnegative(source))
+    return packet is aten.abs
 
 
 def _least(x: Any) -> float:

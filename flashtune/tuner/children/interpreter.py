@@ -21,7 +21,7 @@ def quicken() -> None:
     _replace_the_language_once(interpreter)
     _keep_shapes()
     _compare_quickly()
-    _broadcast_quickly()
+    _take_operands_quickly()
     if not interpreter.interpreter_builder.options.debug:
         # Checks of overflow are computed, and then dropped (TritonSemantic.device_assert).
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -131,14 +131,39 @@ def _compare_quickly() -> None:
     core.dtype.__eq__, core._unwrap_if_constexpr = same, unwrapped
 
 
-def _broadcast_quickly() -> None:
-    """Leave operands of one shape as they are."""
+_MOST_CONSTANTS = 4096
+"""Most constants that are kept: few kernels have a hundred."""
+
+
+def _take_operands_quickly() -> None:
+    """Leave operands of one type or shape as they are, and keep the constants that numbers beside a tensor become."""
+    core: Any = importlib.import_module("triton.language.core")
     semantic: Any = importlib.import_module("triton.language.semantic").TritonSemantic
-    broadcast = semantic.broadcast_impl_value
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    constants: dict[Any, Any] = {}
+
+    def checked(self: Any, lhs: Any, rhs: Any, *rules: Any, **named: Any) -> Any:
+        left, right = lhs.__class__ is core.tensor, rhs.__class__ is core.tensor
+        if left and right and lhs.type.name == rhs.type.name and lhs.dtype.name in ("fp32", "int32", "int64", "int1"):
+            return lhs, rhs
+        beside, number = (lhs, rhs) if left else (rhs, lhs)
+        if left == right or named or number.__class__ not in (int, float):
+            return check(self, lhs, rhs, *rules, **named)
+        # 0.0 and -0.0 are equal, but not their texts.
+        key = beside.type.name, repr(number), left, rules
+        if (constant := constants.get(key)) is None:
+            found = check(self, lhs, rhs, *rules)
+            same, constant = found if left else found[::-1]
+            if same is not beside:
+                return found
+            if len(constants) == _MOST_CONSTANTS:
+                constants.clear()
+            constants[key] = constant
+        return (beside, constant) if left else (constant, beside)
 
     def operands(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
         same = a.shape.values == b.shape.values if a.is_block() and b.is_block() else a.is_block() == b.is_block()
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
-    semantic.broadcast_impl_value = operands
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, operands
