@@ -60,6 +60,9 @@ LEAST_UNFINISHED, MOST_UNFINISHED = 64 << 20, 4
 LARGEST_COPY = 1 << 30
 """Largest private copy, in bytes."""
 
+_EMPTY: dict[Path, bytes] = {}
+"""Database without rows that the migrations of a folder make."""
+
 
 def unwritable(path: Path) -> str | None:
     """Reason why records can't be written to the database at `path`, found by a write that is rolled back; None where they can."""
@@ -258,6 +261,17 @@ def _upgrade(connection: Connection) -> None:
     upgrade(connection)
 
 
+def _fill(engine: Engine, path: Path) -> None:
+    """Write a database without rows; the migrations run once a process."""
+    from flashtune.db import migrations
+
+    if (known := _EMPTY.get(migrations.FOLDER)) is None:
+        _transact(engine, _upgrade, write=True)
+        _EMPTY[migrations.FOLDER] = path.read_bytes()
+    else:
+        path.write_bytes(known)
+
+
 def _change_no_row(connection: Connection) -> None:
     """Write nothing, by a statement that fails on a read-only file, where SQLite without WAL lets a writing transaction begin."""
     connection.exec_driver_sql(f"UPDATE {values.VERSION_TABLE} SET version_num = version_num WHERE 0")
@@ -301,7 +315,7 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
     try:
         endless = Allowance(math.inf)
         engine = _engine(aside, "mode=rwc", name, endless)
-        _transact(engine, _upgrade, write=True)
+        _fill(engine, aside)
         _transact(engine, work, write=True)
         _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM", name, endless)
         if replace:

@@ -17,7 +17,7 @@ import pytest
 from db_faults import complete_names, folder_bytes, fork, killed_inside_a_transaction
 
 from flashtune.core.errors import DatabaseError
-from flashtune.db import migrations, sqlite_file
+from flashtune.db import sqlite_file
 from flashtune.db.store import Store
 
 
@@ -168,7 +168,7 @@ def test_a_killed_creation_leaves_no_database(tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
 
     def work() -> None:
-        migrations.upgrade = lambda connection: os.kill(os.getpid(), signal.SIGKILL)
+        sqlite_file._alone = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
         Store.open(path, writable=True)
 
     child = fork.Process(target=work)

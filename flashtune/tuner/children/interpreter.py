@@ -144,8 +144,8 @@ def _take_operands_quickly() -> None:
 
     def checked(self: Any, lhs: Any, rhs: Any, *rules: Any, **named: Any) -> Any:
         left, right = lhs.__class__ is core.tensor, rhs.__class__ is core.tensor
-        if left and right and lhs.type.name == rhs.type.name and lhs.dtype.name in ("fp32", "int32", "int64", "int1"):
-            return lhs, rhs
+        if left and right and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in ("fp32", "int32", "int64", "int1"):
+            return operands(self, lhs, rhs)
         beside, number = (lhs, rhs) if left else (rhs, lhs)
         if left == right or named or number.__class__ not in (int, float):
             return check(self, lhs, rhs, *rules, **named)
