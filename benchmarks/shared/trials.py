@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,16 @@ Trials = dict[Tried, float]
 def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *, gpu: Target = GPU) -> Iterator[tuple[Problem, Trials]]:
     """Trials of each record of a GPU in these databases, but of packed sequences, whose work depends on more than their sizes."""
     for path in databases:
-        with Store.open(path, writable=False) as store:
-            for result in store.results():
-                if result.gpu == gpu.slug and not result.problem.features.packed:
-                    yield result.problem, times_of(result)
+        for slug, problem, times in _of_database(path):
+            if slug == gpu.slug:
+                yield problem, dict(times)
+
+
+@cache
+def _of_database(path: Path) -> list[tuple[str, Problem, Trials]]:
+    """GPU, problem and trials of each such record, read once a process."""
+    with Store.open(path, writable=False) as store:
+        return [(result.gpu, result.problem, times_of(result)) for result in store.results() if not result.problem.features.packed]
 
 
 def times_of(result: SearchResult) -> Trials:

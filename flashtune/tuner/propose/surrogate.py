@@ -135,6 +135,9 @@ class Covariances:
         self._told, self._prior = np.zeros(0, dtype=np.intp), 0.0
         self._coordinates, self._explained = np.zeros((0, 0)), np.zeros((0, 0))
         self._learn(pool)
+        # Of each candidate its index among the told ones, or -1.
+        self._told_as = np.full(len(pool), -1)
+        self._told_as[self._told] = np.arange(len(self._told))
         self.variances = SCALE_ERROR**2 + FAMILY_ERROR**2 + self._own**2
         self.variances[self._told] += np.maximum(self._prior - np.square(self._explained).sum(axis=0), 0.0)
 
@@ -158,22 +161,22 @@ class Covariances:
     def row(self, place: int) -> Array:
         """Covariances of one candidate with all."""
         if place not in self._rows:
-            self._rows[place] = self._between(place, slice(None))
+            self._rows[place] = self._between([place], slice(None))[0]
         return self._rows[place]
 
     def among(self, places: Sequence[int]) -> Array:
         """Covariances of these candidates with each other."""
-        chosen = list(places)
-        return np.array([self._between(place, chosen) for place in chosen])
+        return self._between(list(places), list(places))
 
-    def _between(self, place: int, others: slice | list[int]) -> Array:
-        apart = math.sqrt(5.0) * np.sqrt(np.square(self._features[others] - self._features[place]).sum(axis=1))
-        near = self._own[place] * self._own[others] * (1.0 + apart + np.square(apart) / 3.0) * np.exp(-apart)
-        found = SCALE_ERROR**2 + FAMILY_ERROR**2 * (self._families[others] == self._families[place]) + near
-        index = np.searchsorted(self._told, place)
-        if index < len(self._told) and self._told[index] == place:
-            shared = np.zeros(len(self._own))
-            same = alike(self._coordinates[index : index + 1], self._coordinates)[0]
-            shared[self._told] = self._prior * same - self._explained[:, index] @ self._explained
-            found = found + shared[others]
+    def _between(self, places: list[int], others: slice | list[int]) -> Array:
+        """Covariances (places, others)."""
+        steps = self._features[places, None] - self._features[others]
+        apart = math.sqrt(5.0) * np.sqrt(np.square(steps).sum(axis=2))
+        near = self._own[places, None] * self._own[others] * (1.0 + apart + np.square(apart) / 3.0) * np.exp(-apart)
+        found = SCALE_ERROR**2 + FAMILY_ERROR**2 * (self._families[places, None] == self._families[others]) + near
+        rows, columns = self._told_as[places], self._told_as[others]
+        mine, theirs = rows[rows >= 0], columns[columns >= 0]
+        if len(mine):
+            same = alike(self._coordinates[mine], self._coordinates[theirs])
+            found[np.ix_(rows >= 0, columns >= 0)] += self._prior * same - self._explained[:, mine].T @ self._explained[:, theirs]
         return np.asarray(found)
