@@ -188,7 +188,7 @@ def neighbours(one: Problem, other: Problem) -> bool:
 
 @cache
 def kind_of(problem: Problem) -> tuple[object, ...]:
-    """What `neighbours` have in common."""
+    """Direction, head sizes and features that `neighbours` have in common."""
     features = {name: value for name, value in problem.features.as_json().items() if name not in ("alignment", "window")}
     return problem.direction, problem.d, problem.d_v, problem.features.window is None, canonical(features)
 
