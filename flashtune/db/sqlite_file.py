@@ -61,7 +61,7 @@ LARGEST_COPY = 1 << 30
 """Largest private copy, in bytes."""
 
 _EMPTY: dict[Path, bytes] = {}
-"""Database without rows that the migrations of a folder make."""
+"""The database without rows that the migrations of a folder make, by folder."""
 
 
 def unwritable(path: Path) -> str | None:

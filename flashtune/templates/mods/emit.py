@@ -40,7 +40,7 @@ class Mods:
     sums: int = 0
     """Number of gradients that a kernel adds up over tiles (flashtune.templates.mods.additions)."""
     values: int = 0
-    """Number of values that it computes once for them."""
+    """Number of values that it reads once for all its tiles."""
 
     @cached_property
     def hash(self) -> str:
@@ -101,7 +101,7 @@ class Mods:
 
     @property
     def value_names(self) -> str:
-        """Names of the values that a kernel computes once for all its tiles, as a list of arguments."""
+        """Names of the values that a kernel reads once for all its tiles, as a list of arguments."""
         return ", ".join(f"value_{number}" for number in range(self.values))
 
     def arguments_of(self, holder: str) -> str:
