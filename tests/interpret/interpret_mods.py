@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 import torch
-from mod_cases import CASES, OPERATIONS, Case, oracle
+from mod_cases import CASES, OPERATIONS, Case, oracle, random_case
 
 from flashtune import dispatch
 from flashtune.dispatch import flex, flex_blocks, flex_kernels
@@ -210,6 +210,7 @@ def main() -> dict[str, Any]:
     return {
         "cases": {name: report(case) for name, case in CASES.items()},
         "operations": {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()},
+        "random": [report(random_case(seed)) for seed in range(8)],
         "poisoned": poisoned(),
         "foreign": foreign(),
         "changed": max(changed(), rebound()),

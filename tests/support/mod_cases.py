@@ -1,6 +1,7 @@
 """Masks and scores as code that tests of the interpreter and of a GPU share, and their float64 oracle: the function itself."""
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -213,3 +214,41 @@ OPERATIONS = _scores(
     constant=lambda s, b, h, q, k: torch.zeros_like(s) + h,
 )
 """Scores that together use every operation that kernels have."""
+
+_PLACES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda q, k: q - k, lambda q, k: (k - q).clamp(-7, 7), lambda q, k: (q - k).abs(), lambda q, k: (q - k) // 3, lambda q, k: (q - k) % 5,
+    lambda q, k: torch.where(q >= k, q - k, 0), lambda q, k: 2 * q - k - k, lambda q, k: torch.where(q * 2 + 3 >= k * 2, k - q, 4),
+    lambda q, k: q // 4 - k // 4, lambda q, k: q, lambda q, k: k, lambda q, k: torch.minimum(q, k), lambda q, k: (q ^ k) & 15,
+]  # fmt: skip
+_TERMS: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+    lambda s, x, y: s + x,
+    lambda s, x, y: s * (1 + 0.3 * torch.tanh(x)) + 0.1 * x * y,
+    lambda s, x, y: torch.where(y > 0, s * torch.sigmoid(x), s + x),
+    lambda s, x, y: s + x * y,
+]
+_MASKS: list[Any] = [None, lambda b, h, q, k: q >= k, lambda b, h, q, k: (q >= k) | (k < 5), lambda b, h, q, k: (q + k) % 3 > 0]
+
+
+def random_case(seed: int) -> Case:
+    """Some terms of learned tables, read at places of many kinds or at places from a table, under one of some masks."""
+    drawn = random.Random(seed)
+    count = drawn.randrange(1, 4)
+    terms = [(drawn.choice(_TERMS), *drawn.choices(range(count), k=2), *drawn.choices(_PLACES, k=2)) for _ in range(drawn.randrange(1, 5))]
+    nested, mask = drawn.random() < 0.3, drawn.choice(_MASKS)
+
+    def functions(*captured: Tensor) -> Functions:
+        *tables, places = captured
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            for term, first, second, here, there in terms:
+                place = places[here(q, k)] if nested else here(q, k)
+                s = term(s, tables[first][h, place + 90], tables[second][h, there(q, k) + 80])
+            return s
+
+        return score, mask
+
+    def captured(generator: torch.Generator) -> list[Tensor]:
+        tables = [_numbers(4, 250, trained=drawn.random() < 0.8, scale=0.5)(generator) for _ in range(count)]
+        return [*tables, torch.randint(-80, 80, (250,), generator=generator)]
+
+    return Case(functions, captured, n_q=drawn.randrange(1, 50), n_kv=drawn.randrange(1, 50))

@@ -51,6 +51,12 @@ def test_kernels_have_the_operations_of_scores(name: str) -> None:
     assert max(out, lse, *gradients) <= 5 * BOUND
 
 
+def test_kernels_compute_random_functions_and_their_gradients() -> None:
+    found = reports()["random"]
+    assert all(served.startswith("flash_fwd") for served, *_ in found)
+    assert max(max(out, lse, *gradients) for _, out, lse, gradients in found) <= 3 * BOUND
+
+
 BY_DISTANCE: dict[str, tuple[bool, Any]] = {
     "distance": (True, lambda s, h, q, k: q - k),
     "spelled otherwise": (True, lambda s, h, q, k: 3 * h - 2 * k + 7 + q + q),
