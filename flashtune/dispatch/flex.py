@@ -71,7 +71,15 @@ def flex_attention(
         call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
-        return torchs(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+        words = scale, enable_gqa, return_lse, kernel_options, return_aux
+        if torch.compiler.is_compiling():
+            return torchs(query, key, value, score_mod, block_mask, *words)
+        try:
+            return torchs(query, key, value, score_mod, block_mask, *words)
+        except Exception:
+            if (refused := _refusal(query, key, score_mod, block_mask)) is not None:
+                raise refused from None
+            raise
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     if isinstance(call, dict):
@@ -92,6 +100,18 @@ def flex_attention(
 
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
+
+
+def _refusal(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -> InputError | None:
+    """Error for functions that nobody can trace, in place of PyTorch's, which names no line; None for other ones."""
+    try:
+        sizes = zip(INDICES, sizes_of(query, key), strict=True)
+        flex_functions.functions_of(score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, sizes)
+    except InputError as error:
+        return error
+    except Exception:
+        return None
+    return None
 
 
 def explain_flex(*arguments: Any, **keywords: Any) -> str:

@@ -334,6 +334,20 @@ def test_hostile_functions_are_refused_in_a_sentence(function: Any, monkeypatch:
     assert torch.equal(_TABLE, kept)
 
 
+@pytest.mark.parametrize("function", [_branches, _converts, _reads, _many, _nothing, _unnamed, _lacks_one], ids=lambda one: one.__name__)
+def test_what_pytorch_refuses_where_it_serves_is_refused_in_a_sentence(function: Any) -> None:
+    with pytest.raises(InputError, match=HOSTILE[function].replace("(", r"\(")) as caught:
+        dispatch.flex_attention(*tensors(), function)
+    assert "\n" not in str(caught.value) and caught.value.__suppress_context__
+
+
+def test_other_errors_of_pytorch_are_its_own() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="Expect query and key/value to have the same embedding dimension") as caught:
+        dispatch.flex_attention(q, k[..., :4], v, lambda s, b, h, q, k: s)
+    assert not isinstance(caught.value, InputError)
+
+
 def test_masks_that_return_no_bool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
     with pytest.raises(InputError, match=r"returns torch.int32: it must return a bool"):
