@@ -165,7 +165,7 @@ class LeftOut:
 
 
 def inverse(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Inverse of a positive definite matrix, in a third of the time that one of any matrix takes."""
+    """Inverse of a positive definite matrix, from its Cholesky factor."""
     factor, wrong = dpotrf(covariance, lower=True, overwrite_a=True)
     half, singular = dpotri(factor, lower=True, overwrite_c=True)
     if wrong or singular:

@@ -57,11 +57,10 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
 
     def __init__(self, path: Path, *, shipped: bool = False, copy: "tempfile.TemporaryDirectory[str] | None" = None) -> None:
         self._name, self._path, self._copy = str(path), Path(os.path.realpath(path)), copy
-        self._settled = settled = shipped or copy is not None
+        settled = shipped or copy is not None
         self._lock = threading.Lock()
         self._ids: dict[ProblemKey, int] = {}
         self._whole: dict[ProblemKey, list[TuningRecord]] | None = None
-        self._known: dict[ProblemKey, list[TuningRecord]] = {}
         self._findings: list[Finding] | None = None
         size = header_size(self._source, self._name)
         self._seen = None if settled else signature(self._path)
@@ -82,8 +81,6 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
     def __getitem__(self, key: ProblemKey) -> list[TuningRecord]:
         if self._whole is not None:
             return self._whole[key]
-        if key in self._known:
-            return self._known[key]
         number = self._ids.get(key)
         if number is None:
             where = " AND ".join(f"{name} = :{name}" for name in rows.PROBLEM)
@@ -93,14 +90,11 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
             number = found[0][0]
         with self._reading():
             same = queries.winners(self._fetched, "problem.id = :problem", {"problem": number}, MOST_RUNS)
-        records = by_key(queries.records(same, self._name)).get(key, [])
-        if self._settled:
-            self._known[key] = records
-        return records
+        return by_key(queries.records(same, self._name)).get(key, [])
 
     def read_whole(self) -> None:
         """Read the records of all keys at once, which takes less time than one after the other, where the file doesn't change."""
-        if self._whole is None and self._settled:
+        if self._whole is None and self._seen is None:
             self._whole = by_key(self.winners())
 
     def __iter__(self) -> Iterator[ProblemKey]:

@@ -18,10 +18,10 @@ from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels
 from flashtune.dispatch.flex_kernels import NotBuilt
 from flashtune.templates import family
-from flashtune.templates.mods import known, structure
+from flashtune.templates.mods import known, scores, structure
 from flashtune.templates.mods.additions import PAIR, by_distance, kept_values, varies
 from flashtune.templates.mods.emit import emitted
-from flashtune.templates.mods.graph import Node, loads, ordered
+from flashtune.templates.mods.graph import loads
 from flashtune.templates.mods.trace import gradients
 from flashtune.templates.mods.writer import nonnegative
 from flashtune.templates.rendering import render
@@ -120,21 +120,6 @@ KEPT: dict[str, tuple[int, Any]] = {
 }
 
 
-def evaluated(node: Node, values: dict[str, torch.Tensor], captured: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    known: dict[Node, torch.Tensor] = {}
-    for one in ordered([node]):
-        given = [known[x] if isinstance(x, Node) else x for x in one.arguments]
-        if one.kind == "input":
-            known[one] = values[one.name]
-        elif one.kind == "number":
-            known[one] = torch.tensor(given[0], dtype=one.dtype)
-        elif one.kind == "load":
-            known[one] = captured[one.captured][tuple(x.long() for x in given)]
-        else:
-            known[one] = one.target(*given, **{name: x for name, x in one.keywords.items() if name != "device"})
-    return known[node]
-
-
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_read_by_distance_is_equal_in_all_tiles_of_a_diagonal(name: str) -> None:
     count, score = KEPT[name]
@@ -144,7 +129,8 @@ def test_what_is_read_by_distance_is_equal_in_all_tiles_of_a_diagonal(name: str)
     assert sorted(set(kept.values())) == [f"value_{number}" for number in range(count)]
     q, k, h, steps = (torch.randint(0, most, (3000,), dtype=torch.int32) for most in (80, 80, 3, 20))
     for node in kept:
-        here, there = (evaluated(node, {"h": h, "q_idx": q + step, "kv_idx": k + step}, captured) for step in (0 * steps, steps))
+        places = ({"b": h * 0, "h": h, "q_idx": q + step, "kv_idx": k + step} for step in (0 * steps, steps))
+        here, there = (scores._evaluated(node, captured, inputs) for inputs in places)
         assert torch.equal(here, there)
 
 

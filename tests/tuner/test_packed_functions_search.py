@@ -232,9 +232,9 @@ def test_the_baseline_is_one_call_of_flex_attention_with_a_document_mask(file: P
 # --- the search -------------------------------------------------------------------------------------------------------------------
 
 
-def test_packed_functions_are_searched_without_a_gpu(file: Path, tmp_path: Path) -> None:
-    """A backward, as long as dense functions are searched in both directions: each search waits for its processes to start."""
-    direction: Any = "bwd"
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_packed_functions_are_searched_without_a_gpu(direction: Any, file: Path, tmp_path: Path) -> None:
+    """Takes as long as a search's processes need to start."""
     path = str(tmp_path / "a.sqlite")
     words = ["--gpu-name", "a100", "--packed", "one_long", "--d", "16", "--n", "16", "--batch", "2", "--heads", "2", "--dtype", "fp16"]
     words += ["--direction", direction, "--score-mod", f"{file}:relative", "--mask-mod", f"{file}:causal"]

@@ -57,9 +57,8 @@ def anew() -> Iterator[None]:
 # --- the search -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_packed_problem_is_searched_without_a_gpu(tmp_path: Path) -> None:
-    """A forward; test_packed_functions_search searches a backward."""
-    direction = "fwd"
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_packed_problem_is_searched_without_a_gpu(direction: str, tmp_path: Path) -> None:
     path = str(tmp_path / "packed.sqlite")
     words = ("--gpu-name", "a100", "--packed", "one_long", "--d", "16", "--n", "32", "--batch", "4", "--heads", "2", "--causal")
     words += ("--dtype", "fp16", "--direction", direction)

@@ -30,7 +30,7 @@ class Additions(NamedTuple):
 
 
 def additions(score: Node, gradients: Sequence[tuple[Node, Node]], tensors: Sequence[str], outputs: Sequence[str]) -> Additions:
-    """The functions that a kernel needs which walks diagonals of tiles for the gradients of captured tensors.
+    """Functions for the kernel of gradients of captured tensors, which walks diagonals of tiles.
 
     `gradients` are loads of captured tensors, each with its gradient. A load whose index depends on the distance of query and key alone has
     a sum: `captured_gradient_0` gives a tile's part of it, which a kernel adds up over tiles with equal distances, and `add_sum_0` adds the
