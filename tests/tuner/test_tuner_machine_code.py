@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -25,7 +26,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.templates.loading import host_of, load_kernel
 from flashtune.tuner.children.compile import compiling_for, machine_code_of, taking
-from flashtune.tuner.publish import packing
+from flashtune.tuner.publish import machine_code, packing
 from flashtune.tuner.publish.generated import (
     Arranged,
     archive_of,
@@ -339,6 +340,22 @@ def test_the_same_text_gives_the_same_bytes_in_another_process_under_another_nam
     assert with_files(other, "x") == with_files(built, "x")
     assert isinstance(found["bad"], str)
     assert "CompilationError" in found["bad"]
+
+
+def linger(order: Order) -> str:
+    time.sleep(3600)
+    return order.stem
+
+
+def test_an_interruption_while_compilers_start_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(list[Order]):
+        def __iter__(self) -> Iterator[Order]:
+            yield self[0]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine_code, "_attempt", linger)
+    with pytest.raises(KeyboardInterrupt):
+        list(build_all(Interrupted([ordered(decode())]), jobs=1))
 
 
 def test_reading_shipped_code_takes_neither_triton_nor_torch() -> None:

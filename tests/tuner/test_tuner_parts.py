@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from flashtune.templates import family
 from flashtune.templates.family import blocks_of_problem
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children import compile, tasks
+from flashtune.tuner.children import workers as workers_module
 from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds
 from flashtune.tuner.timing import conditions
@@ -253,6 +256,59 @@ def test_a_killed_or_hanging_worker_costs_one_task() -> None:
         hung = workers.submit("compile", nap, 3600.0, limit_s=1).reply()
         assert isinstance(hung, Failed) and hung.fate is Fate.TIMEOUT
         assert isinstance(workers.submit("compile", nap, 0.0, limit_s=3600).reply(), Checked)
+
+
+def test_an_idle_worker_that_is_killed_costs_no_task() -> None:
+    with Workers(jobs=1) as workers:
+        for _ in range(2):
+            reply = workers.submit("compile", nap, 0.0, limit_s=3600).reply()
+            assert isinstance(reply, Checked)
+            [pool] = workers._pools.values()
+            os.kill(int(reply.error), signal.SIGKILL)
+            while pool.active:
+                time.sleep(0.01)
+
+
+def test_a_task_whose_process_dies_before_it_begins_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(workers_module._START, "compile", die_first)
+    with Workers(jobs=1) as workers:
+        reply = workers.submit("compile", nap, 0.0, limit_s=3600).reply()
+    assert isinstance(reply, Failed) and reply.inconclusive
+    assert reply.reason == "its process died before stage 'compile' began"
+
+
+def die_first(environment: dict[str, str]) -> None:
+    os._exit(1)
+
+
+def test_a_task_is_handed_over_whole_before_an_interruption() -> None:
+    """Python runs handlers in the main thread, whichever thread gets the signal: those that this one blocks come by another."""
+    handed: list[bool] = []
+
+    class Pool:
+        active = True
+
+        def schedule(self, *_: Any, **__: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(10):
+                time.sleep(0.001)
+            handed.append(True)
+            return Future()
+
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        beside.start()
+        workers = Workers(jobs=1)
+        workers._pools["compile", 0] = Pool()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            workers.submit("compile", nap, 0.0, limit_s=3600)
+        assert handed == [True]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        over.set()
+        beside.join()
 
 
 def test_a_candidates_text_is_rendered_once_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

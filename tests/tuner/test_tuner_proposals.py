@@ -228,6 +228,8 @@ def test_compilers_are_free_when_their_tasks_are_done(monkeypatch: pytest.Monkey
     futures: list[Future[Any]] = []
 
     class Pool:
+        active = True
+
         def schedule(self, *_: Any, **__: Any) -> Future[Any]:
             futures.append(Future())
             return futures[-1]

@@ -7,15 +7,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Overdue
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate
 from flashtune.core.target import Target
+from flashtune.core.unbroken import unbroken
 from flashtune.templates.mods.known import NAMED
 from flashtune.tuner.children import start, tasks
 from flashtune.tuner.children.start import serving
@@ -68,6 +71,10 @@ class Pending(Generic[Found]):
             inconclusive = self._crew != "compile" or -crash.exitcode not in _CRASHES
             died = f"its process died in stage {self._crew!r} (exit code {crash.exitcode})"
             reply = Failed(fate=fate, reason=died, inconclusive=inconclusive)
+        except BrokenProcessPool:
+            # All processes of the pool ended while none of them had a task.
+            fate = Fate.COMPILE if self._crew == "compile" else Fate.RUNTIME
+            reply = Failed(fate=fate, reason=f"its process died before stage {self._crew!r} began", inconclusive=True)
         if isinstance(reply, Failed) and reply.poisoned:
             self._workers.dismiss(self._crew, self._device)
         return reply
@@ -122,9 +129,13 @@ class Workers:
 
     def submit(self, crew: Crew, task: Callable[..., Found | Failed], *arguments: Any, limit_s: float, device: int = 0) -> Pending[Found]:
         """Submit `task` to a process of `crew`, which is killed after `limit_s` seconds of running it; `device` is the GPU's number."""
-        with self._lock:
+        with self._lock, serving():
             pool = self._pool(crew, device)
-            with serving():
+            # `active` starts a new pool, which may take a while.
+            if not pool.active:
+                raise EnvironmentProblem(f"the processes of stage {crew!r} end when they begin: free some memory")
+            # An interruption between the two halves of waking the queue's reader would leave that, and who joins it, waiting for good.
+            with unbroken():
                 future = pool.schedule(task, args=arguments, timeout=limit_s)
             if crew == "compile":
                 self._compiling = [*(one for one in self._compiling if not one.done()), future]
@@ -136,6 +147,9 @@ class Workers:
             return max(0, self._jobs - sum(not one.done() for one in self._compiling))
 
     def _pool(self, crew: Crew, device: int) -> ProcessPool:
+        """The crew's pool; a new one where there is none, or where its idle processes were killed."""
+        if (known := self._pools.get((crew, device))) is not None and not known.active:
+            _end(self._pools.pop((crew, device)))
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
             context = multiprocessing.get_context("forkserver")
@@ -174,5 +188,10 @@ class Workers:
         with self._lock:
             pool = self._pools.pop((crew, device), None)
         if pool is not None:
-            pool.stop()  # type: ignore[no-untyped-call]
-            pool.join()
+            _end(pool)
+
+
+def _end(pool: ProcessPool) -> None:
+    """Kill a pool's processes."""
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()

@@ -175,9 +175,9 @@ def build_all(orders: Sequence[Order], *, jobs: int) -> Iterator[tuple[Order, Bu
     if not orders:
         return
     with ProcessPoolExecutor(max_workers=min(jobs, len(orders)), mp_context=get_context("spawn"), initializer=withdraw) as pool:
-        with held_back():
-            waiting = {pool.submit(_attempt, order): order for order in orders}
         try:
+            with held_back():
+                waiting = {pool.submit(_attempt, order): order for order in orders}
             for done in as_completed(waiting):
                 try:
                     yield waiting[done], done.result()
