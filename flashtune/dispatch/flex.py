@@ -20,7 +20,7 @@ from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
-from flashtune.dispatch.flex_torch import options_note, torchs
+from flashtune.dispatch.flex_torch import check_shapes, lacks, options_note, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.emit import emitted
@@ -61,7 +61,8 @@ def flex_attention(
     tiles without a visible pair are skipped; those that `attention` has built in take its kernels, and documents those of packed sequences.
     PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that
     kernels lack; where it was faster in a search of these functions; and where only kernels with plain pointers could that no search
-    measured with them, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. `explain_flex` says which.
+    measured with them, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. What it lacks on a CPU (gradients) is computed
+    by matrices of all scores. `explain_flex` says which.
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
@@ -122,6 +123,9 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
+        need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux")))
+        if need is not None:
+            return f"PyTorch by matrices of all scores: {call}, and PyTorch's flex_attention has no {need} on a CPU"
         options = options_note(*(given[name] for name in (*names[:5], "kernel_options")))
         return f"PyTorch's flex_attention: {call}" + f"; {options}" * bool(options)
     if isinstance(call, PackedCall):
@@ -150,7 +154,7 @@ def _call_of(
     reason why PyTorch serves."""
     if (why := _why_torch(query, key, value, scale, return_aux)) is not None:
         return why
-    _check(query, key, value, block_mask, enable_gqa)
+    check_shapes(query, key, value, block_mask, enable_gqa)
     key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
     found = flex_functions.functions_of(
         score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, zip(INDICES, sizes_of(query, key), strict=True)
@@ -347,23 +351,6 @@ def why_torch(query: Any, key: Any, value: Any, scale: Any, *, dimensions: int =
     if any(x.is_neg() for x in every):
         return "a tensor is lazily negated"
     return None
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
-    """Raise InputError for shapes that don't fit together."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3] or key.shape[0] not in (1, query.shape[0]):
-        found = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
-        raise InputError(f"{found} don't fit together: give (B, Hq, L, E), (B, Hkv, S, E) and (B, Hkv, S, Ev)")
-    if heads != kv_heads and not enable_gqa:
-        raise InputError(f"{heads} query heads share {kv_heads} key heads: set enable_gqa=True")
-    if heads % kv_heads:
-        raise InputError(f"{heads} query heads can't share {kv_heads} key heads: make Hq a multiple of Hkv")
-    lengths = getattr(block_mask, "seq_lengths", None)
-    if lengths is not None and tuple(lengths) != (query.shape[2], key.shape[2]):
-        raise InputError(
-            f"block_mask is for {tuple(lengths)} queries and keys, and these are {query.shape[2]} and {key.shape[2]}: make a new one"
-        )
 
 
 _SIGNATURE = inspect.signature(flex_attention)

@@ -1,10 +1,14 @@
-"""PyTorch's own flex_attention, which serves what kernels can't."""
+"""PyTorch's own flex_attention, which serves what kernels can't, and matrices of all scores, which serve what that can't on a CPU."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashtune.core import reference
+from flashtune.core.errors import InputError
+from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.dispatch import inspection
 from flashtune.dispatch.context import current
@@ -14,8 +18,14 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
     """PyTorch's own function, compiled on a GPU, there with tuned kernel options unless the caller gives some."""
     from torch.nn.attention import flex_attention as module
 
-    block_mask = block_mask_of(block_mask, query, key)
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
+    if lacks(query, key, value, return_lse, return_aux) is not None:
+        check_shapes(query, key, value, block_mask, enable_gqa)
+        out, lse = _by_matrices(query, key, value, score_mod, getattr(block_mask, "mask_mod", block_mask), scale)
+        if return_aux is not None:
+            return out, module.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+        return (out, lse) if return_lse else out
+    block_mask = block_mask_of(block_mask, query, key)
     # Versions of torch before 2.9 don't have it.
     more = {} if return_aux is None else {"return_aux": return_aux}
     words = (scale, enable_gqa, return_lse)
@@ -28,6 +38,62 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
         return function(query, key, value, score_mod, block_mask, *words, kernel_options, **more)
     run = lambda options, q, k, v: function(q, k, v, score_mod, block_mask, *words, options, **more)  # noqa: E731
     return options.run(run, query, key, value, block_mask, score_mod)
+
+
+def lacks(query: Any, key: Any, value: Any, return_lse: bool, return_aux: Any) -> str | None:
+    """A call's need that PyTorch's function, in version 2.11, has none of on a CPU; None for other calls."""
+    if not isinstance(query, Tensor) or query.device.type != "cpu" or (return_aux is not None and return_aux.max_scores):
+        return None
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not _plain(query, key, value):
+        return None
+    if not query.dim() == key.dim() == value.dim() == 4 or not query.dtype == key.dtype == value.dtype:
+        return None
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return "gradients"
+    return "an LSE in torch.compile" if compiling and (return_lse or return_aux is not None) else None
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raise InputError for shapes that don't fit together."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3] or key.shape[0] not in (1, query.shape[0]):
+        found = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
+        raise InputError(f"{found} don't fit together: give (B, Hq, L, E), (B, Hkv, S, E) and (B, Hkv, S, Ev)")
+    if heads != kv_heads and not enable_gqa:
+        raise InputError(f"{heads} query heads share {kv_heads} key heads: set enable_gqa=True")
+    if heads % kv_heads:
+        raise InputError(f"{heads} query heads can't share {kv_heads} key heads: make Hq a multiple of Hkv")
+    lengths = getattr(block_mask, "seq_lengths", None)
+    if lengths is not None and tuple(lengths) != (query.shape[2], key.shape[2]):
+        raise InputError(
+            f"block_mask is for {tuple(lengths)} queries and keys, and these are {query.shape[2]} and {key.shape[2]}: make a new one"
+        )
+
+
+def _by_matrices(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, mask_mod: Mod | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output (B, Hq, L, Ev) and LSE (B, Hq, L) by matrices of all scores."""
+    places = [torch.arange(size, device=query.device) for size in (*query.shape[:3], key.shape[2])]
+
+    def at_all(function: Mod, *scores: Tensor) -> Tensor:
+        for place in (3, 2, 1, 0):
+            function = torch.vmap(function, in_dims=(*(0 for _ in scores), *(0 if dim == place else None for dim in range(4))))
+        return function(*scores, *places)
+
+    def mods(scores: Tensor) -> Tensor:
+        hidden = torch.zeros((), dtype=torch.bool) if mask_mod is None else ~at_all(mask_mod)
+        if score_mod is not None:
+            # A derivative at a score that is hidden may be NaN, which no 0 takes away.
+            scores = at_all(score_mod, scores.masked_fill(hidden, 1.0))
+        return scores.masked_fill(hidden, -math.inf)
+
+    key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    out, lse = reference.attention(query, key, value, scale=scale, mods=mods, dtype=dtype)
+    return out.to(query.dtype), lse
 
 
 def _plain(*tensors: Any) -> bool:

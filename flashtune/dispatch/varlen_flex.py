@@ -172,13 +172,15 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
         found = together & (j < limits[q_idx]) & (True if mask_mod is None else mask_mod(b, h, i, j))
         return found & _in_band(numbers, i + shifts[q_idx], j)
 
-    # Zeros for keys of no sequence and unused ones: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
-    unused = ((of_k >= packed.sequences) | (at_k >= n_kv[owner]))[:, None, None]
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)))
-    gqa = query.shape[1] != key.shape[1]
+    # Zeros for rows of no sequence and unused keys: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
+    unused, outside = ((of_k >= packed.sequences) | (at_k >= n_kv[owner]))[:, None, None], of_q >= packed.sequences
+    hidden = (query, outside[:, None, None]), (key, unused), (value, unused)
+    q, k, v = (x.masked_fill(mask, 0.0).transpose(0, 1)[None] for x, mask in hidden)
     words: dict[str, Any] = {"return_lse": True, "kernel_options": dict(_ONE_STAGE)}
+    gqa = query.shape[1] != key.shape[1]
     out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, **words)
-    return out[0].transpose(0, 1), lse[0]
+    # Gradients of theirs may be NaN, too.
+    return out[0].transpose(0, 1).masked_fill(outside[:, None, None], 0.0), lse[0].masked_fill(outside, -math.inf)
 
 
 def _in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:

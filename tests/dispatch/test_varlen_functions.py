@@ -7,14 +7,15 @@ import torch
 from hopper_kernels import config
 from interpreting import interpreted
 from mods_machine import Coded
-from packed_machine import Ragged
+from packed_machine import Ragged, numbers_of
 from test_hopper_pieces import Masked
 from varlen_cases import inputs
-from varlen_functions import CASES, LENGTHS, kernel_call, made, wanted
+from varlen_functions import CASES, LENGTHS, agrees, explained, kernel_call, made, wanted
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, varlen_flex
+from flashtune.dispatch.packed import Packed
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 
 WITHIN_OTHERS = {"relative", "causal relative", "both", "both, causal from the first", "built-in band", "built-in cap"}
@@ -59,28 +60,40 @@ def test_hoppers_forward_computes_the_functions_of_each_sequence(name: str, chan
 @pytest.mark.parametrize("name", ["causal relative", "prefix", "both in a window", "used keys", "hidden", "built-in slopes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_without_kernels_each_sequence_is_a_call_of_flex_attention(name: str, dtype: torch.dtype) -> None:
-    given, functions, _ = made(name, dtype=dtype)
+    agrees(name, dtype=dtype)
+    said = explained(name, dtype=dtype)
+    assert said.kind == "framework" and "each sequence is a call of flex_attention" in said.reason
+
+
+def test_without_gradients_each_sequence_is_a_call_of_pytorchs_own() -> None:
+    given, functions, _ = made("both in a window")
     given = given._replace(tensors=[x.detach() for x in given.tensors])
     with torch.no_grad():
         out, lse = given.call()
         right, right_lse, _, _ = wanted(given, LENGTHS, functions)
-        torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
-        said = dispatch.explain_varlen(*given.arguments, enable_gqa=True, **given.words)
-    assert said.kind == "framework" and "each sequence is a call of flex_attention" in said.reason
+    torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
+
+
+BY_COMPILERS = [("used keys", "eager"), ("both in a window", "aot_eager"), ("no derivative at 0", "inductor")]
+
+
+@pytest.mark.parametrize(("name", "backend"), BY_COMPILERS)
+def test_a_compiler_traces_a_call_without_a_break(name: str, backend: str) -> None:
+    agrees(name, backend=backend)
 
 
 @pytest.mark.parametrize("name", ["used keys", "both in a window"])
-def test_a_compiler_traces_a_call_without_a_break(name: str) -> None:
+def test_a_compiler_for_a_gpu_has_one_call_of_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, functions, _ = made(name)
-    tensors = [x.detach() for x in given.tensors]
-
-    def call(*x: torch.Tensor) -> Any:
-        return dispatch.attention_varlen(*x, *given.longest, enable_gqa=True, return_lse=True, **given.words)
-
+    served: list[Any] = []
+    by_torch = flex.flex_attention
+    monkeypatch.setattr(flex, "flex_attention", lambda *x, **words: served.append(x) or by_torch(*x, **words))
+    packed = Packed(*given.tensors, *given.bounds, given.words.get("seqused_k"))
     with torch.no_grad():
-        out, lse = torch.compile(call, backend="eager", fullgraph=True)(*tensors, *given.bounds)
+        out, lse = varlen_flex._at_once(packed, numbers_of(given), *functions)
         right, right_lse, _, _ = wanted(given, LENGTHS, functions)
+    assert len(served) == 1
     torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
 

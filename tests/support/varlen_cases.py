@@ -61,9 +61,15 @@ class Inputs(NamedTuple):
         """Positional arguments of a call."""
         return (*self.tensors, *self.bounds, *self.longest)
 
-    def call(self) -> tuple[Tensor, Tensor]:
-        out, lse = dispatch.attention_varlen(*self.arguments, enable_gqa=True, return_lse=True, **self.words)
-        return out, lse
+    def call(self, backend: str | None = None) -> tuple[Tensor, Tensor]:
+        """Output and LSE, of a function compiled by a backend of torch.compile where one is named."""
+
+        def attend(*given: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = dispatch.attention_varlen(*given, *self.longest, enable_gqa=True, return_lse=True, **self.words)
+            return out, lse
+
+        call = attend if backend is None else torch.compile(attend, backend=backend, fullgraph=True)
+        return call(*self.tensors, *self.bounds)
 
 
 def inputs(

@@ -137,11 +137,13 @@ def wanted(given: Inputs, lengths: tuple[tuple[int, ...], ...], functions: Funct
     return out, lse, leaves, loss
 
 
-def agrees(name: str, lengths: tuple[tuple[int, ...], ...] = LENGTHS, *, kind: str = "fp32", **more: Any) -> None:
+def agrees(
+    name: str, lengths: tuple[tuple[int, ...], ...] = LENGTHS, *, kind: str = "fp32", backend: str | None = None, **more: Any
+) -> None:
     """Output, LSE and gradients are those of the functions, and exactly 0 and -inf where no sequence is."""
     given, _, captured = made(name, lengths, **more)
     bound = TOLERANCES[kind]
-    out, lse = given.call()
+    out, lse = given.call(backend)
     twins = [x.detach().cpu().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x.cpu() for x in captured]
     right, right_lse, leaves, loss = wanted(given, lengths, CASES[name].functions(*twins))
     ended = int(given.bounds[0][-1])
