@@ -248,7 +248,7 @@ def of_lists_of_blocks_instead() -> None:
     assert said([x.repeat(2, 2, 1, 1)[:, : x.shape[1]] for x in given]).startswith("flash_fwd")
     torch.use_deterministic_algorithms(True)
     try:
-        assert said(given).startswith("PyTorch's flex_attention: deterministic")
+        assert said(given).startswith("PyTorch by matrices of all scores: deterministic")
     finally:
         torch.use_deterministic_algorithms(False)
 

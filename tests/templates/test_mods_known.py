@@ -242,7 +242,7 @@ def test_built_in_features_serve_where_attention_has_kernels(served: bool, monke
             expected = torch.where(places[:, None] >= places, scores, -math.inf).softmax(-1) @ v
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
             # A gradient needs a backward's kernel.
-            assert dispatch.explain_flex(q.requires_grad_(), k, v, capped, mask).startswith("PyTorch's")
+            assert dispatch.explain_flex(q.requires_grad_(), k, v, capped, mask).startswith("PyTorch by matrices")
 
 
 @pytest.mark.parametrize(
