@@ -25,8 +25,8 @@ from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
+from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import slopes_of
-from flashtune.templates.mods.trace import Unsupported
 
 
 def flex_attention(
@@ -105,6 +105,8 @@ def flex_attention(
 
 def _refusal(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -> InputError | None:
     """Error for functions that nobody can trace, in place of PyTorch's, which names no line; None for other ones."""
+    if not query.dim() == key.dim() == 4:
+        return None
     try:
         sizes = zip(INDICES, sizes_of(query, key), strict=True)
         flex_functions.functions_of(score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, sizes)
@@ -174,6 +176,8 @@ def _call_of(
         packed = packed_call(functions.documents, captured, tensors, scale, given)
         if packed is not None:
             return packed
+    if given is not None and any(size not in (1, now) for size, now in zip(given.shape[:-2], query.shape[:2], strict=True)):
+        return f"the BlockMask is for {tuple(given.shape[:-2])} batches and heads"
     if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
         return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
     call = with_kernel(functions, captured, tensors, scale, block_mask)

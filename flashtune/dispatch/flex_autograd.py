@@ -58,34 +58,65 @@ class Flex(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Gradients of all arguments, of those that ask for one."""
-        call = ctx.call
-        query, key, value, out, lse, *captured = ctx.saved_tensors
-        if call.sequences is not None:
-            bounds, captured = captured[:3], captured[3:]
-            call = replace(call, sequences=call.sequences._replace(bounds=tuple(bounds)))
+        query, key, value, _, _, *captured = ctx.saved_tensors
+        captured = captured if ctx.call.sequences is None else captured[3:]
         if dout is None and dlse is None:
             return (None,) * (4 + len(captured))
-        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
-        if dout.dim() == 3 or not copyable(operand(0, dout)):
-            # Gradients may be expanded scalars, or parts of others that begin anywhere.
-            dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
-        kernel, mods = _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])
-        call = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))
-        # Sums of atomic additions start from 0, and are rounded once.
-        sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
-        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
-        more = [*captured, *_lists(call, kernel, query, key, backward=True), *sums.values()]
-        try:
-            launch(kernel, operands, more, call.scale, call.sequences)
-        except NotBuilt:
-            return Flex.backward(ctx, dout, dlse)
-        of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
-        wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-        return *wanted, None, *of_captured
+        with torch.no_grad():
+            found = _gradients(ctx, dout, dlse)
+        if torch.is_grad_enabled():
+            # In a graph of the gradients (create_graph).
+            made = [x for x in found if x is not None]
+            given = [x for x in (dout, dlse, query, key, value, *captured) if x is not None and x.is_floating_point()]
+            again = iter(_Once.apply(len(made), *made, *given))  # type: ignore[no-untyped-call]
+            found = tuple(None if x is None else next(again) for x in found)
+        return found
+
+
+class _Once(torch.autograd.Function):
+    """The first tensors as they are, without a gradient by all."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *given: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        """The first `count` tensors."""
+        return given[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:  # pyright: ignore
+        """Raise InputError."""
+        raise InputError(
+            "attention with functions was differentiated twice, and kernels have first derivatives alone: "
+            "for second ones write out the scores by torch's operations"
+        )
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of all arguments of `Flex`, whose context this is."""
+    call = ctx.call
+    query, key, value, out, lse, *captured = ctx.saved_tensors
+    if call.sequences is not None:
+        bounds, captured = captured[:3], captured[3:]
+        call = replace(call, sequences=call.sequences._replace(bounds=tuple(bounds)))
+    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+    if dout.dim() == 3 or not copyable(operand(0, dout)):
+        # Gradients may be expanded scalars, or parts of others that begin anywhere.
+        dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
+    kernel, mods = _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])
+    call = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))
+    # Sums of atomic additions start from 0, and are rounded once.
+    sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
+    more = [*captured, *_lists(call, kernel, query, key, backward=True), *sums.values()]
+    try:
+        launch(kernel, operands, more, call.scale, call.sequences)
+    except NotBuilt:
+        return _gradients(ctx, dout, dlse)
+    of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
+    wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
+    return *wanted, None, *of_captured
 
 
 def _of_gradients(

@@ -12,10 +12,11 @@ from torch import Tensor
 from flashtune.core.flex_attention import Mod
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
-from flashtune.templates.mods.capture import PLAIN, Dependencies, imports, is_torchs, names_of
+from flashtune.templates.mods.capture import PLAIN, Dependencies, is_torchs, names_of, reads_elsewhere
 from flashtune.templates.mods.documents import documents_of
+from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import known_structure
-from flashtune.templates.mods.trace import Unsupported, traced_together
+from flashtune.templates.mods.trace import traced_together
 
 
 def functions_of(
@@ -49,7 +50,7 @@ _CHECKED: dict[Hashable, Functions] = {}
 def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
     """Graphs of both functions, from their last trace where they are equal, with their captured tensors of this call."""
     known = Dependencies((score_mod, mask_mod))  # type: ignore[arg-type]
-    key = None if known.key is None else (known.key, device)
+    key = None if known.key is None else (known.key, device, torch.get_default_dtype())
     found = _TRACES.get(key) if key is not None else None
     if found is None:
         found = _trace(score_mod, mask_mod, device, known.tensors)
@@ -129,7 +130,7 @@ def _read(function: types.FunctionType) -> list[Any] | None:
         if type(x) is tuple:
             waiting += x
         elif type(x) is types.FunctionType and not is_torchs(x):
-            if x.__dict__ or imports(x.__code__):
+            if x.__dict__ or reads_elsewhere(x.__code__):
                 return None
             try:
                 waiting += [cell.cell_contents for cell in x.__closure__ or ()]

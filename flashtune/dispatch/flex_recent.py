@@ -38,7 +38,7 @@ def _state(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Settings that a decision depends on beside arguments that are tensors and functions."""
     return (
         options, torch.is_grad_enabled(), torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"), stream_of(),
-        flash_attention_on(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+        flash_attention_on(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
     )  # fmt: skip
 
 

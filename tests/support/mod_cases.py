@@ -32,7 +32,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: 
     places = b[:, None, None, None], h[None, :, None, None], q[None, None, :, None], k[None, None, None, :]
     scores = query @ key.mT / math.sqrt(d)
     if score_mod is not None:
-        scores = score_mod(scores, *places)
+        scores = score_mod(scores, *places).to(query.dtype).expand(scores.shape)
     if mask_mod is not None:
         scores = torch.where(mask_mod(*places), scores, -math.inf)
     lse = scores.logsumexp(-1)
@@ -145,6 +145,17 @@ def _hidden_by_score(*_: Tensor) -> Functions:
     return lambda s, b, h, q, k: torch.where((q + k) % 2 == 0, s, -math.inf), lambda b, h, q, k: q >= k
 
 
+def _constants(table: Tensor) -> Functions:
+    # Each learned value without the gradient of one of its two uses, and steps as their inputs' gradients.
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        with torch.no_grad():
+            amplitude = torch.sin(s) + table[h, 1]
+        stepped = s + (torch.floor(s) - s).detach()
+        return stepped + amplitude * s + table.detach()[h, 0] * table[h, 1] - table[h, 2].detach() * table[h, 0] * s
+
+    return score, None
+
+
 def _root(*_: Tensor) -> Functions:
     # Its derivative is NaN at 0, the score of what lies past the ends.
     return lambda s, b, h, q, k: 2 * (s * s).sqrt(), None
@@ -185,6 +196,7 @@ CASES: dict[str, Case] = {
     "bias": Case(_bias, _of(_numbers(4, 50, 70))),
     "gated": Case(_gated, _of(_numbers(4), _numbers(2, 50), _numbers(70), lambda generator: torch.tensor(1.7).requires_grad_())),
     "hidden_by_score": Case(_hidden_by_score),
+    "constants": Case(_constants, _of(_numbers(4, 3, scale=0.3))),
     "root": Case(_root),
 }
 
@@ -212,6 +224,8 @@ OPERATIONS = _scores(
     rounded=lambda s, b, h, q, k: s + torch.floor(s * 3) + torch.ceil(s * 2) + torch.sign(s) + torch.minimum(q, k) + torch.square(s),
     hidden=lambda s, b, h, q, k: torch.where(torch.isinf(s) | torch.isnan(s) | (q < k), -float("inf"), s),
     constant=lambda s, b, h, q, k: torch.zeros_like(s) + h,
+    whole=lambda s, b, h, q, k: (q - k) % 7,
+    reversed=lambda s, b, h, q, k: torch.rsub(s, 1.5) + torch.sub(s, 0.5, alpha=3) + torch.add(s, q, alpha=2),
 )
 """Scores that together use every operation that kernels have."""
 

@@ -278,8 +278,12 @@ def _huge(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s
 
 
-def _integer(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q
+def _captured(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * int(_TABLE[0])
+
+
+def _pair(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 2 * s, s
 
 
 def _nothing(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -303,7 +307,8 @@ HOSTILE = {
     _beyond: "reads index 26 of dimension 0 of a captured tensor, whose size is 4 (line .*_TABLE.q - k",
     _many: "2 indices for a tensor of 1 dimensions (line ",
     _huge: "has more than 1000 operations",
-    _integer: "returns torch.int32: it must return a floating-point number",
+    _captured: "branches on or converts a tensor's value (line .*int._TABLE.0",
+    _pair: "returns 2 values: it must return a number",
     _nothing: "returns no tensor",
     _lacks_one: "_lacks_one can't be traced: TypeError: ",
     _unnamed: "can't be traced (line .*undefined.*NameError",

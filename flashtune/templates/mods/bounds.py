@@ -6,9 +6,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtune.core.errors import InputError
-from flashtune.templates.mods.graph import Node, loads
+from flashtune.templates.mods.graph import INTEGERS, Node, loads
 
 aten = torch.ops.aten
+
+
+_REMEDIES = {frozenset("h"): "give it a value for each head", frozenset("b"): "give it a value for each sequence of the batch"}
+"""Remedies for a captured tensor that is too small, by what its index reads."""
 
 
 class Range(NamedTuple):
@@ -32,7 +36,7 @@ def check(name: str, output: Node, captured: Sequence[torch.Tensor], sizes: Mapp
                 worst = found.high if found.high >= size else found.low
                 raise InputError(
                     f"{name} reads index {worst} of dimension {axis} of a captured tensor, whose size is {size} ({load.line}): "
-                    "make it as large as the sequences are"
+                    + _REMEDIES.get(index.reads, "make it as large as the sequences are")
                 )
 
 
@@ -42,13 +46,21 @@ def _range(x: Any, sizes: Mapping[str, int]) -> Range | None:
     if x.kind == "input":
         return Range(0, sizes[x.name] - 1, True) if x.name in sizes else None
     if x.kind == "number":
-        return Range(int(x.arguments[0]), int(x.arguments[0]), True)
+        number = x.arguments[0]
+        return Range(int(number), int(number), True) if float(number).is_integer() else None
     if x.kind != "operation":
         return None
     given = [_range(y, sizes) for y in x.arguments]
     if None in given or not given:
         return None
-    return _combined(x, given)  # type: ignore[arg-type]
+    found = _combined(x, given)  # type: ignore[arg-type]
+    # Other types wrap, round or are truth values.
+    least, most = _WHOLE.get(x.dtype, (0, 0))
+    return None if found is None or found.low < least or found.high > most else found
+
+
+_WHOLE = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INTEGERS} | {torch.float32: (-(1 << 24), 1 << 24)}
+"""Least and greatest number of types between which they have every integer."""
 
 
 def _combined(x: Node, given: list[Range]) -> Range | None:
@@ -70,10 +82,16 @@ def _combined(x: Node, given: list[Range]) -> Range | None:
     if packet is aten.mul:
         ends = [p * q for p in a[:2] for q in b[:2]]
         return Range(min(ends), max(ends), exact)
-    if packet in (aten.floor_divide, aten.div) and b.low == b.high and b.low > 0:
+    if packet in (aten.floor_divide, aten.div) and (a.low >= 0 or _floors(x)) and b.low == b.high and b.low > 0:
         return Range(a.low // b.low, a.high // b.low, exact)
     if packet is aten.remainder and b.low == b.high and b.low > 0:
         if a.low >= 0 and a.high < b.low:
             return Range(a.low, a.high, exact)
         return Range(0, b.low - 1, False)
     return None
+
+
+def _floors(x: Node) -> bool:
+    """True for a quotient that is rounded downwards."""
+    packet = x.target.overloadpacket
+    return packet is aten.floor_divide or (packet is aten.div and x.keywords.get("rounding_mode") == "floor")

@@ -2,15 +2,17 @@
 
 import dis
 import functools
-import math
+import sys
 import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range)
+PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range)
 """Types of values that can't change."""
+_BY_NAME = frozenset(("globals", "locals", "vars", "eval", "exec", "__dict__"))
+"""Names by which a function may read anything."""
 _MOST = 2000
 """Most values that are looked at: a function of more is traced at every call."""
 
@@ -51,8 +53,10 @@ class Dependencies:
     def _of(self, x: Any) -> Hashable:
         kind = type(x)
         if kind in PLAIN:
-            # 0.0 equals -0.0.
-            return (kind, x) if kind is not float or x else (kind, math.copysign(1.0, x))
+            # 0.0 equals -0.0, and NaN nothing.
+            return kind, repr(x) if kind in (float, complex) else x
+        if (numpy := sys.modules.get("numpy")) is not None and isinstance(x, numpy.generic):
+            return kind, repr(x)
         if isinstance(x, torch.Tensor):
             if id(x) not in self._places:
                 self._places[id(x)] = len(self.tensors)
@@ -78,23 +82,29 @@ class Dependencies:
             return kind, *map(self._of, x)
         if isinstance(x, dict):
             return kind, *((self._of(name), self._of(value)) for name, value in x.items())
-        state = getattr(x, "__dict__", None)
-        return self._named(kind, (*self._names, "__call__", "forward")), self._of(state) if state else None, _Same(x)
+        return self._named(kind, (*self._names, "__call__", "forward")), *map(self._of, _attributes(x)), _Same(x)
 
     def _named(self, x: Any, names: tuple[str, ...]) -> Hashable:
-        """A module or class, with what a function that reads these names may find in it."""
+        """A module or class, with what a function that reads these names, and methods of these names, may find in it."""
         owner = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
         if owner.partition(".")[0] in ("torch", "builtins") or (id(x), names) in self._walked:
             return _Same(x)
         self._walked.add((id(x), names))
         places = [vars(one) for one in (x.__mro__ if isinstance(x, type) else (x,))]
-        found = (next((place[name] for place in places if name in place), None) for name in names)
-        return _Same(x), *map(self._of, found)
+        found, waiting = dict[str, Any](), list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found[name] = next((place[name] for place in places if name in place), None)
+            if isinstance(x, type):
+                waiting += [more for code in _codes(found[name]) for more in names_of(code)]
+        return _Same(x), *map(self._of, found.values())
 
     def _function(self, x: types.FunctionType) -> Hashable:
         if is_torchs(x):
             return _Same(x)
-        if imports(x.__code__):
+        if reads_elsewhere(x.__code__):
             raise _TooMuch
         before, self._names = self._names, names_of(x.__code__)
         cells = []
@@ -107,6 +117,27 @@ class Dependencies:
         found = x.__code__, *cells, self._of(x.__defaults__), self._of(x.__kwdefaults__), self._of(x.__dict__), *read
         self._names = before
         return found
+
+
+def _attributes(x: Any) -> list[Any]:
+    """The state of an object: its attributes and slots. Raises _TooMuch for one that keeps it elsewhere, as types written in C do."""
+    slots = [name for one in type(x).__mro__ for name in _slots(one)]
+    if not hasattr(x, "__dict__") and not any("__slots__" in vars(one) for one in type(x).__mro__[:-1]):
+        raise _TooMuch
+    return [getattr(x, "__dict__", {}), *(getattr(x, name, None) for name in slots)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    private = [f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
+    return tuple(name for name in private if name not in ("__dict__", "__weakref__"))
+
+
+def _codes(x: Any) -> list[types.CodeType]:
+    """The code of a method, a property, or a static or class method."""
+    inner = [getattr(x, name, None) for name in ("fget", "__func__")]
+    return [one.__code__ for one in (x, *inner) if isinstance(one, types.FunctionType)]
 
 
 def is_torchs(x: types.FunctionType) -> bool:
@@ -122,11 +153,11 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def imports(code: types.CodeType) -> bool:
-    """True if a function or one within it imports, so that it reads what lies outside its module."""
-    return any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)) or any(
-        imports(x) for x in code.co_consts if isinstance(x, types.CodeType)
-    )
+def reads_elsewhere(code: types.CodeType) -> bool:
+    """True if a function or one within it imports or looks values up by name, so that it reads what can't be followed."""
+    if not _BY_NAME.isdisjoint(code.co_names) or any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)):
+        return True
+    return any(reads_elsewhere(x) for x in code.co_consts if isinstance(x, types.CodeType))
 
 
 class _TooMuch(Exception):

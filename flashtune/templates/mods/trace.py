@@ -2,6 +2,7 @@
 
 import linecache
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,26 +10,38 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from flashtune.core.errors import InputError
-from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, MOST_NODES, TYPES, Node, loads, ordered
-from flashtune.templates.mods.operations import DECOMPOSED, FILLS, POINTWISE, SAME
+from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, Node, loads, ordered
+from flashtune.templates.mods.operations import DECOMPOSED
+from flashtune.templates.mods.reader import LINE, UNRECORDED, Reader, Unsupported, Untraceable, input_node
 
 aten = torch.ops.aten
 
-_LINE = "line of the function"
-"""Key of a traced operation's line."""
+_TRACING = threading.RLock()
+"""Held by the thread that traces: make_fx patches functions of the process."""
 
-_VALUE_READ = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
+_CONVERTED = frozenset(
+    (
+        "item",
+        "tolist",
+        "numpy",
+        "__int__",
+        "__float__",
+        "__bool__",
+        "__index__",
+        "__complex__",
+        "__array__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+    )
+)
+"""Names of PyTorch's functions that read a tensor's value into Python."""
 
-
-class Untraceable(InputError):
-    """A function that no kernel can express and FlexAttention can't either, with the operation and the line."""
-
-
-class Unsupported(Exception):
-    """A function with an operation that kernels lack; FlexAttention may have it."""
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +60,46 @@ class _Indexing(TorchFunctionMode):
         self.name, self.code, self.line = name, code, ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.line = _line_here(self.code) or self.line
+        self.line = self._line_here() or self.line
+        if _tracing() is not None and any(isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x) for x in args):
+            raise Unsupported(f"{self.name} uses a transform of torch.func ({self.line})")
         if func is torch.Tensor.__getitem__:
             return self._noted(self._item(*args))
+        if getattr(func, "__name__", "") in _CONVERTED and any(map(_captured, args)):
+            raise Untraceable(
+                f"{self.name} converts a captured tensor's value ({self.line}): use operations on tensors, or convert it before"
+            )
         if func is torch.Tensor.__setitem__ or (_in_place(func, kwargs) and _captured(args[0] if args else None)):
             raise Untraceable(f"{self.name} changes a captured tensor ({self.line}): it must return a value and change nothing")
         return self._noted(func(*args, **(kwargs or {})))
 
     def _noted(self, result: Any) -> Any:
         """The result, once the operations that it took have the user's line."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        if (tracing := get_proxy_mode()) is not None:
+        if (tracing := _tracing()) is not None:
             for node in reversed(tracing.tracer.graph.nodes):
-                if _LINE in node.meta:
+                if LINE in node.meta:
                     break
-                node.meta[_LINE] = self.line
+                node.meta[LINE], node.meta[UNRECORDED] = self.line, not torch.is_grad_enabled()
         return result
+
+    def _line_here(self) -> str:
+        """The line of the function that is being traced, where it is on the stack."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _APPLY:
+                raise Unsupported(f"{self.name} applies an autograd.Function ({self.line}), whose gradient kernels don't have")
+            if self.code is not None and frame.f_code is self.code:
+                return f"line {frame.f_lineno}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
+            frame = frame.f_back
+        return ""
 
     def _item(self, x: torch.Tensor, index: Any) -> torch.Tensor:
         places = index if isinstance(index, tuple) else (index,)
+        if any(place is None or place is Ellipsis for place in places):
+            without = tuple(place for place in places if place is not Ellipsis)
+            if None in without or len(places) - len(without) != 1 or len(without) != x.dim():
+                raise Unsupported(f"{self.name} indexes with {index} ({self.line}); kernels take integers alone")
+            places = without
         if len(places) > x.dim():
             raise Untraceable(f"{self.name} has {len(places)} indices for a tensor of {x.dim()} dimensions ({self.line}): drop some")
         found = []
@@ -78,6 +111,13 @@ class _Indexing(TorchFunctionMode):
             found.append(place)
         result: torch.Tensor = aten.index.Tensor(x, found)
         return result
+
+
+def _tracing() -> Any:
+    """PyTorch's mode of the trace that is under way; None where a function is only called."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode()
 
 
 def _in_place(func: Any, keywords: Mapping[str, Any] | None) -> bool:
@@ -99,8 +139,12 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
     Raises Untraceable where the function has side effects, branches on values or returns no scalar, and Unsupported where it has an
     operation that kernels lack.
     """
+    # As the wrapper that torch.compile makes has it.
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     name = getattr(function, "__name__", type(function).__name__)
-    inputs = [torch.zeros((), device=device)] * score + [torch.zeros((), dtype=torch.int32, device=device) for _ in INDICES]
+    inputs = [torch.zeros((), dtype=torch.float32, device=device)] * score + [
+        torch.zeros((), dtype=torch.int32, device=device) for _ in INDICES
+    ]
     # make_fx counts parameters with defaults and a method's `self`, too.
     called = (lambda s, b, h, q, k: function(s, b, h, q, k)) if score else (lambda b, h, q, k: function(b, h, q, k))
     mode = _Indexing(name, getattr(function, "__code__", None))
@@ -109,18 +153,22 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with torch.no_grad(), mode:
+        # Recording gradients, so that parts under no_grad are told from others.
+        with _TRACING, torch.enable_grad(), mode:
             table: Any = get_decompositions(DECOMPOSED)
             graph = make_fx(called, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except (InputError, Unsupported):
         raise
     except Exception as error:
         raise Untraceable(_reason(name, mode, error)) from None
-    read = _Reader(name, graph)
-    output = read.all(["score"] * score + list(INDICES))[0]
-    wanted = "a bool" if not score else "a floating-point number"
-    if not isinstance(output, Node) or (output.dtype is not torch.bool if not score else output.dtype not in FLOATS):
-        raise Untraceable(f"{name} returns {'no tensor' if not isinstance(output, Node) else output.dtype}: it must return {wanted}")
+    read = Reader(name, graph, trained=score)
+    output, *others = read.all(["score"] * score + list(INDICES))
+    if others or not isinstance(output, Node) or (not score and output.dtype is not torch.bool):
+        found = f"{1 + len(others)} values" if others else output.dtype if isinstance(output, Node) else "no tensor"
+        raise Untraceable(f"{name} returns {found}: it must return {'a number' if score else 'a bool'}")
+    if output.dtype not in FLOATS and score:
+        whole = Node("operation", torch.float32, aten._to_copy.default, arguments=(output,), keywords={"dtype": torch.float32})
+        output = replace(whole, reads=output.reads)
     return Traced(output, tuple(read.captured))
 
 
@@ -136,115 +184,6 @@ def _reason(name: str, mode: _Indexing, error: Exception) -> str:
     said = next((line for line in str(error).splitlines() if line.strip()), "")
     where = f" ({here})" if here else ""
     return f"{name} can't be traced{where}: {kind}: {said[:200]}"
-
-
-def _line_here(code: CodeType | None) -> str:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if code is not None and frame.f_code is code:
-            return f"line {frame.f_lineno}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
-        frame = frame.f_back
-    return ""
-
-
-class _Reader:
-    """Conversion of a traced graph to nodes."""
-
-    def __init__(self, name: str, graph: torch.fx.GraphModule) -> None:
-        self.name, self.graph, self.captured = name, graph, list[torch.Tensor]()
-        self._known: dict[torch.fx.Node, Any] = {}
-
-    def all(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The outputs; `inputs` are names or nodes for the placeholders."""
-        if sum(node.op == "call_function" for node in self.graph.graph.nodes) > MOST_NODES:
-            raise Untraceable(f"{self.name} has more than {MOST_NODES} operations: simplify it, or precompute a tensor and index that")
-        waiting = list(inputs)
-        for node in self.graph.graph.nodes:
-            if node.op == "placeholder":
-                given = waiting.pop(0)
-                self._known[node] = input_node(given, node.meta["val"].dtype) if isinstance(given, str) else given
-            elif node.op == "get_attr":
-                self._known[node] = self._view(getattr(self.graph, node.target))
-            elif node.op == "output":
-                found = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
-                return tuple(self._scalar(self._known[x], self._where(x)) if isinstance(x, torch.fx.Node) else x for x in found)
-            else:
-                self._known[node] = self._operation(node)
-        raise AssertionError("a graph has an output")
-
-    def _view(self, x: torch.Tensor) -> Any:
-        found = next((place for place, known in enumerate(self.captured) if known is x), None)
-        if found is None:
-            found = len(self.captured)
-            self.captured.append(x)
-        return found, ()
-
-    def _where(self, node: torch.fx.Node) -> str:
-        return str(node.meta.get(_LINE, ""))
-
-    def _scalar(self, x: Any, where: str) -> Any:
-        """A node for a value: a captured tensor with all its indices becomes a load."""
-        if not isinstance(x, tuple):
-            return x
-        place, indices = x
-        tensor = self.captured[place]
-        if tensor.dim() != len(indices):
-            raise Unsupported(f"{self.name} uses a captured tensor of {tensor.dim()} dimensions with {len(indices)} indices ({where})")
-        if tensor.dtype not in TYPES:
-            raise Unsupported(f"{self.name} captures a tensor of {tensor.dtype} ({where})")
-        reads = frozenset[str]().union(*(index.reads for index in indices))
-        return Node("load", tensor.dtype, captured=place, arguments=indices, line=where, reads=reads)
-
-    def _in_place(self, node: Any, where: str, name: str) -> Any:
-        """The new value of a function's own intermediate result, which later operations see under both names."""
-        changed = node.args[0] if node.args else None
-        if not isinstance(changed, torch.fx.Node) or isinstance(self._known[changed], tuple):
-            raise Untraceable(f"{self.name} changes a captured tensor by {name} ({where}): it must return a value and change nothing")
-        without = getattr(aten, node.target.__name__.partition(".")[0].removesuffix("_"), None)
-        overload = node.target._overloadname
-        views = changed.target in SAME or any(user.target in SAME for user in changed.users)
-        if without is None or overload not in without.overloads() or views:
-            raise Unsupported(f"{self.name} uses {name} ({where}), which kernels don't have")
-        self._known[changed] = self._operation(node, getattr(without, overload))
-        return self._known[changed]
-
-    def _operation(self, node: Any, instead: Any = None) -> Any:
-        target, where, name = instead or node.target, self._where(node), str(node.target)
-        if target in _VALUE_READ:
-            raise Untraceable(
-                f"{self.name} reads a tensor's value by {name} ({where}): branch by torch.where, and convert nothing to numbers"
-            )
-        schema = getattr(target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            return self._in_place(node, where, name)
-        given = [self._known[x] if isinstance(x, torch.fx.Node) else x for x in node.args]
-        if target is aten.index.Tensor and isinstance(given[0], tuple):
-            place, before = given[0]
-            return place, (*before, *(self._scalar(self._known[x], where) for x in node.args[1]))
-        if target in SAME and isinstance(given[0], tuple):
-            return given[0]
-        given = [self._scalar(x, where) for x in given]
-        keywords = {key: self._scalar(self._known[x], where) if isinstance(x, torch.fx.Node) else x for key, x in node.kwargs.items()}
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dim():
-            raise Unsupported(f"{self.name} uses {name}, whose result is no scalar ({where})")
-        if value.dtype not in TYPES:
-            raise Unsupported(f"{self.name} computes in {value.dtype} by {name} ({where})")
-        if target in SAME:
-            return given[0]
-        if target in FILLS:
-            # As the dtype has it: whole, or rounded.
-            return Node("number", value.dtype, arguments=(torch.full((), FILLS[target](given), dtype=value.dtype).item(),), line=where)
-        if target not in POINTWISE:
-            raise Unsupported(f"{self.name} uses {name} ({where}), which kernels don't have")
-        operands = [x for x in (*given, *keywords.values()) if isinstance(x, Node)]
-        reads = frozenset[str]().union(*(x.reads for x in operands))
-        return Node("operation", value.dtype, target, arguments=tuple(given), keywords=keywords, line=where, reads=reads)
-
-
-def input_node(name: str, dtype: torch.dtype) -> Node:
-    """The node of an input."""
-    return Node("input", dtype, name=name, reads=frozenset((name,)))
 
 
 def gradients(output: Node) -> tuple[Node, list[tuple[Node, Node]]]:
@@ -275,8 +214,9 @@ def gradients(output: Node) -> tuple[Node, list[tuple[Node, Node]]]:
 
     table: Any = get_decompositions(DECOMPOSED)
     values = [torch.ones((), dtype=node.dtype) for node in [*leaves, *others]]
-    graph = make_fx(backward, decomposition_table=table, tracing_mode="fake")(torch.ones((), dtype=output.dtype), *values)
-    read = _Reader("the gradient of score_mod", graph)
+    with _TRACING:
+        graph = make_fx(backward, decomposition_table=table, tracing_mode="fake")(torch.ones((), dtype=output.dtype), *values)
+    read = Reader("the gradient of score_mod", graph)
     of_score, *of_loads = read.all(["grad", *leaves, *others])
     return of_score, list(zip(leaves[1:], of_loads, strict=True))
 

@@ -8,7 +8,7 @@ import torch
 
 from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, MOST_FACTOR, TYPES, Node, ordered
 from flashtune.templates.mods.operations import ARITHMETIC, COMPARISONS, LOGICAL
-from flashtune.templates.mods.trace import Unsupported
+from flashtune.templates.mods.reader import Unsupported
 
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -86,6 +86,8 @@ class Writer:
         if packet in (aten.isnan, aten.isinf):
             x = self._operand(node.arguments[0], torch.float32)
             return f"({x} != {x})" if packet is aten.isnan else f'(tl.abs({x}) == float("inf"))'
+        if packet is aten.detach:
+            return self._operand(node.arguments[0], node.dtype)
         if packet is aten._to_copy:
             source = node.arguments[0]
             return self._truth(source) if node.dtype is torch.bool else self._operand(source, node.dtype)

@@ -1,0 +1,221 @@
+"""What a trace of a function depends on, and what it takes for constant."""
+
+import collections
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flashtune import dispatch
+from flashtune.core.errors import InputError
+from flashtune.dispatch import flex, flex_functions
+from flashtune.dispatch.flex_autograd import Flex
+from flashtune.templates.mods import bounds
+from flashtune.templates.mods.graph import ordered
+from flashtune.templates.mods.reader import Unsupported
+from flashtune.templates.mods.trace import traced
+
+CPU = torch.device("cpu")
+TABLE = torch.arange(60.0).view(15, 4)
+WIDTH = torch.tensor(4)
+factor = 1.0
+
+Mod = Callable[..., Tensor]
+
+
+def functions_of(score: Mod) -> Any:
+    return flex_functions._traced(score, None, CPU)[0]
+
+
+def scaled(number: Any) -> Mod:
+    return lambda s, b, h, q, k: s + number * torch.sin(s)
+
+
+def test_numbers_that_are_equal_and_differ_have_traces_of_their_own() -> None:
+    numbers = (0.0, -0.0, 1.0, -1.0, 1, True, float("nan"), np.float32(1.0), np.float64(1.0))
+    assert len({id(functions_of(scaled(number))) for number in numbers}) == len(numbers)
+    assert all(functions_of(scaled(number)) is functions_of(scaled(number)) for number in numbers)
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+
+class Callee:
+    factor = 1.0
+
+    def __call__(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.scaled(torch.sin(s))
+
+    def scaled(self, s: Tensor) -> Tensor:
+        return s * self.factor
+
+
+def of_slots() -> Iterator[Mod]:
+    holder = Slotted()
+    for holder.factor in (1.0, 3.0):
+        yield lambda s, b, h, q, k: s * holder.factor
+
+
+def of_a_class() -> Iterator[Mod]:
+    called = Callee()
+    for Callee.factor in (1.0, 3.0):
+        yield called
+
+
+def of_a_helpers_class() -> Iterator[Mod]:
+    helper = Callee()
+    for Callee.factor in (1.0, 3.0):
+        yield lambda s, b, h, q, k: helper.scaled(s)
+
+
+def of_an_array() -> Iterator[Mod]:
+    array = np.ones(2)
+    for array[0] in (1.0, 3.0):
+        yield lambda s, b, h, q, k: s * float(array[0])
+
+
+def of_a_deque() -> Iterator[Mod]:
+    queue = collections.deque([0.0])
+    for queue[0] in (1.0, 3.0):
+        yield lambda s, b, h, q, k: s * queue[0]
+
+
+def of_a_name() -> Iterator[Mod]:
+    for number in (1.0, 3.0):
+        globals()["factor"] = number
+        yield lambda s, b, h, q, k: s * globals()["factor"]
+
+
+@pytest.mark.parametrize("made", [of_slots, of_a_class, of_a_helpers_class, of_an_array, of_a_deque, of_a_name])
+def test_what_changes_in_place_is_traced_anew(made: Callable[[], Iterator[Mod]]) -> None:
+    numbers = []
+    for function in made():
+        assert flex_functions.Snapshot.make(function) is None
+        operations = [node.arguments for node in ordered([functions_of(function).score])]
+        numbers.append([x for arguments in operations for x in arguments if isinstance(x, float)])
+    assert numbers == [[1.0], [3.0]]
+
+
+def test_the_default_dtype_is_that_of_numbers_and_not_of_the_score() -> None:
+    def thirds(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + q / 3
+
+    wide = functions_of(thirds)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        narrow = functions_of(thirds)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert functions_of(thirds) is wide is not narrow
+    for functions, dtype in ((wide, torch.float32), (narrow, torch.bfloat16)):
+        score, quotient = functions.score.arguments
+        assert (functions.score.dtype, score.dtype, quotient.dtype) == (torch.float32, torch.float32, dtype)
+
+
+@pytest.mark.parametrize("convert", [int, float, bool, Tensor.item, Tensor.tolist, range(9).__getitem__], ids=lambda f: f.__name__)
+def test_values_of_captured_tensors_stay_tensors(convert: Callable[[Tensor], Any]) -> None:
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q - k < convert(WIDTH)
+
+    with pytest.raises(InputError, match=r"near converts a captured tensor's value \(line \d+: return q - k < convert"):
+        traced(near, score=False, device=CPU)
+
+
+class Fivefold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:  # pyright: ignore
+        return s * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return 5 * grad
+
+
+LACKING: dict[str, tuple[Mod, str]] = {
+    "view": (lambda s, b, h, q, k: s + TABLE.view(4, 15)[h, q], "reshapes a captured tensor"),
+    "expand": (lambda s, b, h, q, k: s + TABLE[:1].expand(15, 4)[q, h], "indexes with slice"),
+    "expanded": (lambda s, b, h, q, k: s + TABLE.view(1, 60).expand(4, 60)[h, q], "reshapes a captured tensor"),
+    "none": (lambda s, b, h, q, k: s + TABLE[None, q, h], "indexes with"),
+    "few": (lambda s, b, h, q, k: s + TABLE[..., h], "indexes with"),
+    "derivative": (lambda s, b, h, q, k: torch.func.grad(torch.sin)(s), "uses a transform of torch.func"),
+    "own derivative": (lambda s, b, h, q, k: Fivefold.apply(s), "applies an autograd.Function"),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_a_trace_would_lose_is_left_to_pytorch(name: str) -> None:
+    function, why = LACKING[name]
+    with pytest.raises(Unsupported, match=why):
+        traced(function, score=True, device=CPU)
+
+
+def test_dots_that_stand_for_nothing_are_left_out_and_compiled_functions_are_those_they_compile() -> None:
+    assert traced(lambda s, b, h, q, k: s + TABLE[..., q, h], score=True, device=CPU).captured[0] is TABLE
+    assert traced(torch.compile(lambda s, b, h, q, k: s + TABLE[q, h]), score=True, device=CPU).captured[0] is TABLE
+
+
+def test_indices_that_other_types_round_or_wrap_are_not_taken_for_certain() -> None:
+    sizes = {"q_idx": 50, "kv_idx": 50, "h": 4, "b": 2}
+    for index in (
+        lambda q: q.bool().long(), lambda q: (q + 100).to(torch.int8).int(), lambda q: (q / 1.9).int() // 2,
+        lambda q: torch.minimum(torch.full((), float("inf")), q / 2.0).int() // 4, lambda q: (q * 0.3).int(),
+    ):  # fmt: skip
+        output = traced(lambda s, b, h, q, k, index=index: s + TABLE[index(q), h], score=True, device=CPU).output  # type: ignore[misc]
+        bounds.check("score", output, (TABLE,), sizes)
+    for index in (lambda q: q // 3, lambda q: (q / 3).int(), lambda q: q.float().int() - 35):
+        output = traced(lambda s, b, h, q, k, index=index: s + TABLE[index(q), h], score=True, device=CPU).output  # type: ignore[misc]
+        with pytest.raises(InputError, match=r"reads index (16|-35) of dimension 0 of a captured tensor, whose size is 15"):
+            bounds.check("score", output, (TABLE,), sizes)
+
+
+def test_threads_trace_one_after_the_other() -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for more in range(5):
+                functions_of(scaled(number + more / 8))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_second_derivatives_of_kernels_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (torch.randn(1, 2, 9, 16).requires_grad_() for _ in range(3))
+    monkeypatch.setattr("flashtune.dispatch.flex_autograd._forward", lambda q, k, v, call: (q * 1.0, q.sum(-1)))
+    monkeypatch.setattr("flashtune.dispatch.flex_autograd._gradients", lambda ctx, *_: (*(x.clone() for x in ctx.saved_tensors[:3]), None))
+    call = flex.FlexCall(functions=None, captured=(), kernels=None, scale=1.0, mask_of=None)  # type: ignore[arg-type]
+    out, _ = Flex.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    [plain] = torch.autograd.grad(out.sum(), query, retain_graph=True)
+    assert not plain.requires_grad
+    found = torch.autograd.grad(out.sum(), (query, value), create_graph=True)
+    for gradient, x in zip(found, (query, value), strict=True):
+        assert torch.equal(gradient, x)
+        with pytest.raises(InputError, match="differentiated twice, and kernels have first derivatives alone"):
+            gradient.sum().backward(retain_graph=True)
+
+
+def test_a_block_mask_of_other_batches_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) | ((q + k + b) % 3 == 0), 2, 2, 40, 40, device="cpu")
+    query = torch.randn(4, 2, 40, 16)
+    assert dispatch.explain_flex(query, query, query, None, mask).startswith("PyTorch's flex_attention: the BlockMask is for (2, 2)")
+
+
+def test_pytorch_names_a_wrong_number_of_dimensions_itself() -> None:
+    query = torch.randn(2, 40, 16)
+    with pytest.raises(NotImplementedError, match="4D"):
+        dispatch.flex_attention(query, query, query, lambda s, b, h, q, k: s + TABLE[q - k + 20, h])
