@@ -103,6 +103,7 @@ def fitted(
     width: int,
     words: Collection[str] = (),
     spared: Sequence[str] = (),
+    least: int = LEAST,
     marked: Collection[str] = (),
     note: str = "",
     blanks: int = 3,
@@ -110,14 +111,15 @@ def fitted(
     """Table of one line a row, at most `width` characters wide: the first column is shortened, figures never are.
 
     Columns of `words` begin on the left, as the first does, and are broken where nothing else helps. Columns of `spared` are left out, in
-    their order, where the first would have less than `LEAST` characters. Cells in `marked` are yellow. Columns are 1 or 3 `blanks` apart.
+    their order, where the first would have less than `least` characters, or its own width. Cells in `marked` are yellow. Columns are 1 or
+    3 `blanks` apart.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, blanks // 2))
     table.title, table.title_justify, table.title_style = title, "left", "bold"
     table.caption, table.caption_justify = (f"({note})" if note else None), "left"
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     kept, left_out = list(range(len(columns))), [columns.index(name) for name in spared if name in columns]
-    while (room := width - sum(blanks + widths[place] for place in kept[1:])) < min(widths[0], LEAST) and left_out:
+    while (room := width - sum(blanks + widths[place] for place in kept[1:])) < min(widths[0], least) and left_out:
         kept.remove(left_out.pop(0))
     widths[0] = max(min(widths[0], LEAST), min(widths[0], room))
     for place in kept:

@@ -40,7 +40,7 @@ def doctor(as_json: bool) -> None:
     else:
         table = Table(show_header=False, box=None)
         for check in checks:
-            table.add_row(Text("ok", "green") if check["ok"] else Text("missing", "red"), check["name"], check["found"], check["remedy"])
+            table.add_row(Text("ok", "green") if check["ok"] else Text("wrong", "red"), check["name"], check["found"], check["remedy"])
         console().print(table)
         console().print("GPUs that --gpu-name takes: " + ", ".join(targets()))
     if not healthy:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import db_option, json_option, record_filters
+from flashtune.cli.options import db_option_beside, json_option, record_filters
 from flashtune.cli.records import predicted_only, servable
 from flashtune.core.errors import InputError, NoKernelFound
 from flashtune.core.secrets import mask_secrets
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("destination", metavar="PATH", required=False)
 @click.option("--hub", "folder", metavar="DIR", help="Write a folder for Hugging Face's kernels package instead: kernels and a launcher.")
-@db_option
+@db_option_beside("your own")
 @record_filters("gpu_name", "d", "dtype")
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
 @click.option("--predicted", is_flag=True, help="With --hub: predicted records serve, too.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.cli.options import db_option, json_option, record_filters
+from flashtune.cli.options import db_option_beside, json_option, record_filters
 from flashtune.cli.records import servable
 from flashtune.core.errors import InputError, NoKernelFound
 from flashtune.core.words import counted
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@db_option
+@db_option_beside("the shipped one")
 @record_filters("gpu_name")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (in a checkout: flashtune/kernels_generated)."

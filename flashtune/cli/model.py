@@ -10,9 +10,10 @@ from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.export import written
 from flashtune.cli.options import GPU, ListCommand, gpu_of, json_option, seconds_of
 from flashtune.cli.problems import searchable, stored
-from flashtune.cli.records import PREDICTED_NOTE
+from flashtune.cli.records import PREDICTED_NOTE, predicted_only
 from flashtune.cli.search import SearchOptions, choose_source, run_search
 from flashtune.core.errors import FlashtuneError, InputError, NoKernelFound
+from flashtune.core.words import counted
 from flashtune.templates import unservable
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def model(
     judged = tuning.record_calls(subject, chosen, dtype=kind, device=device)
     report = tuning.ModelReport(subject.name, target, dtype, judged)
     for one in judged:
-        messages().print(f"{one.workload}: {one.counts.total()} attention calls of {len(one.counts)} kinds")
+        messages().print(f"{one.workload}: {counted(one.counts.total(), 'attention call')} of {counted(len(one.counts), 'kind')}")
     destination = _destination(path, out)
     options = SearchOptions(trials=trials, budget_s=seconds_of(budget), predict=predict)
     report.records = _tuned(report.problems(), target, source, options, quiet=as_json)
@@ -124,7 +125,7 @@ def _tuned(
     missing, others = searchable([problem for problem in problems if problem not in served], target)
     for sentence in others:
         messages().print(f"left to PyTorch: {sentence}")
-    messages().print(f"{len(problems)} kinds of calls: {len(missing)} to search, {len(served)} with a record")
+    messages().print(f"{counted(len(problems), 'kind')} of calls: {len(missing)} to search, {len(served)} with a record")
     if missing:
         run_search(target, missing, options, quiet=quiet)
     return known()
@@ -160,7 +161,9 @@ def _print(report: "ModelReport", *, predicted: bool) -> None:
         out.print(f"* {PREDICTED_NOTE}")
     else:
         out.print(_whole_models(report, out.width))
-    out.print(f"{report.database} holds {len({one.key for one in report.records.values()})} records: load it with dispatch.use(path)")
+    records = counted(len({one.key for one in report.records.values()}), "record")
+    load = predicted_only(str(report.database)) if predicted else f"Load it with dispatch.use({str(report.database)!r})."
+    out.print(f"{report.database} holds {records}. {load}", soft_wrap=True)
 
 
 def _whole_models(report: "ModelReport", width: int) -> Table:

@@ -40,7 +40,14 @@ SWITCHES: dict[str, str] = {field.name: field.metadata["help"] for field in fiel
 
 Bands = Literal["causal", "full"]
 
-SIZE, HEAD_SIZE = click.IntRange(1, LONGEST), click.IntRange(1, MAX_HEAD_DIM)
+
+class _Whole(click.IntRange):
+    """A whole number in a range; click's own name of the type sounds as if ranges could be given."""
+
+    name = "whole number"
+
+
+SIZE, HEAD_SIZE = _Whole(1, LONGEST), _Whole(1, MAX_HEAD_DIM)
 
 
 class Known(click.ParamType[str]):
@@ -71,7 +78,14 @@ TEMPLATE = Known("template", _templates)
 MODEL = Known("model", models)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines instead of a table.")
-db_option = click.option("--db", "location", metavar="PATH|URL", help="Only this database, in place of your own and the shipped one.")
+
+
+def db_option_beside(others: str) -> Decorator:
+    """The option of a command that reads one database in place of others."""
+    return click.option("--db", "location", metavar="PATH|URL", help=f"Only this database, in place of {others}.")
+
+
+db_option = db_option_beside("your own and the shipped one")
 
 
 class Range(click.FloatRange):
@@ -249,7 +263,7 @@ _SOURCES: tuple[Decorator, ...] = (
     click.option("--model", type=MODEL, metavar="NAME", help=f"The attentions of this model, {_IN_PLACE} (flashtune show --models)."),
     click.option(
         "--calls",
-        type=click.Path(path_type=Path),
+        type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
         help=f"Recorded calls of a model, {_IN_PLACE}: a file of dispatch.save_calls, or of FLASHTUNE_CALLS.",
     ),
@@ -307,7 +321,7 @@ def problem_options(*, many: bool) -> Decorator:
             return {"type": listed or each, "multiple": True}
         return {"type": each, "callback": lambda ctx, param, value: ((value,),) if listed else (value,), **settings}
 
-    several = "; several with commas or by repeating" if many else ""
+    several = "; several with commas, blanks or by repeating" if many else ""
     d, n = (given(each, listed=Numbers(each), required=True) for each in (HEAD_SIZE, SIZE))
     dtype = given(DTYPE, default="bf16", show_default=True)
     causal: dict[str, Any] = {"help": "Causal attention only (default: causal and full)."}

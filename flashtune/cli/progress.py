@@ -203,7 +203,8 @@ class SearchProgress:
             return
         best = result.best
         if best is None or best.measurement is None:
-            self._console.print(f"{result.problem.label()}: no correct kernel in {_trials(result)}")
+            found = f"no correct kernel in {_trials(result)}" if result.outcomes else "stopped before its first trial"
+            self._console.print(f"{result.problem.label()}: {found}")
             return
         fates = Counter(outcome.fate for outcome in result.outcomes)
         others = ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items()) if fate is not Fate.CORRECT)

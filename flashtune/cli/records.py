@@ -38,6 +38,10 @@ NARROW = 100
 
 COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
 """Columns of a table; some are left out where no record has a value."""
+SPARED = ("call us", "as calls", "TFLOP/s", "B x H", "vs framework")
+"""Columns that a narrow terminal lacks, in the order in which they are left out: problems that are cut look alike."""
+WHOLE = 1 << 16
+"""Width of what is printed in full, so that the terminal may break lines."""
 WORDS = ("B x H", "template", "vs framework", "source", "config")
 
 
@@ -113,25 +117,27 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
     The ratios are PyTorch's time over ours: on the GPU alone, and as whole calls, host included.
     """
     rows = [(record, unservable(record)) for record in records]
+    whole = True
     for gpu in dict.fromkeys(record.key.gpu for record in records):
-        _print_table([row for row in rows if row[0].key.gpu == gpu], title=title or gpu, wide=wide, out=out)
-    if notes := _notes(rows):
+        whole &= _print_table([row for row in rows if row[0].key.gpu == gpu], title=title or gpu, wide=wide, out=out)
+    if notes := _notes(rows, whole=whole):
         (out or console()).print(notes)
 
 
-def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool, out: Console | None) -> None:
-    """Print the records of one GPU, each with the reason if it can't be served."""
+def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool, out: Console | None) -> bool:
+    """Print the records of one GPU, each with the reason if it can't be served; False where the terminal lacks room for a column."""
     calls = any(record.outcome.call_us is not None for record, _ in rows)
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]
-    # Wide tables are printed in full, so the terminal may break lines.
-    out = console(width=1 << 16) if wide else out or console()
+    out = console(width=WHOLE) if wide else out or console()
     lines = [_cells(record, why, wide) for record, why in rows]
     if out.width < NARROW:
         lines = [{**line, "source": line["source"].partition(",")[0]} for line in lines]
     cells = [[line[name] for name in columns] for line in lines]
     marked = {line["source"] for line in lines} - {"measured"}
-    out.print(fitted(title, columns, cells, width=out.width, words=WORDS, marked=marked, blanks=1))
+    table = fitted(title, columns, cells, width=out.width, words=WORDS, marked=marked, blanks=1, spared=SPARED, least=WHOLE)
+    out.print(table)
+    return len(table.columns) == len(columns)
 
 
 def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
@@ -163,15 +169,16 @@ def _times(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 9.995 else 1}f}x"
 
 
-def _notes(rows: Sequence[tuple[TuningRecord, str | None]]) -> str:
-    """A line for each term of the table that needs an explanation, and for unservable records."""
+def _notes(rows: Sequence[tuple[TuningRecord, str | None]], *, whole: bool) -> str:
+    """A line for each term of the table that needs an explanation, for unservable records, and for columns that were left out."""
     doubts = {doubt for record, why in rows for doubt in doubts_of(record, why)}
     lines = [PREDICTED_NOTE] if any(record.outcome.source == "predicted" for record, _ in rows) else []
     lines += ["< NAME: that provider's whole calls were faster"] if any(record.fastest(lambda name: True) for record, _ in rows) else []
     lines += [f"{doubt}: {note}" for doubt, note in DOUBTS.items() if doubt in doubts]
     refused = [f"  {record.key.gpu} {record.problem.label()}: {why}" for record, why in rows if why]
     more = [f"  and {len(refused) - NAMED} more (--json names all)"] if len(refused) > NAMED else []
-    return "\n".join([*lines, *refused[:NAMED], *more])
+    rest = [] if whole else ["show --wide has the other columns."]
+    return "\n".join([*lines, *refused[:NAMED], *more, *rest])
 
 
 def doubts_of(record: TuningRecord, unservable: str | None) -> tuple[str, ...]:

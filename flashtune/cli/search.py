@@ -334,13 +334,15 @@ def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, quiet: b
         study_storage(storage_url) as storage,
         SearchProgress(notes, problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
     ):
-        Search(
+        results = Search(
             plan,
             storage=storage,
             provenance=provenance(command=command, seed=plan.seed, measured=measured, target=plan.target),
             save=partial(store.save, once=True),
             listener=progress,
         ).run()
+        if (left := len(plan.problems) - len(results)) > 0:
+            notes.print(f"time is up before {left} of {counted(len(plan.problems), 'problem')}: the same command goes on with them")
         found = (store.best(problem.key(plan.target.slug)) for problem in plan.problems)
         return [record for record in found if record is not None]
 

@@ -28,7 +28,7 @@ def archive_name(arch: str) -> str:
 
 def checkout_folder(generated: Path, arch: str) -> Path:
     """The folder of an architecture's archive in a checkout whose generated kernels lie in `generated`."""
-    return generated.parents[1] / "kernels" / f"sm{arch}" / f"flashtune_kernels_sm{arch}"
+    return generated.absolute().parent.parent / "kernels" / f"sm{arch}" / f"flashtune_kernels_sm{arch}"
 
 
 def distribution(arch: str) -> str:

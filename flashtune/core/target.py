@@ -106,8 +106,9 @@ def find_target(name: str) -> Target:
         known = _names()
         slug = known.get(plain)
         if slug is None:
-            hint = did_you_mean(plain, known, cutoff=0.4) or f"use one of {', '.join(targets())}"
-            raise InputError(f"unknown GPU {name!r}: {hint} (flashtune doctor lists them all)")
+            near = did_you_mean(plain, known, cutoff=0.4)
+            hint = f"{near} (flashtune doctor lists them all)" if near else f"use one of {', '.join(targets())}"
+            raise InputError(f"unknown GPU {name!r}: {hint}")
     return targets()[slug]
 
 

@@ -178,7 +178,7 @@ def sqlite_path(location: str | Path) -> Path | None:
             )
         text = url.database or ":memory:"
     if not text or text == ":memory:":
-        raise DatabaseError(f"{text or 'an empty path'!r} names no file, and a database in memory would be lost: give a path")
+        raise DatabaseError(f"{repr(text) if text else 'an empty path'} names no file, and a database in memory would be lost: give a path")
     if "\0" in text:
         raise DatabaseError(f"{text!r} holds a NUL character: give the path of a file")
     return Path(os.path.expanduser(text))

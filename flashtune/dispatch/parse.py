@@ -198,13 +198,12 @@ def _heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gq
     kv_heads = max(k_heads, v_heads)
     if enable_gqa and q_heads:
         if any(not count or q_heads % count for count in (k_heads, v_heads)):
-            raise InputError(
-                f"query has {q_heads} heads, key {k_heads} and value {v_heads}: with enable_gqa they must divide the query's heads"
-            )
+            raise InputError(f"query has {q_heads} heads, key {k_heads} and value {v_heads}: make both 1 or divisors of the query's heads")
         return q_heads, kv_heads if kv_heads % k_heads == 0 == kv_heads % v_heads else q_heads
     heads = max(q_heads, kv_heads)
     if any(count not in (1, heads) for count in (q_heads, k_heads, v_heads)):
-        hint = "pass enable_gqa=True to share key heads" if q_heads > kv_heads else "make them equal or 1"
+        shared = k_heads and v_heads and q_heads % k_heads == 0 == q_heads % v_heads
+        hint = "pass enable_gqa=True to share key heads" if shared else "make them equal or 1"
         raise InputError(f"query has {q_heads} heads, key {k_heads} and value {v_heads}: {hint}")
     return heads, kv_heads
 
@@ -216,7 +215,8 @@ def _mask_kind(mask: object, query: Tensor, scores: tuple[int, ...]) -> MaskKind
     _check_dense("attn_mask", mask)
     floating = output_torch_dtype(query.dtype)
     if mask.dtype not in (torch.bool, torch.float32, floating):
-        raise InputTypeError(f"attn_mask has dtype {mask.dtype}: use bool (True attends), float32 or the output's {floating}")
+        types = "float32" if floating is torch.float32 else f"float32 or the output's {floating}"
+        raise InputTypeError(f"attn_mask has dtype {mask.dtype}: use bool (True attends), {types}")
     if mask.device != query.device:
         raise InputError(f"attn_mask is on {mask.device} and query on {query.device}: move all to one device")
     shape = tuple(mask.shape)

@@ -21,8 +21,9 @@ from flashtune.templates.mods import bounds, known, structure
 from flashtune.templates.mods.emit import Captured, Mods, emitted
 from flashtune.templates.mods.graph import INDICES, Node
 from flashtune.templates.mods.known import NAMED, Named
+from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import Score, known_structure
-from flashtune.templates.mods.trace import Unsupported, at_pairs, traced_together
+from flashtune.templates.mods.trace import at_pairs, traced_together
 
 Tensor = torch.Tensor
 

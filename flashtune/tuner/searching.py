@@ -41,6 +41,7 @@ class Search(Shared):
         plan = self.plan
         self.names = [fingerprint(self.space(problem), problem) for problem in plan.problems]
         self._unsaved: dict[int, SearchResult] = {}
+        self._taken = False
         if plan.sampler == "gp" and plan.source == "measured":
             # Imported while the children start, or the sampler's thread would import it for a second between two trials.
             threading.Thread(target=import_surrogate, name="surrogate", daemon=True).start()
@@ -107,12 +108,16 @@ class Search(Shared):
         """Claim the next problem for a device worker whose last one had `spec`; None where others hold all that is left."""
         with self.lock:
             self._take_over_decided()
+            if self.schedule.late and self._taken:
+                # The first one gets its record however small the budget is.
+                return None
             order = self.schedule.order(spec)
             name = self.claims.take([self.names[index] for index in order])
             if name is None:
                 return None
             index = next(index for index in order if self.names[index] == name)
             self.schedule.begin(index)
+            self._taken = True
             return index
 
     def _take_over_decided(self) -> None:

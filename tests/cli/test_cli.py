@@ -73,6 +73,8 @@ BAD_INPUT = {
     "tf32 for bf16": (("search", "--gpu-name", "a100", "--d", "64", "--dtype", "bf16", "--tf32"), "tf32"),
     "n beyond reason": (("search", "--gpu-name", "a100", "--d", "64", "--n", "2147483647"), "'--n': 2147483647 is not in the range"),
     "a word for a number": (("search", "--gpu-name", "a100", "--d", "64,x"), "flashtune search --help"),
+    "a range of numbers": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512-1024"), "'512-1024' is not a valid whole number"),
+    "a folder of calls": (("search", "--gpu-name", "a100", "--calls", "."), "'.' is a directory"),
     "a missing option": (("search", "--gpu-name", "a100"), "--d"),
     "an unknown command": (("frobnicate",), "frobnicate"),
     "a storage that is no URL": (("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--storage", "study"), "sqlite:///"),
@@ -268,7 +270,9 @@ def test_rows_that_this_version_cannot_serve_give_way_or_are_named(
         assert "0" * 16 not in {row["variant"] for row in shown}
 
 
-def test_generate_writes_kernels_that_regenerating_does_not_change(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_generate_writes_kernels_that_regenerating_does_not_change(
+    searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("generate", "--db", str(searched[0]), "--out", str(tmp_path))
     first = flashtune(*words)
     assert first.exit_code == 0, first.output
@@ -276,6 +280,8 @@ def test_generate_writes_kernels_that_regenerating_does_not_change(searched: tup
     assert {kernel.variant_id for kernel in read_index(tmp_path).kernels} == variants
     kept = (*words, "--check", "--sample", "0")
     assert flashtune(*kept).exit_code == 0
+    monkeypatch.chdir(tmp_path.parent)
+    assert flashtune("generate", "--db", str(searched[0]), "--out", tmp_path.name, "--check", "--sample", "0").exit_code == 0
     (tmp_path / read_index(tmp_path).kernels[0].path).write_text("changed")
     assert flashtune(*kept).exit_code == 1
     again = flashtune(*words)

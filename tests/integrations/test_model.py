@@ -349,3 +349,5 @@ def test_the_command_without_a_gpu_writes_predicted_records_and_says_so(tmp_path
     (call,) = found["calls"]
     assert call["source"] == "predicted" and call["speedup"] is None and call["share"] == 1.0
     assert found["workloads"][0]["speedup"] is None and found["workloads"][0]["right"] is None
+    again = CliRunner().invoke(main, words[:-1])
+    assert f"{tmp_path / 'tuned.sqlite'} holds 1 record. Calls that PyTorch can serve too are served from predicted" in again.stdout

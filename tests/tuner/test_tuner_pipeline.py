@@ -217,6 +217,26 @@ def test_what_follows_the_trials_is_taken_from_each_problems_share_of_the_time(m
     assert now[0] - 1000.0 <= 60.0 + 4.0
 
 
+@pytest.mark.parametrize(("budget_s", "finished"), [(0.5, 1), (6.0, 2)])
+def test_no_problem_is_begun_once_the_time_of_all_is_up(budget_s: float, finished: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that every trial advances by five seconds; the same plan goes on with the others."""
+    staged(monkeypatch)
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time_ns=lambda: 7, sleep=lambda seconds: None)
+    for module in (searching, planning, problem):
+        monkeypatch.setattr(module, "time", clock)
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 5.0
+        return simulated.timed(*arguments)
+
+    monkeypatch.setattr(tasks, "evaluate_candidate", slow)
+    storage, searched = optuna.storages.InMemoryStorage(), plan(4, trials=30, sampler="random")
+    results = run(replace(searched, budget_s=budget_s), storage=storage)
+    assert len(results) == finished and all(result.best is not None for result in results)
+    assert len(run(replace(searched, trials=30), storage=storage)) == 4
+
+
 def test_a_lane_that_finds_nothing_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     staged(monkeypatch)
     broken = planted_family("broken", 6)

@@ -52,7 +52,8 @@ class SearchSpace:
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
         self.spec, self.target, self.problem = spec, target, problem
         if not target.compilable:
-            raise InputError(f"{target.name} can't run Triton kernels: Triton no longer supports its architecture ({target.arch})")
+            why = f"Triton no longer supports its architecture ({target.arch})"
+            raise InputError(f"{target.name} can't run Triton kernels, since {why}: PyTorch serves there without a search")
         if not self.families:
             why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
             raise InputError(f"no template serves {spec.label()} on {target.slug} ({why})")
