@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtune.core.flex_attention import Mod
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
-from flashtune.templates.mods.capture import PLAIN, Dependencies, is_torchs, names_of, reads_elsewhere
+from flashtune.templates.mods.capture import PLAIN, Dependencies, is_pure, is_torchs, names_of, reads_elsewhere
 from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import known_structure
@@ -29,6 +29,8 @@ def functions_of(
         return str(unsupported)
     if any(x.device != device for x in captured):
         return "a captured tensor is on another device"
+    if any(x.is_neg() or x.is_conj() for x in captured):
+        return "a captured tensor is lazily negated"
     place = id(functions), tuple(sizes)
     if functions.fresh or place not in _CHECKED:
         for name, output in zip(functions.names, (functions.score, functions.mask), strict=True):
@@ -49,7 +51,7 @@ _CHECKED: dict[Hashable, Functions] = {}
 
 def _traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Functions, tuple[Tensor, ...]]:
     """Graphs of both functions, from their last trace where they are equal, with their captured tensors of this call."""
-    known = Dependencies((score_mod, mask_mod))  # type: ignore[arg-type]
+    known = Dependencies(score_mod, mask_mod)
     key = None if known.key is None else (known.key, device, torch.get_default_dtype())
     found = _TRACES.get(key) if key is not None else None
     if found is None:
@@ -149,7 +151,9 @@ def _state(x: Any) -> Hashable:
 
 def _simple(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference()
-    return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType, types.BuiltinFunctionType)) or (
+        return type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference() and not x.__dict__
+    if isinstance(x, types.BuiltinFunctionType):
+        return is_pure(x)
+    return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType)) or (
         isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
     )

@@ -86,13 +86,16 @@ def _by_matrices(
         hidden = torch.zeros((), dtype=torch.bool) if mask_mod is None else ~at_all(mask_mod)
         if score_mod is not None:
             # A derivative at a score that is hidden may be NaN, which no 0 takes away.
-            scores = at_all(score_mod, scores.masked_fill(hidden, 1.0))
+            scores = at_all(score_mod, scores.masked_fill(hidden, 1.0)).to(dtype)
         return scores.masked_fill(hidden, -math.inf)
 
     key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    if torch.is_autocast_enabled("cpu") and query.dtype is not torch.float64:
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    out, lse = reference.attention(query, key, value, scale=scale, mods=mods, dtype=dtype)
+    with torch.autocast("cpu", enabled=False):
+        out, lse = reference.attention(query, key, value, scale=scale, mods=mods, dtype=dtype)
     return out.to(query.dtype), lse
 
 

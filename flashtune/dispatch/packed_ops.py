@@ -52,8 +52,10 @@ def by_sequence(
             lses.append(lse[0])
     rows, heads, _ = query.shape
     beside = rows - of_q[-1]
-    outs.append(query.new_zeros((beside, heads, value.shape[2])))
-    lses.append(query.new_full((heads, beside), -math.inf, dtype=torch.float32))
+    # Where no sequence has queries the output is part of the graph all the same.
+    nothing = 0.0 if outs else sum(x[:0].sum() for x in (query, key, value))
+    outs.append(query.new_zeros((beside, heads, value.shape[2])) + nothing)
+    lses.append(query.new_full((heads, beside), -math.inf, dtype=torch.float32) + nothing)
     return torch.cat(outs), torch.cat([x.to(torch.float32) for x in lses], 1)
 
 
@@ -89,7 +91,7 @@ def _recomputed(
     wanted: Sequence[bool], packed: Packed, numbers: Numbers, seed: int, dout: Tensor, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients by a forward for each sequence, differentiated."""
-    names = [name for name, want in zip(("query", "key", "value", "sinks"), wanted, strict=True) if want]
+    names = [name for name, want in zip(_NAMES, wanted, strict=True) if want]
     with recording(), torch.enable_grad():
         leaves = {name: getattr(packed, name).detach().requires_grad_() for name in names}
         out, lse = by_sequence(packed._replace(**leaves), numbers, seed)
@@ -97,7 +99,7 @@ def _recomputed(
         outputs, grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True) if out.requires_grad else ((), ())
         given = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True, materialize_grads=True) if outputs else ()
     found = dict(zip(names, given or [torch.zeros_like(x) for x in leaves.values()], strict=True))
-    return [found.get(name) for name in ("query", "key", "value", "sinks")]
+    return [found.get(name) for name in _NAMES]
 
 
 class Attention(torch.autograd.Function):
@@ -132,12 +134,13 @@ class Attention(torch.autograd.Function):
         return *_placed(found)[: len(tensors)], None, None
 
 
-_DIFFERENTIABLE = (0, 1, 2, 7)
-"""Places of query, key, value and sinks among a call's tensors."""
+_NAMES = ("query", "key", "value", "slopes", "sinks")
+_DIFFERENTIABLE = tuple(map(Packed._fields.index, _NAMES))
+"""Names and places of the tensors of a call that have gradients."""
 
 
 def _placed(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments from those of query, key, value and sinks."""
+    """Gradients of all arguments from those of the tensors that have one."""
     found: list[Tensor | None] = [None] * (len(Packed._fields) + 1 + len(Numbers._fields))
     for place, grad in zip(_DIFFERENTIABLE, grads, strict=True):
         found[place] = grad
@@ -183,16 +186,17 @@ def _gradients(
     numbers: Numbers,
     seed: int,
 ) -> list[Tensor | None]:
-    """Requested gradients of query, key, value and sinks, by kernels or a call for each sequence."""
+    """Requested gradients, by kernels or a call for each sequence."""
     dout = torch.zeros_like(out) if dout is None else dout
-    found = served(packed, numbers, "bwd", memo)
+    of_slopes, of_sinks = requested[3:]
+    found = None if of_slopes else served(packed, numbers, "bwd", memo)
     if found is None:
         return _recomputed(requested, packed, numbers, seed, dout, dlse)
-    grads: list[Tensor | None] = [None, None, None, None]
+    grads: list[Tensor | None] = [None] * len(requested)
     if any(requested[:3]):
         grads[:3] = kernels.backward(found, packed, numbers, seed, out, lse, dout, dlse)
-    if requested[3] and packed.sinks is not None:
-        grads[3] = kernels.sink_gradient(packed, out, lse, dout, dlse).to(packed.sinks.dtype)
+    if of_sinks and packed.sinks is not None:
+        grads[4] = kernels.sink_gradient(packed, out, lse, dout, dlse).to(packed.sinks.dtype)
     return [grad if wanted else None for grad, wanted in zip(grads, requested, strict=True)]
 
 
@@ -211,7 +215,7 @@ _NUMBERS = (
 _FORWARD = f"({_TENSORS}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor state, {_TENSORS}, "
-    f"bool of_query, bool of_key, bool of_value, bool of_sinks, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"bool of_query, bool of_key, bool of_value, bool of_slopes, bool of_sinks, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 

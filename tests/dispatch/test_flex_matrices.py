@@ -69,6 +69,34 @@ def test_parameters_serve_where_no_gradient_is_recorded() -> None:
     torch.testing.assert_close(out, oracle(*given, lambda s, b, h, q, k: s * 0.5, None)[0].detach())
 
 
+WHOLE = torch.arange(4)
+OTHER_TYPES: dict[str, Any] = {
+    "whole": lambda s, b, h, q, k: q - k, "bool": lambda s, b, h, q, k: q >= k, "half": lambda s, b, h, q, k: s.half(),
+    "double": lambda s, b, h, q, k: s.double() * 2, "captured": lambda s, b, h, q, k: WHOLE[h] * 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_scores_of_any_type_are_taken_as_without_gradients(name: str, dtype: torch.dtype) -> None:
+    given = tensors(dtype)
+    out = dispatch.flex_attention(*given, OTHER_TYPES[name], enable_gqa=True)
+    plain = dispatch.flex_attention(*(x.detach() for x in given), OTHER_TYPES[name], enable_gqa=True)
+    assert out.requires_grad and out.dtype == dtype
+    bound = TOLERANCES["bf16" if dtype is torch.bfloat16 else "fp16" if name == "half" else "fp32"]
+    torch.testing.assert_close(out.detach(), plain, atol=bound.atol, rtol=bound.rtol)
+
+
+def test_autocast_is_that_of_pytorchs_function() -> None:
+    given = tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = dispatch.flex_attention(*given, lambda s, b, h, q, k: s * 2, enable_gqa=True, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    right, right_lse = oracle(*(x.detach().bfloat16().double() for x in given), lambda s, b, h, q, k: s * 2, None)
+    torch.testing.assert_close(out.double(), right, atol=TOLERANCES["bf16"].atol, rtol=TOLERANCES["bf16"].rtol)
+    torch.testing.assert_close(lse.double(), right_lse, atol=1e-4, rtol=1e-4)
+
+
 def test_explanations_name_the_matrices() -> None:
     said = dispatch.explain_flex(*tensors(torch.float32), lambda s, b, h, q, k: s * 0.5, enable_gqa=True)
     assert said.startswith("PyTorch by matrices of all scores: no kernel runs on cpu") and "no gradients on a CPU" in said

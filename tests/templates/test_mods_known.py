@@ -192,7 +192,7 @@ def test_zeros_of_both_signs_are_two_numbers() -> None:
     def divided(zero: float) -> Mod:
         return lambda s, b, h, q, k: s + q / zero
 
-    assert Dependencies((divided(0.0),)).key == Dependencies((divided(0.0),)).key != Dependencies((divided(-0.0),)).key  # type: ignore[arg-type]
+    assert Dependencies(divided(0.0)).key == Dependencies(divided(0.0)).key != Dependencies(divided(-0.0)).key  # type: ignore[arg-type]
 
 
 def test_slopes_in_float32_are_handed_on_and_get_gradients() -> None:

@@ -1,7 +1,10 @@
-"""What a trace of a function depends on, and what it takes for constant."""
+"""Traces of functions: their dependencies, and the values that are constant in their gradients."""
 
 import collections
+import dataclasses
+import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.flex_autograd import Flex
 from flashtune.templates.mods import bounds
+from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import ordered
 from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.trace import traced
@@ -45,8 +49,31 @@ class Slotted:
     __slots__ = ("factor",)
 
 
-class Callee:
+class Base:
+    def inherited(self) -> float:
+        return factor
+
+
+class Held(dict[str, float]):
+    pass
+
+
+class Callee(Base):
     factor = 1.0
+
+    def mod(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.scaled(s)
+
+    @staticmethod
+    def static() -> float:
+        return factor
+
+    @property
+    def inherited_twice(self) -> float:
+        return 1.0 * super().inherited()
+
+    def __getitem__(self, place: int) -> float:
+        return factor
 
     def __call__(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.scaled(torch.sin(s))
@@ -91,14 +118,108 @@ def of_a_name() -> Iterator[Mod]:
         yield lambda s, b, h, q, k: s * globals()["factor"]
 
 
-@pytest.mark.parametrize("made", [of_slots, of_a_class, of_a_helpers_class, of_an_array, of_a_deque, of_a_name])
+def scaled_by(x: Any, s: Tensor) -> Tensor:
+    return s * x.factor
+
+
+def of_class(score: Mod) -> Callable[[], Iterator[Mod]]:
+    def made() -> Iterator[Mod]:
+        for Callee.factor in (1.0, 3.0):
+            yield score
+
+    return made
+
+
+def of_module(score: Mod) -> Callable[[], Iterator[Mod]]:
+    def made() -> Iterator[Mod]:
+        for number in (1.0, 3.0):
+            globals()["factor"] = number
+            yield score
+
+    return made
+
+
+def of_attributes() -> Iterator[Mod]:
+    held, table = Held(), torch.ones(4)
+    for number in (1.0, 3.0):
+        held.factor = table.factor = number  # type: ignore[attr-defined]
+        yield lambda s, b, h, q, k: s * held.factor if held.factor == table.factor else s  # type: ignore[attr-defined]
+
+
+def of_a_bound_look_up() -> Iterator[Mod]:
+    held = {"factor": 0.0}
+    look_up = held.get
+    for held["factor"] in (1.0, 3.0):
+        yield lambda s, b, h, q, k: s * look_up("factor")
+
+
+CALLEE = Callee()
+SEEN_BEFORE = (lambda: CALLEE.mod), CALLEE
+CHANGED: dict[str, Callable[[], Iterator[Mod]]] = {
+    "slots": of_slots, "a class": of_a_class, "a helper's class": of_a_helpers_class, "an array": of_an_array, "a deque": of_a_deque,
+    "a name": of_a_name, "attributes of containers and tensors": of_attributes, "a bound look-up": of_a_bound_look_up,
+    "a bound method": of_class(CALLEE.mod),
+    "an argument": of_class(lambda s, b, h, q, k: scaled_by(CALLEE, s)),
+    "a class as argument": of_class(lambda s, b, h, q, k: scaled_by(Callee, s)),
+    "a partial function's argument": of_class(functools.partial(lambda x, s, b, h, q, k: scaled_by(x, s), CALLEE)),
+    "what another function reads, too": of_class(lambda s, b, h, q, k: s * SEEN_BEFORE[1].factor if SEEN_BEFORE[0]() else s),
+    "a name in a text": of_class(lambda s, b, h, q, k: s * getattr(Callee, "factor")),  # noqa: B009
+    "a static method": of_module(lambda s, b, h, q, k: s * Callee.static()),
+    "a method above": of_module(lambda s, b, h, q, k: s * CALLEE.inherited_twice),
+    "an index": of_module(lambda s, b, h, q, k: s * CALLEE[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", CHANGED.values(), ids=CHANGED)
 def test_what_changes_in_place_is_traced_anew(made: Callable[[], Iterator[Mod]]) -> None:
     numbers = []
     for function in made():
-        assert flex_functions.Snapshot.make(function) is None
+        seen = flex_functions.Snapshot.make(function)
+        assert seen is None or numbers == [] or not seen.same(function)
         operations = [node.arguments for node in ordered([functions_of(function).score])]
         numbers.append([x for arguments in operations for x in arguments if isinstance(x, float)])
     assert numbers == [[1.0], [3.0]]
+
+
+def test_objects_that_stay_the_same_have_one_trace() -> None:
+    layer = torch.nn.Linear(4, 4)
+
+    @dataclasses.dataclass
+    class Options:
+        width: int = 3
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.options = torch.nn.Parameter(torch.randn(4)), Options()
+
+        def score(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s * self.options.width + self.table[h] + layer.weight[h, 0]
+
+    method = Layer().score
+    assert functions_of(method) is functions_of(method)
+
+
+def test_objects_that_cannot_be_looked_at_have_no_key() -> None:
+    nested: Any = None
+    for _ in range(600):
+        nested = types.SimpleNamespace(nested=nested, factor=1.0)
+
+    class Broken:
+        __slots__ = ("absent",)
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    broken = Broken()
+    assert Dependencies(lambda s, b, h, q, k: s * nested.factor).key is None
+    assert Dependencies(lambda s, b, h, q, k: s if broken is None else 2 * s).key is None
+
+
+def test_captured_tensors_that_are_lazily_negated_are_left_to_pytorch() -> None:
+    table = torch.view_as_complex(torch.randn(4, 4, 2)).conj().imag
+    found = flex_functions.functions_of(lambda s, b, h, q, k: s + table[h, b], None, CPU, [("h", 4), ("b", 4)])
+    assert found == "a captured tensor is lazily negated"
 
 
 def test_the_default_dtype_is_that_of_numbers_and_not_of_the_score() -> None:
