@@ -27,9 +27,10 @@ _HANDLED, _OVER = b"\xff", b"\0"
 
 
 class Interrupts:
-    """Signal handlers of this command, and its state of interruption."""
+    """Signal handlers of this command, and its state of interruption; `ending` is True for a process that ends with the command."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ending: bool = False) -> None:
+        self.ending = ending
         self._last: float | None = None
         self._hook = sys.unraisablehook
         self._watch: int | None = None
@@ -119,4 +120,5 @@ def interruptible(interrupts: Interrupts) -> Iterator[None]:
         if signal.SIGALRM in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # An interrupted process has said so, and only ends: a further signal would change its exit code.
+            signal.signal(number, signal.SIG_IGN if interrupts.ending and interrupts.came else handler)

@@ -69,6 +69,8 @@ def _others_running() -> bool:
 class LazyGroup(click.Group):
     """Group that imports a command's module only when it is used, so that `flashtune --help` is fast."""
 
+    _ending = False
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Command names in the order of `COMMANDS`."""
         return list(COMMANDS)
@@ -94,6 +96,7 @@ class LazyGroup(click.Group):
 
     def __call__(self, *words: Any, **settings: Any) -> Any:
         """Run as the command of this process, and end it."""
+        self._ending = True
         try:
             return super().__call__(*words, **settings)
         except SystemExit as end:
@@ -106,13 +109,16 @@ class LazyGroup(click.Group):
         if sys.stdout is None:
             # Closed by the parent (`>&-`): without this, output would go into the next file that is opened, such as a database.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        interrupts = Interrupts()
+        interrupts = Interrupts(ending=self._ending)
+        with interruptible(interrupts):
+            return self._invoke(ctx, interrupts)
+
+    def _invoke(self, ctx: click.Context, interrupts: Interrupts) -> Any:
         try:
-            with interruptible(interrupts):
-                _require_folder()
-                found = super().invoke(ctx)
-                sys.stdout.flush()
-                return found
+            _require_folder()
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
         except KeyboardInterrupt:
             click.echo("flashtune: interrupted", err=True)
             ctx.exit(INTERRUPTED)

@@ -27,6 +27,11 @@ def attention_jagged(query: Any, key: Any, value: Any, *, causal_alignment: str 
         raise InputError("query has room after its sequences that isn't used: call contiguous() on it")
     if key.size(0) != query.size(0) or value.size(0) != query.size(0):
         raise InputError(f"query, key and value have {query.size(0)}, {key.size(0)} and {value.size(0)} sequences: give as many of each")
+    for name in ("return_lse", "return_aux", "seqused_k"):
+        if not any(words.get(name) is nothing for nothing in (None, False)):
+            raise InputError(f"{name} is no argument of attention_jagged: call attention_varlen with values() and offsets()")
+    if key.size(2) != value.size(2):
+        raise InputError("key and value have offsets of their own: make both with one tensor of offsets")
     q, k, v = (x.values().transpose(0, 1) for x in (query, key, value))
     words |= {"seqused_k": key.lengths(), "causal_alignment": causal_alignment}
     out = attention_varlen(q, k, v, query.offsets(), key.offsets(), _bound(query, len(q)), _bound(key, len(k)), **words)

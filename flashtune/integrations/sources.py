@@ -16,6 +16,12 @@ def source_of(configuration: str) -> str:
         return ""
 
 
+def attends_itself(configuration: str) -> bool:
+    """True for a model that computes its attention in code of its own, which no registered implementation takes the place of."""
+    source = source_of(configuration)
+    return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source and "attention_interface" not in source
+
+
 def arguments_of_attention(configuration: str) -> list[str]:
     """Texts of the arguments with which the model of a configuration's module calls its attention."""
     return re.findall(r"attention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", source_of(configuration))

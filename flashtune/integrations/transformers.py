@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
@@ -24,7 +24,7 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.integrations import flattened
-from flashtune.integrations.sources import arguments_of_attention
+from flashtune.integrations.sources import arguments_of_attention, attends_itself
 
 NAME = "tuned_attention"
 """Default name for `attn_implementation`."""
@@ -75,7 +75,13 @@ def attention_mask(
         (B, n) boolean: True for each of the first n keys that counts. Keys from n on don't exist yet, as in a static cache.
         (B, N, 1, 1) integers: positions of causal sequences that are flattened into rows; each sees itself alone.
         (B, 1, N_q, N_kv) boolean: the whole mask, for any other rule; also where a position is known on the GPU alone.
+        (B, 1, N_q, N_kv) floating-point: 0 and the least number, for a model that computes its attention itself.
     """
+    if config is not None and attends_itself(type(config).__module__):
+        logger.warning_once(f"{type(config).__name__}'s model computes its attention itself: no registered implementation serves it")
+        places = batch_size, q_length, kv_length, q_offset, kv_offset
+        whole: torch.Tensor = eager_mask(*places, mask_function, attention_mask=attention_mask, device=device, **others)
+        return whole
     everything: Callable[[], torch.Tensor | None] = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, False, False,
         device=device, **others,

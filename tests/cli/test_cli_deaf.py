@@ -122,6 +122,30 @@ if __name__ == "__main__":
         pass
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_message_changes_nothing(number: int, tmp_path: Path) -> None:
+    code = f"""
+import atexit
+from flashtune.cli import search
+search.choose_source = forever
+@atexit.register
+def leave():
+    Path({str(tmp_path / "leaving")!r}).touch()
+    time.sleep(0.5)
+if __name__ == '__main__':
+    from flashtune.cli.main import main
+    main(prog_name='flashtune')
+"""
+    words = ["search", "--gpu-name", "a100", "--d", "16", "--n", "64", "--trials", "2", "--predict", "--db", str(tmp_path / "x.sqlite")]
+    with started(tmp_path, code, *words) as child:
+        child.send_signal(number)
+        while not (tmp_path / "leaving").exists():
+            time.sleep(0.01)
+        child.send_signal(number)
+        said = child.communicate(timeout=END_S)[1]
+    assert (child.returncode, said) == (130, "flashtune: interrupted; results are kept, and the same command resumes from here\n")
+
+
 COMMANDS = {
     "generate, while a kernel is compiled": (
         "from flashtune.tuner.publish import machine_code; machine_code._attempt = forever",

@@ -68,6 +68,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flex]:
     """CPU tensors are served as an H200's would be, by the stand-in."""
     flex = Flex()
     monkeypatch.setattr(TunedOptions, "devices", ("cpu",))
+    monkeypatch.setattr(flex_torch, "lacks", lambda *given: None)
     monkeypatch.setattr(PROVIDERS["flex"], "devices", ("cpu",))
     monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
     for place in (flex_torch, providers):

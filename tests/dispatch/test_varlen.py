@@ -45,11 +45,26 @@ def test_gradients_are_right_to_float64() -> None:
     assert torch.autograd.gradcheck(call, (*given.tensors, sinks))
 
 
-def test_slopes_have_gradients_without_kernels() -> None:
-    given = inputs({"slopes": "heads"}, SQUARE)
-    slopes = given.words["alibi_slopes"].requires_grad_()
-    out, _ = given.call()
-    assert torch.autograd.grad(out[:9].sum(), slopes)[0].abs().sum() > 0
+@pytest.mark.parametrize("slopes", ["heads", "sequences"])
+def test_slopes_have_gradients_without_kernels_and_in_a_graph(slopes: str) -> None:
+    given = inputs({"slopes": slopes}, SQUARE)
+    asked = given.words["alibi_slopes"].requires_grad_(), *given.tensors
+    found = []
+    for backend in (None, "aot_eager"):
+        out, _ = given.call(backend)
+        found.append(torch.autograd.grad(out[:9].square().sum(), asked))
+    assert found[0][0].abs().sum() > 0
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("bounds", [(0,), (0, 0), (0, 0, 0)], ids=str)
+def test_an_output_without_sequences_is_part_of_the_graph(bounds: tuple[int, ...]) -> None:
+    query, key = torch.randn(3, 2, 16).requires_grad_(), torch.randn(5, 2, 16).requires_grad_()
+    of_q, of_k = torch.tensor(bounds), torch.tensor([0, *[5] * (len(bounds) - 1)])
+    out, lse = dispatch.attention_varlen(query, key, key, of_q, of_k, 3, 5, return_lse=True)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), (query, key)))
 
 
 def test_the_lse_has_a_row_for_each_head_and_comes_on_request() -> None:
@@ -154,6 +169,13 @@ def test_jagged_tensors_of_other_kinds_are_refused() -> None:
         dispatch.attention_jagged(*nested, enable_gqa=True)
     with pytest.raises(InputTypeError, match="jagged"):
         dispatch.attention_jagged(*given.tensors)
+    query, key, value = (x.transpose(1, 2) for x in nested)
+    for words in ({"return_lse": True}, {"seqused_k": torch.tensor([1, 0, 2])}):
+        with pytest.raises(InputError, match="is no argument of attention_jagged: call attention_varlen"):
+            dispatch.attention_jagged(query, key, value, enable_gqa=True, **words)
+    other = torch.nested.nested_tensor_from_jagged(given.tensors[2].detach(), given.bounds[0].clone()).transpose(1, 2)
+    with pytest.raises(InputError, match="key and value have offsets of their own"):
+        dispatch.attention_jagged(query, key, other, enable_gqa=True)
 
 
 def test_the_operator_keeps_torchs_rules_of_operators() -> None:

@@ -51,6 +51,21 @@ def run(model: "PreTrainedModel", **words: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_that_computes_its_attention_itself_gets_the_mask_that_it_reads(padded: bool) -> None:
+    from transformers import AutoModelForCausalLM, BloomConfig
+
+    config = BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    words = {"attention_mask": PADDING} if padded else {}
+    found = []
+    for implementation in ("eager", NAME):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            found.append(run(model, **words)[PADDING.bool()])
+    torch.testing.assert_close(*found)
+
+
 def of_all(function: Callable[..., None]) -> Any:
     return pytest.mark.parametrize("model", MODELS, indirect=True)(function)
 

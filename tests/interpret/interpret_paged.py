@@ -53,6 +53,21 @@ def of_nothing() -> None:
         agrees(inputs({"lengths": lengths}, padding=3, pages=1))
 
 
+def of_padding() -> None:
+    """Rows of no sequence are 0 with -inf as LSE, whatever was in memory and however many heads share a key head."""
+    empty = torch.empty
+    for group in (3, 4, 7):
+        query, cache = torch.randn(32, 2 * group, 16), torch.randn(3, 16, 2, 16)
+        bounds, table = torch.arange(4, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+        words: dict[str, Any] = {"block_table": table, "num_splits": 1, "seqused_k": torch.full((3,), 20, dtype=torch.int32)}
+        torch.empty = lambda size, *others, **more: torch.full(size, 7, **more)
+        try:
+            out, lse = dispatch.attention_varlen(query, cache, cache, bounds, None, 1, 20, enable_gqa=True, return_lse=True, **words)
+        finally:
+            torch.empty = empty
+        assert not out[3:].any() and bool((lse[:, 3:] == -torch.inf).all()), group
+
+
 def of_longer_bounds() -> None:
     """Bounds may be larger than lengths, and a table wider than it needs to be."""
     agrees(inputs({"lengths": LONG}, pages=40), max_seqlen_q=64, max_seqlen_k=4096)
