@@ -242,6 +242,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
             continue
         if not isinstance(x, Tensor):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+        if x.layout is not torch.strided:
+            raise InputTypeError(f"{name} has the layout {x.layout}: convert it with .to_dense()")
         if x.device != query.device:
             raise InputError(f"{name} is on {x.device} and query on {query.device}: move all to one device")
     for name, most in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):

@@ -101,7 +101,12 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or packed.query.is_meta:
         # Lengths can't be read.
         return _at_once(packed, numbers, score_mod, mask_mod)
-    return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod))
+    try:
+        return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod))
+    except InputError:
+        # Of the caller's own functions the error names the line, not of those around them.
+        flex_functions.functions_of(score_mod, mask_mod, packed.query.device, ())
+        raise
 
 
 def _of_sequence(

@@ -65,6 +65,18 @@ def test_without_kernels_each_sequence_is_a_call_of_flex_attention(name: str, dt
     assert said.kind == "framework" and "each sequence is a call of flex_attention" in said.reason
 
 
+def test_functions_that_nobody_can_call_are_named_in_a_sentence() -> None:
+    given, _, _ = made("prefix")
+    words = {name: x for name, x in given.words.items() if name not in ("score_mod", "mask_mod")}
+
+    def lacks_one(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return q > 0
+
+    with pytest.raises(InputError, match="lacks_one can't be traced: TypeError: ") as caught:
+        dispatch.attention_varlen(*given.arguments, enable_gqa=True, mask_mod=lacks_one, **words)
+    assert "\n" not in str(caught.value)
+
+
 def test_without_gradients_each_sequence_is_a_call_of_pytorchs_own() -> None:
     given, functions, _ = made("both in a window")
     given = given._replace(tensors=[x.detach() for x in given.tensors])
