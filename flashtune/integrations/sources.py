@@ -22,6 +22,10 @@ def attends_itself(configuration: str) -> bool:
     return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source and "attention_interface" not in source
 
 
+# As torch.compiler.assume_constant_result sets it, whose import brings the compiler, which can't trace the reading of files.
+attends_itself._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def arguments_of_attention(configuration: str) -> list[str]:
     """Texts of the arguments with which the model of a configuration's module calls its attention."""
     return re.findall(r"attention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", source_of(configuration))
