@@ -93,9 +93,9 @@ def _by_matrices(
     if torch.is_autocast_enabled("cpu") and query.dtype is not torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    factor: float = query.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast("cpu", enabled=False):
-        out, lse = reference.attention(query, key, value, scale=scale, mods=mods, dtype=dtype)
+        out, lse = reference.attention(query, key, value, scale=factor, mods=mods, dtype=dtype)
     return out.to(query.dtype), lse
 
 

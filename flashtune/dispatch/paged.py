@@ -81,7 +81,7 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
             raise InputError(f"{name} has {x.dim()} dimensions: with block_table caches are (blocks, page size, heads, head size)")
     if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or key.dtype != value.dtype:
         raise InputError(
-            f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages of a token or more"
+            f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages, none empty"
         )
     if key.dtype != query.dtype and key.dtype not in NARROW:
         raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")

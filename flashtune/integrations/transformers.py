@@ -79,9 +79,10 @@ def attention_mask(
     """
     if config is not None and attends_itself(type(config).__module__):
         logger.warning_once(f"{type(config).__name__}'s model computes its attention itself: no registered implementation serves it")
-        places = batch_size, q_length, kv_length, q_offset, kv_offset
-        whole: torch.Tensor = eager_mask(*places, mask_function, attention_mask=attention_mask, device=device, **others)
-        return whole
+        place: Any = q_offset
+        return eager_mask(  # type: ignore[no-any-return]
+            batch_size, q_length, kv_length, place, kv_offset, mask_function, attention_mask=attention_mask, device=device, **others
+        )
     everything: Callable[[], torch.Tensor | None] = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, False, False,
         device=device, **others,
