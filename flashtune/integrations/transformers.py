@@ -39,6 +39,7 @@ def register(name: str = NAME) -> str:
     """Register dispatch.attention and its masks with transformers under `name`, for all models of this process; returns the name.
 
     Pass it to `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`. Calling it again changes nothing.
+    A model that computes its attention itself (Bloom, XGLM) goes on doing so, with the mask that its code reads, and a warning says so.
 
     Raises InputError for a name that transformers interprets otherwise, EnvironmentProblem where transformers is too old.
     """
