@@ -28,7 +28,8 @@ def attention_jagged(query: Any, key: Any, value: Any, *, causal_alignment: str 
     if key.size(0) != query.size(0) or value.size(0) != query.size(0):
         raise InputError(f"query, key and value have {query.size(0)}, {key.size(0)} and {value.size(0)} sequences: give as many of each")
     for name in ("return_lse", "return_aux", "seqused_k"):
-        if not any(words.get(name) is nothing for nothing in (None, False)):
+        given = words.get(name)
+        if given is not None and given is not False:
             raise InputError(f"{name} is no argument of attention_jagged: call attention_varlen with values() and offsets()")
     if key.size(2) != value.size(2):
         raise InputError("key and value have offsets of their own: make both with one tensor of offsets")

@@ -82,16 +82,11 @@ def _combined(x: Node, given: list[Range]) -> Range | None:
     if packet is aten.mul:
         ends = [p * q for p in a[:2] for q in b[:2]]
         return Range(min(ends), max(ends), exact)
-    if packet in (aten.floor_divide, aten.div) and (a.low >= 0 or _floors(x)) and b.low == b.high and b.low > 0:
+    floors = packet is aten.floor_divide or (packet is aten.div and (a.low >= 0 or x.keywords.get("rounding_mode") == "floor"))
+    if floors and b.low == b.high and b.low > 0:
         return Range(a.low // b.low, a.high // b.low, exact)
     if packet is aten.remainder and b.low == b.high and b.low > 0:
         if a.low >= 0 and a.high < b.low:
             return Range(a.low, a.high, exact)
         return Range(0, b.low - 1, False)
     return None
-
-
-def _floors(x: Node) -> bool:
-    """True for a quotient that is rounded downwards."""
-    packet = x.target.overloadpacket
-    return packet is aten.floor_divide or (packet is aten.div and x.keywords.get("rounding_mode") == "floor")

@@ -64,7 +64,8 @@ class Dependencies:
 
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         codes = tuple(getattr(getattr(f, "__func__", f), "__code__", None) for f in functions)
-        self._names = _NAMES.get(codes, {}).copy()
+        # Calls of objects and of PyTorch's modules read these.
+        self._names: dict[str, None] = _NAMES.get(codes, {"__call__": None, "forward": None}).copy()
         self.key: Hashable | None = None
         try:
             while True:
@@ -81,8 +82,8 @@ class Dependencies:
             if len(_NAMES) >= _MOST:
                 _NAMES.clear()
             _NAMES[codes] = self._names
-        except (_TooMuch, Exception):
-            # Objects of users' may raise anything when they are looked at.
+        except Exception:
+            # Too much, or an object of the user's raises when it is looked at.
             self.key = None
 
     def _of(self, x: Any) -> Hashable:
@@ -110,7 +111,7 @@ class Dependencies:
         if len(self._seen) > _MOST:
             raise _TooMuch
         if kind in _EXACT:
-            return self._object(x)
+            return kind, *map(self._of, x), *(map(self._of, x.values()) if isinstance(x, dict) else ())
         if isinstance(x, (types.ModuleType, type)):
             return self._named(x)
         if isinstance(x, types.FunctionType):
@@ -128,10 +129,8 @@ class Dependencies:
         return self._object(x)
 
     def _object(self, x: Any) -> Hashable:
-        """A container or another object: its items, its attributes and its class."""
+        """An object, or a container of a type of its own: its items, its attributes and its class."""
         kind = type(x)
-        if kind in _EXACT:
-            return kind, *map(self._of, x), *(map(self._of, x.values()) if isinstance(x, dict) else ())
         state = _state_of(kind)  # type: ignore[arg-type]
         if state.elsewhere:
             raise _TooMuch
@@ -156,10 +155,9 @@ class Dependencies:
         places = [vars(one) for one in followed]
         found = [place[name] for name in tuple(self._names) for place in places if name in place]
         if isinstance(x, type):
-            special = [y for place in places for name, y in place.items() if name.startswith("__") and name not in _UNUSED]
-            special = [y for y in special if isinstance(y, types.FunctionType)]
-            calls = [place[name] for place in places for name in ("__call__", "forward") if name in place]
-            found += [*special, *calls, *([] if type(x) is type else [type(x)])]
+            own = [y for place in places for name, y in place.items() if name.startswith("__") and name not in _UNUSED]
+            special = [y for y in own if isinstance(y, types.FunctionType)]
+            found += [*special, *([] if type(x) is type else [type(x)])]
         return _Same(x), *map(self._of, found)
 
     def _function(self, x: types.FunctionType) -> Hashable:

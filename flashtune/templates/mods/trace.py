@@ -167,8 +167,8 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
         found = f"{1 + len(others)} values" if others else output.dtype if isinstance(output, Node) else "no tensor"
         raise Untraceable(f"{name} returns {found}: it must return {'a number' if score else 'a bool'}")
     if output.dtype not in FLOATS and score:
-        whole = Node("operation", torch.float32, aten._to_copy.default, arguments=(output,), keywords={"dtype": torch.float32})
-        output = replace(whole, reads=output.reads)
+        words: Any = {"arguments": (output,), "keywords": {"dtype": torch.float32}, "reads": output.reads}
+        output = Node("operation", torch.float32, aten._to_copy.default, **words)
     return Traced(output, tuple(read.captured))
 
 
