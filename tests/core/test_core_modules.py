@@ -6,6 +6,8 @@ import os
 import py_compile
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,57 @@ def test_text_that_fails_leaves_no_half_module_behind() -> None:
         with pytest.raises(ZeroDivisionError):
             load_source("x = 1 / 0\n", "broken")
     assert not [name for name in sys.modules if name.startswith("flashtune_rendered_broken")]
+
+
+SLOW = "import sys\nbegun, go = sys.modules['gate_of_a_test']\nbegun.set()\ngo.wait()\nanswer = 42\n"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Event of the text `SLOW` that began, and the one that lets it end."""
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gate_of_a_test", (begun, go))
+    yield begun, go
+    go.set()
+    for name in [name for name in sys.modules if name.startswith("flashtune_rendered_slow")]:
+        del sys.modules[name]
+
+
+def test_no_thread_sees_a_module_that_another_one_is_still_running(slow: tuple[threading.Event, threading.Event]) -> None:
+    begun, go = slow
+    seen: list[object] = []
+
+    def load() -> None:
+        seen.append(getattr(load_source(SLOW, "slow"), "answer", "half a module"))
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    threads[0].start()
+    assert begun.wait(600)
+    for thread in threads[1:]:
+        thread.start()
+        thread.join(0.2)
+    assert seen == []
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [42] * 3
+
+
+FORKED = """
+import os, sys, threading
+from flashtune.core.modules import load_source
+begun, go = sys.modules["gate_of_a_test"] = threading.Event(), threading.Event()
+thread = threading.Thread(target=load_source, args=(sys.argv[1], "slow"))
+thread.start()
+begun.wait()
+if not (child := os.fork()):
+    go.set()
+    os._exit(load_source(sys.argv[1], "slow").answer)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+go.set()
+"""
+
+
+def test_a_forked_child_runs_anew_what_a_thread_of_its_parent_had_begun() -> None:
+    words = [sys.executable, "-c", FORKED, SLOW]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=600, check=True).stdout.strip() == "42"
