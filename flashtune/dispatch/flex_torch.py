@@ -19,11 +19,15 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
     from torch.nn.attention import flex_attention as module
 
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
-    if lacks(query, key, value, return_lse, return_aux) is not None:
+    if _empty(query, key, value) or lacks(query, key, value, return_lse, return_aux) is not None:
         check_shapes(query, key, value, block_mask, enable_gqa)
-        out, lse = _by_matrices(query, key, value, score_mod, getattr(block_mask, "mask_mod", block_mask), scale)
+        if _empty(query, key, value):
+            out = query.new_zeros((*query.shape[:3], value.shape[3])) + zero_of(score_mod, query, key, value)
+            lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        else:
+            out, lse = _by_matrices(query, key, value, score_mod, getattr(block_mask, "mask_mod", block_mask), scale)
         if return_aux is not None:
-            return out, module.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+            return out, module.AuxOutput(lse=lse if return_aux.lse else None, max_scores=lse if return_aux.max_scores else None)
         return (out, lse) if return_lse else out
     block_mask = block_mask_of(block_mask, query, key)
     # Versions of torch before 2.9 don't have it.
@@ -38,6 +42,20 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
         return function(query, key, value, score_mod, block_mask, *words, kernel_options, **more)
     run = lambda options, q, k, v: function(q, k, v, score_mod, block_mask, *words, options, **more)  # noqa: E731
     return options.run(run, query, key, value, block_mask, score_mod)
+
+
+def _empty(*tensors: Any) -> bool:
+    """True where there is nothing to compute, which PyTorch's function refuses for some sizes."""
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors) or all(x.numel() for x in tensors):
+        return False
+    return torch.compiler.is_compiling() or _plain(*tensors)
+
+
+def zero_of(score_mod: Mod | None, *tensors: Tensor) -> Tensor:
+    """A 0 in whose graph are tensors, of which there may be none, and those that a score captures."""
+    none = [torch.empty(0, dtype=dtype, device=tensors[0].device) for dtype in (torch.float32, *[torch.int64] * 4)]
+    more = [] if score_mod is None else [score_mod(*none)]
+    return torch.stack([x.flatten()[:0].sum().float() for x in (*tensors, *more)]).sum()
 
 
 def lacks(query: Any, key: Any, value: Any, return_lse: bool, return_aux: Any) -> str | None:

@@ -32,9 +32,16 @@ def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:
 
 
 def by_sequence(
-    packed: Packed, numbers: Numbers, seed: int, of_sequence: Callable[..., tuple[Tensor, Tensor]] | None = None
+    packed: Packed,
+    numbers: Numbers,
+    seed: int,
+    of_sequence: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    zero: Callable[[], Tensor | float] = float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE by a call of `attention` for each sequence, or of a function like `_of_sequence`; lengths are read by the host."""
+    """Output and LSE by a call of `attention` for each sequence, or of a function like `_of_sequence`; lengths are read by the host.
+
+    `zero` makes a 0 in whose graph is what gets gradients beside the tensors of `packed`.
+    """
     query, key, value, cu_q, cu_k, used, slopes, sinks = packed
     of_q, of_k = cu_q.tolist(), cu_k.tolist()
     for name, bounds, x in (("cu_seqlens_q", of_q, query), ("cu_seqlens_k", of_k, key)):
@@ -52,8 +59,8 @@ def by_sequence(
             lses.append(lse[0])
     rows, heads, _ = query.shape
     beside = rows - of_q[-1]
-    # Where no sequence has queries the output is part of the graph all the same.
-    nothing = 0.0 if outs else sum(x[:0].sum() for x in (query, key, value))
+    # Where no sequence has queries the output is part of the graph all the same: every parallel rank needs its gradients.
+    nothing = 0.0 if outs else sum([x[:0].sum() for x in (query, key, value, slopes, sinks) if x is not None], zero())
     outs.append(query.new_zeros((beside, heads, value.shape[2])) + nothing)
     lses.append(query.new_full((heads, beside), -math.inf, dtype=torch.float32) + nothing)
     return torch.cat(outs), torch.cat([x.to(torch.float32) for x in lses], 1)

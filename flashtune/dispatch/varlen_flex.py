@@ -16,6 +16,7 @@ from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_configs import kind_of, source_note
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences
+from flashtune.dispatch.flex_torch import zero_of
 from flashtune.dispatch.packed import Numbers, Packed, problem_of
 from flashtune.dispatch.packed_ops import by_sequence
 from flashtune.dispatch.resolve import Explanation, said_of
@@ -102,7 +103,8 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
         # Lengths can't be read.
         return _at_once(packed, numbers, score_mod, mask_mod)
     try:
-        return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod))
+        zero = functools.partial(zero_of, score_mod, packed.query)
+        return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod), zero)
     except InputError:
         # Of the caller's own functions the error names the line, not of those around them.
         flex_functions.functions_of(score_mod, mask_mod, packed.query.device, ())
@@ -114,9 +116,6 @@ def _of_sequence(
 ) -> tuple[Tensor, Tensor]:
     """Output (1, Hq, N_q, D_v) and LSE of the sequence with this index, by `flex_attention`."""
     query, key, value = tensors
-    if not key.shape[2]:
-        # As of sequences with keys, gradients are asked for and are 0.
-        return query[..., :1].expand(*query.shape[:3], value.shape[3]) * 0, query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     # Captured, so that compiled functions are those of other sequences.
     places = torch.tensor([index, (key.shape[2] - query.shape[2]) * numbers.bottom_right], device=query.device)
 

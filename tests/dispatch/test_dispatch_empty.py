@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreting import interpreted
+from varlen_cases import EMPTY, without_tokens
 
 from flashtune import dispatch
 from flashtune.core import reference
@@ -100,3 +102,49 @@ def test_a_row_that_a_bias_of_finfo_min_hides_altogether_gives_the_mean_of_the_v
     for served in (out, reference.attention(q, k, v, mask=bias, scale=0.25)[0]):
         torch.testing.assert_close(served[:, :, 2].double(), v.double().mean(2), atol=2e-2, rtol=2e-2)
         assert (served[:, :, 3] == 0).all(), "which -inf hides"
+
+
+def biased(table: torch.Tensor, *, with_mask: bool = False) -> dict[str, Any]:
+    """A score that captures a tensor."""
+    found = {"score_mod": lambda score, b, h, i, j: score + table[h, (i - j).clamp(-2, 2) + 2].sqrt()}
+    return found | {"block_mask": lambda b, h, i, j: i >= j} if with_mask else found
+
+
+@pytest.mark.parametrize("case", ["no batch", "no queries", "no keys"])
+def test_an_empty_call_has_gradients_of_what_is_given_per_head_and_of_a_bias(case: str) -> None:
+    q, k, v = tensors(SHAPES[case])
+    more = [torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True), torch.zeros(4, 1, 1, requires_grad=True)]
+    out = dispatch.attention(q, k, v, sinks=more[0], alibi_slopes=more[1]) + dispatch.attention(q, k, v, more[2])
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), (q, k, v, *more)))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "captured alone"])
+@pytest.mark.parametrize("with_mask", [False, True], ids=["score", "score and mask"])
+@pytest.mark.parametrize("case", ["no batch", "no queries", "no keys"])
+def test_functions_of_an_empty_call_have_gradients_for_all_that_they_capture(case: str, with_mask: bool, alone: bool) -> None:
+    q, k, v = tensors(SHAPES[case])
+    table = torch.zeros(4, 5, requires_grad=True)
+    asked = (table,) if alone else (table, q, k, v)
+    given = [x.detach() for x in (q, k, v)] if alone else (q, k, v)
+    out, lse = dispatch.attention(*given, **biased(table, with_mask=with_mask), return_lse=True)
+    assert out.shape == q.shape and not out.any() and bool((lse == float("-inf")).all())
+    for x, gradient in zip(asked, torch.autograd.grad(out.sum(), asked), strict=True):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_functions_of_an_empty_call_compile() -> None:
+    q, k, v = tensors(SHAPES["no keys"])
+    table = torch.zeros(4, 5, requires_grad=True)
+    out = torch.compile(dispatch.flex_attention, backend="aot_eager", fullgraph=True)(q, k, v, **biased(table))
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), (q, k, v, table)))
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_rank_without_tokens_has_gradients_for_all_that_asks(case: str) -> None:
+    without_tokens(case)
+
+
+def test_a_rank_without_tokens_has_gradients_of_kernels_too() -> None:
+    report = interpreted("interpret_varlen", "no sequences", "no queries", "no keys")
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) == 3

@@ -46,6 +46,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+EMPTY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "no sequences": ((), ()),
+    "no tokens": ((0,), (0,)),
+    "no tokens of several": ((0, 0, 0), (0, 0, 0)),
+    "no queries": ((0, 0), (3, 5)),
+    "no keys": ((3, 5), (0, 0)),
+}
+"""Lengths with which there is nothing to compute."""
+
+
 class Inputs(NamedTuple):
     """Tensors of a call, and its keywords; padding is NaN, in gradients of the output, too."""
 
@@ -97,7 +107,8 @@ def inputs(
         words["sinks"] = torch.randn(heads, generator=generator).to(device).requires_grad_()
     if (used := words.pop("used", None)) is not None:
         words["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
-    return Inputs([x.requires_grad_() for x in tensors], (of_q, of_k), (max(lengths[0]), max(lengths[1])), words, dout, dlse)
+    longest = max(lengths[0], default=0), max(lengths[1], default=0)
+    return Inputs([x.requires_grad_() for x in tensors], (of_q, of_k), longest, words, dout, dlse)
 
 
 def wanted(given: Inputs, lengths: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -172,3 +183,23 @@ def forced(branch: Branch) -> Iterator[None]:
         for module in (varlen, packed_ops):
             patch.setattr(module, "served", served)
         yield
+
+
+def without_tokens(case: str) -> None:
+    """Output and LSE of calls with nothing to compute, and gradients of all that asks for one: 0, whatever padding holds."""
+    for padding, words in itertools.product(
+        (0, 4), ({}, {"slopes": "heads"}, {"slopes": "sequences"}, {"sinks": True}, {"score_mod": True})
+    ):
+        given = inputs(words, EMPTY[case], padding=padding)
+        asked = [*given.tensors, *(x.requires_grad_() for name, x in given.words.items() if isinstance(x, Tensor))]
+        if given.words.pop("score_mod", None):
+            asked.append(table := torch.zeros(4, 5, requires_grad=True))
+            given.words["score_mod"] = lambda score, b, h, i, j, table=table: score + table[h, (i - j).clamp(-2, 2) + 2].sqrt()
+        out, lse = given.call()
+        ended = int(given.bounds[0][-1])
+        assert not out.any() and bool((lse[:, ended:] == -math.inf).all()), words
+        for x, gradient in zip(asked, torch.autograd.grad(out.sum(), asked), strict=True):
+            assert gradient.shape == x.shape and not gradient.any(), words
+        for one in asked[3:]:
+            alone = given._replace(tensors=[x.detach() for x in given.tensors])
+            assert not torch.autograd.grad(alone.call()[0].sum(), one)[0].any(), words
