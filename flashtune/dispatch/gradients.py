@@ -248,20 +248,20 @@ def recording() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
-def sink_gradients(inputs: BackwardInputs, sinks: Tensor) -> Tensor:
-    """Gradient of `sinks` (B, Hq), float32.
+def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """Gradient of `sinks` (B, Hq), float32, of an output (B, Hq, N_q, D_v) and its LSE; `SINK_ELEMENTS` are widened at a time.
 
     A sink's probability in a row is exp(sink - LSE), and its value is 0, so that each row contributes -exp(sink - LSE) (rowsum(dO * O) -
     dLSE).
     """
-    lse, found = inputs.lse, torch.zeros_like(sinks, dtype=torch.float32)
-    step = max(1, SINK_ELEMENTS // max(1, inputs.out[:, :, :1].numel()))
+    found = torch.zeros_like(sinks, dtype=torch.float32)
+    step = max(1, SINK_ELEMENTS // max(1, out[:, :, :1].numel()))
     for first in range(0, lse.shape[2], step):
         rows = slice(first, first + step)
-        delta = (inputs.out[:, :, rows].float() * inputs.dout[:, :, rows].float()).sum(-1)
-        if inputs.dlse is not None:
-            delta -= inputs.dlse[:, :, rows]
-        # A row without keys and with a sink of -inf contributes nothing.
+        delta = out[:, :, rows].to(torch.float32, copy=True).mul_(dout[:, :, rows]).sum(-1)
+        if dlse is not None:
+            delta -= dlse[:, :, rows]
+        # A row without keys and with a sink of -inf contributes nothing, nor does padding, whose gradients may be anything.
         probs = torch.exp(sinks.float()[..., None] - lse[:, :, rows]).masked_fill(lse[:, :, rows] == float("-inf"), 0.0)
         found -= (probs * delta).masked_fill(probs == 0.0, 0.0).sum(-1)
     return found
@@ -284,7 +284,7 @@ class Backward:
         """Requested gradients, and that of sinks. Any strides will do: hooks on saved tensors may have changed them."""
         if not inputs.of_sinks or inputs.sinks is None:
             return *self._of_kernels(inputs), None
-        dsinks = sink_gradients(inputs, inputs.sinks)
+        dsinks = sink_gradients(inputs.sinks, inputs.out, inputs.lse, inputs.dout, inputs.dlse)
         if not (inputs.of_query or inputs.of_keys or inputs.requested):
             return None, None, None, None, None, dsinks
         return *self._of_kernels(inputs), dsinks

@@ -1,7 +1,6 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
 import contextlib
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -322,14 +321,3 @@ def named(operands: Sequence[Tensor | None], counts: Tensor | None, packed: Pack
     """The tensors of a call in the order in which a plan's launches name them, without their scratch memory."""
     # In the places of a mask, of fp8's factors and of a bias there is nothing.
     return (*operands, counts, None, packed.slopes, None, None, None, packed.sinks, None, packed.cu_q, packed.cu_k, packed.used)
-
-
-def sink_gradient(packed: Packed, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """Gradient of `sinks` (Hq,), float32: each row adds -exp(sink - LSE) (rowsum(dO * O) - dLSE)."""
-    assert packed.sinks is not None, "a gradient of sinks needs them"
-    delta = (out.float() * dout.float()).sum(-1).T
-    if dlse is not None:
-        delta = delta - dlse
-    probs = torch.exp(packed.sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
-    # Padding, whose gradients may be anything, has no probabilities.
-    return -(probs * delta).masked_fill(probs == 0.0, 0.0).sum(1)

@@ -15,7 +15,7 @@ from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
 from flashtune.dispatch.calls import meet_packed, part_of_packed
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.gradients import recording
+from flashtune.dispatch.gradients import recording, sink_gradients
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import Numbers, Packed, problem_of, served
 from flashtune.dispatch.parse import signed
@@ -203,7 +203,9 @@ def _gradients(
     if any(requested[:3]):
         grads[:3] = kernels.backward(found, packed, numbers, seed, out, lse, dout, dlse)
     if of_sinks and packed.sinks is not None:
-        grads[4] = kernels.sink_gradient(packed, out, lse, dout, dlse).to(packed.sinks.dtype)
+        rows = [x.transpose(0, 1)[None] for x in (out, dout)]
+        [of_heads] = sink_gradients(packed.sinks[None], rows[0], lse[None], rows[1], None if dlse is None else dlse[None])
+        grads[4] = of_heads.to(packed.sinks.dtype)
     return [grad if wanted else None for grad, wanted in zip(grads, requested, strict=True)]
 
 

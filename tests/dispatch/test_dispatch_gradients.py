@@ -1,6 +1,7 @@
 """Gradients: the framework's path serves them, with every feature."""
 
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
 from flashtune.core import devices, reference
@@ -16,7 +18,7 @@ from flashtune.core.band import Band
 from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import pytorch
+from flashtune.dispatch import gradients, packed_ops, pytorch
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
@@ -216,3 +218,48 @@ def test_cudnn_serves_no_masked_gradient_on_a_gpu() -> None:
     assert cudnn(cuda, q.detach(), k.detach(), v.detach(), mask)
     with torch.no_grad():
         assert cudnn(cuda, q, k, v, mask)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the results of PyTorch's operations: `now` alive, and the `most` at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
+        found = function(*arguments, **(keywords or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+            size = found.untyped_storage().nbytes()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(found, self._freed, size)
+        return found
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_the_gradient_of_sinks_takes_less_memory_than_the_output(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "SINK_ELEMENTS", 2**16)
+    monkeypatch.setattr(packed_ops, "served", lambda *_: object())
+    rows, heads, d = 4096, 4, 64
+    out, dout = (torch.randn(rows, heads, d, generator=torch.Generator().manual_seed(seed)).half() for seed in range(2))
+    lse, sinks = torch.zeros(heads, rows), torch.randn(heads)
+    dense = [x.transpose(0, 1)[None] for x in (out, dout)]
+    with Allocated() as memory:
+        if packed:
+            call = packed_ops.Packed(out, out, out, torch.tensor([0, rows]), torch.tensor([0, rows]), None, None, sinks)
+            asked = [name == "sinks" for name in packed_ops._NAMES]
+            numbers = packed_ops.Numbers(rows, rows, 1.0, -1, -1, True, 0.0, 0.0, False, False)
+            *_, found = packed_ops._gradients(None, asked, dout, None, out, lse, call, numbers, 0)
+        else:
+            given = gradients.BackwardInputs(
+                dense[0], dense[0], dense[0], dense[0], lse[None], dense[1], None, None, None, sinks[None], 0, False, False, of_sinks=True
+            )
+            *_, [found] = gradients.Backward(None, None).gradients(given)  # type: ignore[arg-type, misc]
+    assert memory.most < out.numel() * out.element_size()
+    wanted = -(torch.exp(sinks[:, None].double()) * (out.double() * dout.double()).sum(-1).T).sum(1)
+    torch.testing.assert_close(found, wanted.float(), atol=1e-3, rtol=1e-4)
