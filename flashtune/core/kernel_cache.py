@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from flashtune.core.binaries import Manifest, read_manifest
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.files import aside_of
 from flashtune.core.folders import cache_dir, wanted_cache_dir
 
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -30,17 +30,16 @@ def keep(text: str, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
     folder = cache_dir() / "kernels" / f"{binary.arch}-triton-{binary.triton}" / manifest.variant_id
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Written aside and renamed, so that no other process reads half a kernel.
-        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
-        for name, content in {_MODULE: text.encode(), _MANIFEST: manifest.as_json().encode(), **files}.items():
-            (aside / name).write_bytes(content)
-            (aside / name).chmod(0o600)
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            aside.rename(folder)
-        except OSError:
-            # Another process was faster, with the same kernel.
-            shutil.rmtree(aside, ignore_errors=True)
+        # Renamed when it is whole, so that no other process reads half a kernel.
+        with aside_of(folder) as aside:
+            aside.mkdir(mode=0o700)
+            for name, content in {_MODULE: text.encode(), _MANIFEST: manifest.as_json().encode(), **files}.items():
+                (aside / name).write_bytes(content)
+                (aside / name).chmod(0o600)
+            shutil.rmtree(folder, ignore_errors=True)
+            # Where that fails, another process was faster, with the same kernel.
+            with suppress(OSError):
+                aside.rename(folder)
     except OSError as error:
         raise EnvironmentProblem(f"can't keep machine code in {folder} ({error.strerror}): point FLASHTUNE_CACHE elsewhere") from error
     return folder

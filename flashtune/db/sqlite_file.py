@@ -30,6 +30,7 @@ from sqlalchemy.pool import NullPool
 
 from flashtune.core import folders
 from flashtune.core.errors import DatabaseError, FlashtuneError
+from flashtune.core.files import aside_of
 from flashtune.db import inspection, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import (
@@ -311,24 +312,21 @@ def _build(path: Path, name: str, work: Callable[[Connection], None], *, wal: bo
 
     Raises FileExistsError where the name exists meanwhile, without `replace`.
     """
-    aside = path.with_name(f".flashtune-{secrets.token_hex(8)}.new")
     try:
-        endless = Allowance(math.inf)
-        engine = _engine(aside, "mode=rwc", name, endless)
-        _fill(engine, aside)
-        _transact(engine, work, write=True)
-        _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM", name, endless)
-        if replace:
-            os.replace(aside, path)
-        else:
-            _link(aside, path)
+        with aside_of(path) as aside:
+            endless = Allowance(math.inf)
+            engine = _engine(aside, "mode=rwc", name, endless)
+            _fill(engine, aside)
+            _transact(engine, work, write=True)
+            _alone(aside, "PRAGMA journal_mode=WAL" if wal else "VACUUM", name, endless)
+            if replace:
+                os.replace(aside, path)
+            else:
+                _link(aside, path)
     except FileExistsError:
         raise
     except FAULTS as error:
         raise explain(error, name) from error
-    finally:
-        for leftover in (aside, *(aside.with_name(aside.name + suffix) for suffix in SIDECARS)):
-            leftover.unlink(missing_ok=True)
 
 
 def export_file(path: Path, work: Callable[[Connection], None], *, replace: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from halted import halted
 
 from flashtune.core import kernel_cache
 from flashtune.core.binaries import Binary, Manifest
@@ -74,6 +75,13 @@ def test_keeping_anew_replaces_and_leaves_nothing_beside(cache: Path) -> None:
     found = kernel_cache.find(ID, "sm_90a")
     assert found is not None and found.source_sha256 == other.source_sha256
     assert [path.name for path in folder.parent.iterdir()] == [ID]
+
+
+def test_a_kernel_that_a_killed_search_was_keeping_goes_with_the_next_one(cache: Path) -> None:
+    with halted(lambda *_: keep(), cache):
+        (place,) = (cache / "kernels").iterdir()
+        assert len(list(place.iterdir())) == 1
+    assert [keep()] == list(place.iterdir())
 
 
 def test_a_second_triton_has_a_place_of_its_own_and_the_last_counts(cache: Path) -> None:

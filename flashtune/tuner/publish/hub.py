@@ -7,8 +7,6 @@ which is imported under the metadata's `id`; `torch-universal` is the build for 
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from flashtune import __version__
 from flashtune.core.config import Variant
 from flashtune.core.errors import DatabaseError, EnvironmentProblem, NoKernelFound
-from flashtune.core.files import read_json
+from flashtune.core.files import aside_of, read_json
 from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
 from flashtune.core.standalone import FORMAT
@@ -225,8 +223,7 @@ def _marked(folder: Path) -> bool:
 def _write(folder: Path, files: Mapping[str, str], beside: Mapping[str, str]) -> None:
     """Write the build beside the old one, then put it in its place."""
     (folder / "build").mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".flashtune-", dir=folder))
-    try:
+    with aside_of(folder / "build") as aside:
         for path, text in files.items():
             (aside / "new" / path).parent.mkdir(parents=True, exist_ok=True)
             (aside / "new" / path).write_text(text)
@@ -236,5 +233,3 @@ def _write(folder: Path, files: Mapping[str, str], beside: Mapping[str, str]) ->
         with suppress(FileNotFoundError):
             os.rename(folder / VARIANT, aside / "old")
         os.rename(aside / "new", folder / VARIANT)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
