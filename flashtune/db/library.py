@@ -269,6 +269,12 @@ def _file_of(location: str | Path) -> Path | None:
     return sqlite_path(location)
 
 
+def state_of(location: str | Path) -> tuple[object, ...]:
+    """State of the file of a path or URL, which changes with each write and when it is replaced; empty for a server."""
+    path = _file_of(location)
+    return () if path is None else signature(path)
+
+
 def _labelled(layer: Layer, records: list[TuningRecord]) -> list[TuningRecord]:
     """Records with the layer's origin and precedence."""
     if not layer.origin and not layer.precedence:

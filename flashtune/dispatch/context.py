@@ -47,13 +47,14 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of a stack of layers: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
-    `alone`.
+    `alone`. `seen` are the states of their files when they were put in force: a file that changed has other plans.
 
     `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides). `confirm` measures
     keys that have no measured record at their first call (flashtune.dispatch.confirming).
     """
 
     databases: tuple[str, ...] = ()
+    seen: tuple[Hashable, ...] = ()
     alone: bool = False
     unmeasured: bool | None = None
     confirm: bool = False
@@ -185,11 +186,12 @@ MOST_MEMOS = 32
 class Use:
     """Database, or an option, in force from the call of `use` until `remove`, or until the end of its `with` block."""
 
-    __slots__ = ("alone", "confirm", "database", "everywhere", "removed", "unmeasured")
+    __slots__ = ("alone", "confirm", "database", "everywhere", "removed", "seen", "unmeasured")
 
     def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None, confirm: bool = False) -> None:
         self.confirm = confirm
         self.database, self.alone, self.everywhere, self.unmeasured = database, alone, everywhere, unmeasured
+        self.seen = _seen(database)
         self.removed = False
 
     def remove(self) -> None:
@@ -274,13 +276,14 @@ def use(
         with dispatch.use("model/tuned.sqlite"):
             model(x)
 
-    It is in force at once, over earlier layers, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends or
-    `remove` of the returned object is called. Its measured records take precedence over those of lower layers for the same key.
-    `alone` hides all lower layers. `everywhere` applies to all threads and tasks, also those of data loaders and servers; their own
-    layers lie above it. The others are in a context variable: tasks that begin meanwhile have them to their end, and so has a thread
-    that runs in a copy of this context. Gradients are computed under the layers of the forward, in any thread; activation checkpoints,
-    which are recomputed in PyTorch's own threads on a GPU, need `everywhere`. `unmeasured` allows kernels without any measurement on
-    the GPU's architecture, or forbids them; by default the environment decides (FLASHTUNE_UNMEASURED=1).
+    It is read as it is now; a file that changes later, when it is used again, or after `reload`. It is in force at once, over earlier
+    layers, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends or `remove` of the returned object is called.
+    Its measured records take precedence over those of lower layers for the same key. `alone` hides all lower layers. `everywhere` applies
+    to all threads and tasks, also those of data loaders and servers; their own layers lie above it. The others are in a context variable:
+    tasks that begin meanwhile have them to their end, and so has a thread that runs in a copy of this context. Gradients are computed under
+    the layers of the forward, in any thread; activation checkpoints, which are recomputed in PyTorch's own threads on a GPU, need
+    `everywhere`. `unmeasured` allows kernels without any measurement on the GPU's architecture, or forbids them; by default the environment
+    decides (FLASHTUNE_UNMEASURED=1).
 
     `confirm` measures lazily: the first call of `attention` with a key that has no measured record (predicted ones don't count) times the
     two kernels that are likely the fastest, PyTorch and other providers for 50 ms in all, after compiling them, and the fastest serves.
@@ -352,14 +355,16 @@ def _look_up_anew() -> None:
 
 def _memo_of(uses: tuple[Use, ...]) -> Memo:
     """Memo of the settings of these layers, the topmost first, made where there is none; to be called under `_lock`."""
-    databases: list[str] = []
+    databases: dict[str, Hashable] = {}
     alone = False
     for one in uses if _reloaded is None else (*uses, _reloaded):
         if one.database is not None and not alone:
-            databases.append(one.database)
+            databases.setdefault(one.database, one.seen)
         alone = alone or one.alone
     said = next((one.unmeasured for one in uses if one.unmeasured is not None), None)
-    settings = Settings(databases=tuple(dict.fromkeys(databases)), alone=alone, unmeasured=said, confirm=any(one.confirm for one in uses))
+    settings = Settings(
+        databases=tuple(databases), seen=tuple(databases.values()), alone=alone, unmeasured=said, confirm=any(one.confirm for one in uses)
+    )
     # The dict is ordered by last use.
     memo = _memos.pop(settings, None) or Memo(settings)
     while len(_memos) >= MOST_MEMOS:
@@ -376,3 +381,13 @@ def _located(database: str | Path | None) -> str | None:
         raise InputError(f"a database is named by its path or URL, not {database!r}")
     text = os.fspath(database)
     return text if isinstance(database, str) and "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _seen(database: str | None) -> Hashable:
+    """State of a database's file, which changes with each write; the same for every server."""
+    if database is None:
+        return None
+    # The import is slow, and for a layer without a database it isn't needed.
+    from flashtune.db.library import state_of
+
+    return state_of(database)

@@ -2,10 +2,11 @@
 
 import asyncio
 import gc
+import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import replace
@@ -271,6 +272,41 @@ def test_reload_keeps_layers_and_reads_them_anew(models: tuple[Path, Path], tmp_
         assert origin() == "a"
     dispatch.reload()
     assert origin() == "none"
+
+
+def replaced(path: Path, other: Path) -> None:
+    os.replace(other, path)
+
+
+def removed_and_made_anew(path: Path, other: Path) -> None:
+    content = other.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+
+
+def written_in_place(path: Path, other: Path) -> None:
+    save(path, framework_us=400.0, config=config_of(block_m=128))
+
+
+@pytest.mark.parametrize("change", [replaced, removed_and_made_anew, written_in_place])
+@pytest.mark.parametrize("url", [False, True])
+def test_a_database_is_read_as_it_is_whenever_it_is_used(
+    change: Callable[[Path, Path], None], url: bool, models: tuple[Path, Path], machine: Machine
+) -> None:
+    path, other = models
+    name = f"sqlite:///{path}" if url else path
+    with dispatch.use(name):
+        assert launched(machine) == 32
+        change(path, other)
+        assert launched(machine) == 32, "a layer's plans don't change under a model"
+        for _ in range(2):
+            with dispatch.use(name):
+                assert launched(machine) == 128
+        assert launched(machine) == 32
+        dispatch.reload()
+        assert launched(machine) == 128
+    with dispatch.use(name, everywhere=True):
+        assert launched(machine) == 128
 
 
 def test_plans_are_kept_for_each_stack_and_found_without_a_decision(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
