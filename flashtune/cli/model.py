@@ -14,7 +14,7 @@ from flashtune.cli.records import PREDICTED_NOTE, predicted_only
 from flashtune.cli.search import SearchOptions, choose_source, run_search
 from flashtune.core.errors import FlashtuneError, InputError, NoKernelFound
 from flashtune.core.words import counted
-from flashtune.templates import unservable
+from flashtune.templates import BITS, unservable
 
 if TYPE_CHECKING:
     from flashtune.core.dtypes import DType
@@ -60,8 +60,9 @@ def model(
     """Tune the attention of the model at PATH: a folder of transformers or diffusers, or its config.json.
 
     The model is built (with random weights where the folder has none), its attention calls are recorded for each workload, those without
-    a record are searched, and the winners are written to one file beside the weights, with a card. On the GPU the whole model is then
-    checked against eager attention in float32, and timed with PyTorch's attention, with each of its backends, and with ours.
+    a record are searched, and the winners are added to one file beside the weights, with a card; of each kind of call on each GPU the file
+    keeps the best. On the GPU the whole model is then checked against eager attention in float32, and timed with PyTorch's attention, with
+    each of its backends, and with ours.
 
     On a machine without a GPU the records are predicted, and nothing is checked or timed.
 
@@ -70,46 +71,59 @@ def model(
     flashtune model ./llama-3-8b --workload forward:1x8192 --workload decode:16x8192
     flashtune model config.json --layers 4 --dtype fp16 --budget 2m
     """
+    from flashtune.model import places, workloads
+
+    # Mistakes that need no model are told before the libraries are loaded, which takes most of half a minute.
+    places.find_place(path)
+    named_workloads = tuple(map(workloads.parse, named))
+    destination, wanted = _destination(path, out, licence)
+    options = SearchOptions(trials=trials, budget_s=seconds_of(budget), predict=predict)
+    target = gpu_of(gpu_name)
+    source = choose_source(target, predict)
     import torch
 
     from flashtune import dispatch
     from flashtune.core.torch_dtypes import TORCH_DTYPES
-    from flashtune.model import tuning, workloads
+    from flashtune.model import tuning
     from flashtune.model.sources import find_subject
 
     subject = find_subject(path, layers=layers)
-    chosen = tuple(map(workloads.parse, named)) or subject.defaults
-    target = gpu_of(gpu_name)
-    source = choose_source(target, predict)
+    chosen = named_workloads or subject.defaults
     device = f"cuda:{torch.cuda.current_device()}" if source == "measured" else None
     kind: torch.dtype = TORCH_DTYPES[dtype]
     judged = tuning.record_calls(subject, chosen, dtype=kind, device=device)
     report = tuning.ModelReport(subject.name, target, dtype, judged)
     for one in judged:
         messages().print(f"{one.workload}: {counted(one.counts.total(), 'attention call')} of {counted(len(one.counts), 'kind')}")
-    destination = _destination(path, out)
-    options = SearchOptions(trials=trials, budget_s=seconds_of(budget), predict=predict)
     report.records = _tuned(report.problems(), target, source, options, quiet=as_json)
-    report.database = _write(destination, report.records, licence)
+    rows = _write(destination, report, wanted)
     if device is not None:
         with dispatch.use(destination):
             tuning.judge(subject, judged, device=device, dtype=kind, say=lambda text: messages().print(text))
     if as_json:
         print_json(report.as_json())
     else:
-        _print(report, predicted=source == "predicted")
+        _print(report, rows, predicted=source == "predicted")
     wrong = [str(one.workload) for one in judged if one.check is not None and not one.check.right]
     if wrong:
         raise FlashtuneError(f"outputs of {', '.join(wrong)} are further from float32 than allowed: don't use {destination}, and report it")
 
 
-def _destination(path: str, out: str | None) -> Path:
-    """The database to write; raises InputError where it isn't in an existing folder, before anything takes time."""
+def _destination(path: str, out: str | None, licence: str) -> tuple[Path, str | None]:
+    """The database to write, and the checked licence; raises an error where the file can't be written or added to."""
+    from flashtune.cli.export import licence_for
+    from flashtune.db.card import check_card
+    from flashtune.db.merging import held
+
     folder = Path(path) if Path(path).is_dir() else Path()
     found = Path(out) if out is not None else folder / "tuned.sqlite"
     if not found.parent.is_dir():
         raise InputError(f"there is no folder {found.parent}: make it, or name another file with --out")
-    return found
+    wanted = licence_for(str(found), licence, force=True)
+    stated = check_card(found) if held(found) else None
+    if stated not in (None, wanted):
+        raise InputError(f"the card of {found} states {stated!r}, not {wanted!r}: give it as --licence, or name another file with --out")
+    return found, wanted
 
 
 def _tuned(
@@ -117,8 +131,11 @@ def _tuned(
 ) -> dict["Problem", "TuningRecord"]:
     """The record of each problem, after a search of those that have none yet of this source or a better one."""
 
+    from flashtune.db.merging import best_of_each, merged
+
     def known() -> dict["Problem", "TuningRecord"]:
-        usable = {one.key: one for one in stored(None) if one.key.gpu == target.slug and unservable(one) is None}
+        kept = merged((one for one in stored(None) if one.key.gpu == target.slug), unservable, BITS).kept
+        usable = best_of_each(kept)
         return {problem: usable[key] for problem in problems if (key := problem.key(target.slug)) in usable}
 
     served = {problem for problem, record in known().items() if source == "predicted" or record.outcome.source == "measured"}
@@ -131,21 +148,24 @@ def _tuned(
     return known()
 
 
-def _write(destination: Path, records: dict["Problem", "TuningRecord"], licence: str) -> Path:
-    """Write the records to the model's database, with a card beside it; raises NoKernelFound where there are none."""
-    from flashtune.cli.export import licence_for
-    from flashtune.db.writing import write_file
+def _write(destination: Path, report: "ModelReport", licence: str | None) -> int:
+    """Add the report's records to the model's database, with a card beside it, and take over what the file had better; returns its number
+    of records. Raises NoKernelFound where there are none to add."""
+    from flashtune.db.merging import add, best_of_each
 
-    if not records:
+    if not report.records:
         raise NoKernelFound("no kernel was found for any of the model's calls: PyTorch serves them all")
-    wanted = licence_for(str(destination), licence, force=True)
-    unique = {record.key: record for record in records.values()}
-    write_file(destination, [record.as_result() for record in unique.values()], replace=True)
-    written(str(destination), wanted, len(unique))
-    return destination
+    added = {record.key: record for record in report.records.values()}
+    merged = add(added.values(), destination, passed_over=unservable, bits=BITS)
+    best = best_of_each(merged.kept)
+    report.records = {problem: best[record.key] for problem, record in report.records.items()}
+    report.database = destination
+    rows = len(merged.kept) + len(merged.passed_over)
+    written(str(destination), licence, rows)
+    return rows
 
 
-def _print(report: "ModelReport", *, predicted: bool) -> None:
+def _print(report: "ModelReport", rows: int, *, predicted: bool) -> None:
     """Tables of the calls and of the workloads."""
     out, lines = console(), []
     for row in report.calls():
@@ -161,7 +181,8 @@ def _print(report: "ModelReport", *, predicted: bool) -> None:
         out.print(f"* {PREDICTED_NOTE}")
     else:
         out.print(_whole_models(report, out.width))
-    records = counted(len({one.key for one in report.records.values()}), "record")
+    own = len({one.key for one in report.records.values()})
+    records = counted(rows, "record") + (f", {own} of these calls" if rows != own else "")
     load = predicted_only(str(report.database)) if predicted else f"Load it with dispatch.use({str(report.database)!r})."
     out.print(f"{report.database} holds {records}. {load}", soft_wrap=True)
 

@@ -61,12 +61,14 @@ def environment_fault(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """Type and first informative line of an exception, at most 300 characters; compilers append pages of output.
 
-    For Triton's own errors, which quote a kernel from its start, the line comes from the error that caused them.
+    For Triton's own errors, which quote a kernel from its start, the line comes from the error that caused them. A line that ends in a
+    colon has the next one behind it.
     """
     while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return f"{type(error).__name__}: {said or 'no message'}"[:300]
 
 
 def did_you_mean(name: str, known: Mapping[str, str], *, cutoff: float) -> str:

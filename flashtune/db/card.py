@@ -87,11 +87,12 @@ def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) ->
     return path
 
 
-def check_card(database: Path) -> None:
-    """Raise DatabaseError where a card beside this file has another hash, or is malformed."""
+def check_card(database: Path) -> str | None:
+    """The licence that a card beside this file states, None without a card; raises DatabaseError where it has another hash, or is
+    malformed."""
     path = card_path(database)
     if not os.path.lexists(path):
-        return
+        return None
     if (size := database.stat().st_size) > LARGEST_DATABASE:
         raise DatabaseError(f"{database} has {size >> 20} MiB, too many for a file with a card: remove {path.name} if you trust it")
     try:
@@ -101,3 +102,4 @@ def check_card(database: Path) -> None:
         raise DatabaseError(f"{path} is no card of a tuned database ({shown(error)}): export it again, or remove the card") from error
     if wanted != digest(database):
         raise DatabaseError(f"{database} isn't the file that {path.name} beside it names: fetch both again, or export it again")
+    return tidy(str(fields.get("licence", "")), LICENCE_LENGTH)

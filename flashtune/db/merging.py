@@ -1,13 +1,16 @@
 """Merge of several databases into one with the best records of every key."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashtune.core.errors import DatabaseError, NoKernelFound
+from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, TuningRecord
-from flashtune.db.library import Layer, Library
+from flashtune.db.card import check_card
+from flashtune.db.inspection import MissingDatabaseError, unfinished
+from flashtune.db.library import Library
 from flashtune.db.preference import ALL_REPEAT, by_key, flex_tuned, key_order, serve_all, worth_keeping
 from flashtune.db.store import sqlite_path
 from flashtune.db.writing import write_file
@@ -48,8 +51,53 @@ def merge(
     # Not Path.resolve, which raises for circular links.
     if any(os.path.realpath(path) == os.path.realpath(target) for path in sources):
         raise DatabaseError(f"{target} is one of the databases to merge: write to another path")
+    found = merged((record for location in locations for record in Library.of(location).winners()), passed_over, bits)
+    if not found.kept:
+        raise NoKernelFound("these databases hold no record that could be served: search first, or name others")
+    write_file(target, [record.as_result() for record in found.kept], replace=replace)
+    return found
+
+
+def held(path: Path) -> list[TuningRecord]:
+    """Records of a file that others are to be added to; none where it is missing or empty.
+
+    Raises DatabaseError where it is damaged, another file than its card names, or being written.
+    """
+    try:
+        found = Library.of(path).winners()
+    except MissingDatabaseError:
+        return []
+    check_card(path)
+    if unfinished(path):
+        raise DatabaseError(f"{path} is being written by another process: wait until it ends, or choose another path")
+    return found
+
+
+def add(
+    records: Iterable[TuningRecord], path: Path, *, passed_over: Callable[[TuningRecord], object] = serve_all, bits: Bits = ALL_REPEAT
+) -> Merged:
+    """Write the best of each key among these records and those of a file to the file, which is made where it is missing.
+
+    What is passed over stays, unlike in a `merge`: another version may serve it. Raises as `held` does.
+    """
+    found = merged([*records, *held(path)], passed_over, bits)
+    write_file(path, [record.as_result() for record in (*found.kept, *found.passed_over)], replace=True)
+    return found
+
+
+def best_of_each(kept: Iterable[TuningRecord]) -> dict[ProblemKey, TuningRecord]:
+    """The record that serves each key, of those that a merge kept."""
+    found: dict[ProblemKey, TuningRecord] = {}
+    for record in kept:
+        if not record.tunes_flex:
+            found.setdefault(record.key, record)
+    return found
+
+
+def merged(records: Iterable[TuningRecord], passed_over: Callable[[TuningRecord], object], bits: Bits) -> Merged:
+    """The best of each key among these records, the earlier of equal ones."""
     kept, lost, refused = [], [], []
-    found = by_key(record for location in locations for record in Library([Layer(location=location)]).winners())
+    found = by_key(records)
     for key in sorted(found, key=key_order):
         stay = worth_keeping(found[key], passed_over, bits)
         tuned = flex_tuned(found[key])
@@ -59,9 +107,6 @@ def merge(
             continue
         runs = [_run(record) for record in stay + tuned]
         lost += [(record, stay[-1] if bits.repeats(record) else stay[0]) for record in found[key] if _run(record) not in runs]
-    if not kept:
-        raise NoKernelFound("these databases hold no record that could be served: search first, or name others")
-    write_file(target, [record.as_result() for record in kept], replace=replace)
     return Merged(kept=tuple(kept), lost=tuple(lost), passed_over=tuple(refused))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from flashtune.core.errors import InputError
-from flashtune.model.sources import SEED, Place, library, random_inputs
+from flashtune.model.places import Place
+from flashtune.model.sources import SEED, explained, library, random_inputs
 from flashtune.model.workloads import Workload
 
 TEXT_TOKENS = {"unet": 77, "transformer": 512}
@@ -36,10 +37,10 @@ class DiffusersModel:
         self._words = {key: value for key, value in place.config.items() if key in known}
         self._whole = True
         if layers is not None and self._flux:
-            for key, parameter in (("num_layers", known["num_layers"]), ("num_single_layers", known["num_single_layers"])):
-                if self._words.get(key, parameter.default) > layers:
+            for key in ("num_layers", "num_single_layers"):
+                if isinstance(count := self._config(key), int) and count > layers:
                     self._words[key], self._whole = layers, False
-        self._folder = place.folder
+        self._path, self._folder = place.path, place.folder
         inside = place.folder is not None and place.folder.name in ("unet", "transformer")
         self.name = named if place.folder is None else (place.folder.parent if inside else place.folder).name
         self.has_weights = place.folder is not None and any(place.folder.glob("*.safetensors"))
@@ -51,6 +52,10 @@ class DiffusersModel:
 
     def build(self, *, device: str, dtype: torch.dtype) -> torch.nn.Module:
         """The model in evaluation mode on `device`."""
+        with explained(f"diffusers can't build the model of {self._path}", "correct its config, or name another model"):
+            return self._built(device, dtype)
+
+    def _built(self, device: str, dtype: torch.dtype) -> torch.nn.Module:
         if device != "meta" and self.has_weights and self._whole:
             model = self._class.from_pretrained(self._folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True)
             return model.to(device).eval()  # type: ignore[no-any-return]

@@ -15,8 +15,9 @@ from torch.nn.attention import sdpa_kernel
 
 from flashtune.core.errors import first_line
 from flashtune.core.torch_attention import BACKENDS
+from flashtune.model.runs import Run, runner
 from flashtune.model.sources import Subject
-from flashtune.model.workloads import Run, Workload, runner
+from flashtune.model.workloads import Workload
 
 CHECKED_BATCH = 2
 """Sequences at most of a check: float32 and eager attention need several times the memory of a run."""

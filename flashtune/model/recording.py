@@ -10,8 +10,9 @@ import torch
 from flashtune import dispatch
 from flashtune.core.problem import Problem
 from flashtune.dispatch.calls import CALLS
+from flashtune.model.runs import runner
 from flashtune.model.sources import Subject
-from flashtune.model.workloads import Workload, runner
+from flashtune.model.workloads import Workload
 
 
 class Recording:

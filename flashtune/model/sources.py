@@ -1,21 +1,18 @@
-"""Sources of a model: a folder or a config.json of transformers or diffusers, from which the model is built."""
+"""Models of transformers and diffusers as subjects: built from their configs, run, and given other attention."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.files import read_json
+from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError, first_line
+from flashtune.model.places import find_place
 from flashtune.model.workloads import Workload
 
 SEED = 1234
 """Seed of random weights and inputs."""
-
-MOST_BYTES = 1 << 22
-"""Largest config.json that is read."""
 
 
 class Subject(Protocol):
@@ -44,45 +41,18 @@ class Subject(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A model's folder, None for a lone config file, and its parsed config."""
-
-    path: Path
-    folder: Path | None
-    config: dict[str, Any]
-
-
 def find_subject(path: str | Path, *, layers: int | None) -> Subject:
     """The model at a path, with `layers` layers at most; raises InputError where there is none that is known."""
-    place = _place(Path(path))
-    if "_class_name" in place.config:
-        from flashtune.model.diffusers import DiffusersModel
+    place = find_place(path)
+    name = "diffusers" if isinstance(place.config.get("_class_name"), str) else "transformers"
+    with explained(f"{name} can't read {place.path}", f"correct it, update {name}, or name another model"):
+        if name == "diffusers":
+            from flashtune.model.diffusers import DiffusersModel
 
-        return DiffusersModel(place, layers)
-    if "model_type" in place.config:
+            return DiffusersModel(place, layers)
         from flashtune.model.transformers import TransformersModel
 
         return TransformersModel(place, layers)
-    raise InputError(f"{place.path} has neither model_type (transformers) nor _class_name (diffusers): name a model's own config.json")
-
-
-def _place(path: Path) -> Place:
-    if path.is_dir():
-        parts = (path / part for part in ("transformer", "unet")) if (path / "model_index.json").exists() else ()
-        pipeline = next((part for part in parts if part.is_dir()), path)
-        file, folder = pipeline / "config.json", pipeline
-    else:
-        file, folder = path, None
-    try:
-        config = read_json(file, MOST_BYTES)
-        if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
-    except FileNotFoundError as error:
-        raise InputError(f"there is no {file}: name a folder with a model's config.json, or that file") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} can't be read as a model's config ({error}): name a model of transformers or diffusers") from error
-    return Place(file, folder, config)
 
 
 def library(name: str, extra: str) -> Any:
@@ -93,6 +63,19 @@ def library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise EnvironmentProblem(f"this model needs {name}, which is not installed: pip install 'flashtune[{extra}]'") from error
+
+
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever another library raises in the block, on a config that it can't take, into InputError that says `what` failed."""
+    try:
+        yield
+    except FlashtuneError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise EnvironmentProblem(f"{what}: the GPU's memory is too small, so name a smaller model or --layers") from error
+    except Exception as error:
+        raise InputError(f"{what} ({first_line(error)}): {remedy}") from error
 
 
 def random_inputs(device: str, dtype: torch.dtype) -> tuple[torch.Generator | None, Callable[..., torch.Tensor]]:

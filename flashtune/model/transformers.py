@@ -5,8 +5,10 @@ from typing import Any
 import torch
 
 from flashtune.core.errors import InputError, first_line
-from flashtune.model.sources import SEED, Place, library, random_inputs
-from flashtune.model.workloads import Workload, padding_mask
+from flashtune.model.places import Place
+from flashtune.model.runs import padding_mask
+from flashtune.model.sources import SEED, explained, library, random_inputs
+from flashtune.model.workloads import Workload
 
 
 class TransformersModel:
@@ -14,14 +16,9 @@ class TransformersModel:
 
     def __init__(self, place: Place, layers: int | None) -> None:
         self._transformers = library("transformers", "transformers")
-        try:
-            words = {key: value for key, value in place.config.items() if key not in ("auto_map", "quantization_config")}
-            self.config = self._transformers.AutoConfig.for_model(**words)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"transformers can't read {place.path} ({first_line(error)}): update transformers, or name another model"
-            ) from error
-        self._folder = place.folder
+        words = {key: value for key, value in place.config.items() if key not in ("auto_map", "quantization_config")}
+        self.config = self._transformers.AutoConfig.for_model(**words)
+        self._path, self._folder = place.path, place.folder
         self._whole = layers is None or not _shortened(self.config, layers)
         self._class = self._class_of()
         self.name = place.folder.name if place.folder is not None else self.config.model_type
@@ -32,16 +29,21 @@ class TransformersModel:
         self.defaults = self._default_workloads()
 
     def _class_of(self) -> Any:
-        named = [getattr(self._transformers, name, None) for name in self.config.architectures or ()]
-        for found in named:
+        usual = [auto[type(self.config)] for auto in self._mappings() if type(self.config) in auto]
+        for name in self.config.architectures or ():
+            found: Any = getattr(self._transformers, str(name), None)
             if isinstance(found, type) and issubclass(found, self._transformers.PreTrainedModel):
+                if found not in usual and not isinstance(self.config, found.config_class or object):
+                    other = f"model_type {self.config.model_type!r}, which {name} doesn't take"
+                    raise InputError(f"{self._path} has architectures {name!r} and {other}: correct one of them")
                 return found
+        if not usual:
+            raise InputError(f"transformers has no model class for {self.config.model_type}: name a config with its architectures")
+        return usual[0]
+
+    def _mappings(self) -> list[Any]:
         autos = ("AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-        for auto in autos:
-            mapping = getattr(self._transformers, auto)._model_mapping
-            if type(self.config) in mapping:
-                return mapping[type(self.config)]
-        raise InputError(f"transformers has no model class for {self.config.model_type}: name a config with its architectures")
+        return [getattr(self._transformers, auto)._model_mapping for auto in autos]
 
     @property
     def _decodes(self) -> bool:
@@ -70,13 +72,14 @@ class TransformersModel:
 
     def build(self, *, device: str, dtype: torch.dtype) -> torch.nn.Module:
         """The model in evaluation mode on `device`."""
-        if device != "meta" and self.has_weights and self._whole:
-            model = self._class.from_pretrained(self._folder, dtype=dtype, local_files_only=True, use_safetensors=True, device_map=None)
-            return model.to(device).eval()  # type: ignore[no-any-return]
-        torch.manual_seed(SEED)
-        with torch.device(device):
-            model = self._class._from_config(self.config, dtype=dtype)
-        return model.eval()  # type: ignore[no-any-return]
+        with explained(f"transformers can't build the model of {self._path}", "correct its config, or name another model"):
+            if device != "meta" and self.has_weights and self._whole:
+                model = self._class.from_pretrained(self._folder, dtype=dtype, local_files_only=True, use_safetensors=True, device_map=None)
+                return model.to(device).eval()  # type: ignore[no-any-return]
+            torch.manual_seed(SEED)
+            with torch.device(device):
+                model = self._class._from_config(self.config, dtype=dtype)
+            return model.eval()  # type: ignore[no-any-return]
 
     def inputs(self, workload: Workload, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
         """Keyword arguments of the model's forward."""

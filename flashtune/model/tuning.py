@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.model import measuring, recording, shares
 from flashtune.model.measuring import Check, Times
-from flashtune.model.sources import Subject
+from flashtune.model.sources import Subject, explained
 from flashtune.model.workloads import Workload
 
 Say = Callable[[str], None]
@@ -119,15 +119,20 @@ def _judgement(one: Judged) -> dict[str, Any]:
 def record_calls(subject: Subject, workloads: Sequence[Workload], *, dtype: torch.dtype, device: str | None) -> list[Judged]:
     """Calls of each workload, recorded on meta tensors, or on `device` where the model's path depends on values."""
     found = []
+    remedy = "correct its config, or record its calls with FLASHTUNE_CALLS=calls.json"
+    for workload in workloads:
+        with explained(f"{subject.name} has no inputs for {workload}", remedy):
+            subject.inputs(workload, device="meta", dtype=dtype)
     model = subject.build(device="meta", dtype=dtype)
     for workload in workloads:
-        try:
-            counts = recording.calls_of(subject, model, workload, device="meta", dtype=dtype)
-        except RuntimeError as error:
-            # A workload that the model lacks is refused on any device.
-            if device is None or isinstance(error, InputError):
-                raise
-            counts = recording.calls_of(subject, subject.build(device=device, dtype=dtype), workload, device=device, dtype=dtype)
+        with explained(f"{workload} of {subject.name} can't be run", remedy):
+            try:
+                counts = recording.calls_of(subject, model, workload, device="meta", dtype=dtype)
+            except RuntimeError as error:
+                # What is refused is refused on any device.
+                if device is None or isinstance(error, FlashtuneError):
+                    raise
+                counts = recording.calls_of(subject, subject.build(device=device, dtype=dtype), workload, device=device, dtype=dtype)
         found.append(Judged(workload, shares.merged(counts)))
     return found
 

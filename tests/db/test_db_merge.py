@@ -16,9 +16,9 @@ from flashtune.core.errors import DatabaseError, InputError, NoKernelFound
 from flashtune.core.problem import Direction
 from flashtune.core.results import Ending, SearchResult, TuningRecord
 from flashtune.core.target import find_target
-from flashtune.db.card import card_path, check_card, checked_licence
+from flashtune.db.card import card_path, check_card, checked_licence, write_card
 from flashtune.db.library import Library
-from flashtune.db.merging import merge
+from flashtune.db.merging import add, best_of_each, merge
 from flashtune.db.store import Store
 from flashtune.templates import BITS, family, unservable
 
@@ -280,3 +280,65 @@ def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_chec
 def test_what_names_no_licence_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="names no licence"):
         checked_licence(text)
+
+
+def test_adding_keeps_what_the_file_has_of_other_keys_and_gpus_and_the_best_of_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.sqlite"
+    others = [replace(one(f"old{n}", n, 100.0), gpu=gpu) for n in (512, 1024) for gpu in ("h200", "a100")]
+    samples.write(path, (*others, one("guess", 2048, 1.0, None, source="predicted"), one("good", 4096, 70.0)))
+    new = Library.of(
+        samples.write(
+            tmp_path / "new.sqlite", (one("fast", 1024, 60.0), one("late", 2048, 90.0), one("slow", 4096, 100.0), one("first", 8192, 300.0))
+        )
+    ).winners()
+    for _ in range(2):
+        merged = add(new, path, passed_over=unservable, bits=BITS)
+        found = {(record.key.gpu, record.key.n): record.outcome.variant_id for record in Library.of(path).winners()}
+        assert found == {
+            ("a100", 512): "old512", ("a100", 1024): "old1024", ("h200", 512): "old512", ("h200", 1024): "fast", ("h200", 2048): "late",
+            ("h200", 4096): "good", ("h200", 8192): "first",
+        }  # fmt: skip
+        assert {record.outcome.variant_id for record in best_of_each(merged.kept).values()} == set(found.values())
+
+
+def test_adding_keeps_what_another_version_serves(tmp_path: Path) -> None:
+    path = samples.write(tmp_path / "tuned.sqlite", (one("newer", 512, 50.0, template="flash_next"), one("x", 1024, 50.0)))
+    before = Library.of(path).winners()
+    merged = add([], path, passed_over=unservable, bits=BITS)
+    assert Library.of(path).winners() == before and len(merged.passed_over) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut off", "text", "another application's", "another than its card names", "being written", "folder"])
+def test_a_file_that_cant_be_added_to_is_one_sentence_and_stays_as_it_is(damage: str, tmp_path: Path) -> None:
+    path = samples.write(tmp_path / "tuned.sqlite", (one("x", 1024, 50.0),))
+    records = Library.of(path).winners()
+    content = path.read_bytes()
+    if damage == "cut off":
+        path.write_bytes(content[: len(content) // 2 - 100])
+    elif damage == "text":
+        path.write_text("what a person wrote")
+    elif damage == "another application's":
+        path.write_bytes(content[:68] + b"abcd" + content[72:])
+    elif damage == "another than its card names":
+        write_card(path, "MIT", records)
+        samples.write(path, (one("y", 2048, 50.0),))
+    elif damage == "being written":
+        path.with_name("tuned.sqlite-journal").write_bytes(b"\0" * 512)
+    else:
+        path.unlink()
+        path.mkdir()
+    before = path.is_file() and path.read_bytes()
+    with pytest.raises(DatabaseError) as caught:
+        add(records, path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert (path.is_file() and path.read_bytes()) == before
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_adding_to_a_missing_or_empty_file_writes_it(made: bool, tmp_path: Path) -> None:
+    records = Library.of(samples.write(tmp_path / "new.sqlite", (one("x", 1024, 50.0),))).winners()
+    path = tmp_path / "tuned.sqlite"
+    if made:
+        path.touch()
+    add(records, path)
+    assert len(Library.of(path).winners()) == 1
