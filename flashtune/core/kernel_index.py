@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.files import read_json
 from flashtune.core.kernel_archive import Group, Place
+from flashtune.core.words import shown
 
 INDEX = "index.json"
 FORMAT = 2
@@ -86,17 +87,14 @@ def read_index(folder: Path) -> Index:
         }
         kernels = [
             GeneratedKernel(
-                variant_id=kernel["variant_id"],
-                template=kernel["template"],
-                arch=kernel["arch"],
-                path=kernel["path"],
+                **{name: _text(kernel[name]) for name in ("variant_id", "template", "arch", "path")},
                 manifest=_piece(kernel.get("manifest")),
-                sibling=kernel.get("sibling", ""),
+                sibling=_text(kernel.get("sibling", "")),
                 sibling_manifest=_piece(kernel.get("sibling_manifest")),
             )
             for kernel in fields["kernels"]
         ]
-        files = dict(fields["files"])
+        files = {name: _digest(value) for name, value in fields["files"].items()}
         strange = [name for name in files if not _PATH.fullmatch(name)]
         strange += [kernel.path for kernel in kernels if not _MODULE.fullmatch(kernel.path)]
         if strange:
@@ -116,14 +114,20 @@ def _piece(fields: Any) -> Piece | None:
 
 
 def _number(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"number {value!r}")
+    if type(value) is not int or value < 0:
+        raise ValueError(f"number {shown(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"name {shown(value)}")
     return value
 
 
 def _digest(value: Any) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", value):
-        raise ValueError(f"digest {value!r}")
+    if not re.fullmatch("[0-9a-f]{64}", _text(value)):
+        raise ValueError(f"digest {shown(value)}")
     return str(value)
 
 
