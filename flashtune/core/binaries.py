@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.files import parse_json, read_bounded
+from flashtune.core.files import parse_json
 from flashtune.core.kernel_archive import Archive, Place
 from flashtune.core.launches import Operand, Resident
 
@@ -218,15 +218,6 @@ def machine_arch(capability: int) -> str:
 def source_digest(text: str) -> str:
     """SHA-256 of the text that a manifest's code was compiled from."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in this file, whose binaries lie beside it. Raises EnvironmentProblem where it can't be read."""
-    try:
-        content = read_bounded(path, MOST_BYTES)
-    except (OSError, ValueError) as error:
-        raise EnvironmentProblem(f"can't read the manifest {path} ({error}): install flashtune again") from error
-    return parse_manifest(content, path)
 
 
 def parse_manifest(content: bytes, path: Path, archive: Archive | None = None) -> Manifest:

@@ -35,7 +35,7 @@ def test_json_that_is_nested_too_deeply_is_one_sentence_wherever_it_comes_from(t
     card_path(database).write_text(text)
     readers: list[tuple[Callable[[], Any], type[FlashtuneError]]] = [
         (lambda: kernel_index.read_index(tmp_path), EnvironmentProblem),
-        (lambda: binaries.read_manifest(tmp_path / "index.json"), EnvironmentProblem),
+        (lambda: binaries.parse_manifest((tmp_path / "index.json").read_bytes(), tmp_path / "index.json"), EnvironmentProblem),
         (lambda: calls.read(tmp_path / "index.json"), InputError),
         (lambda: check_card(database), DatabaseError),
     ]

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from halted import halted
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flashtune.core import kernel_cache
-from flashtune.core.binaries import Binary, Manifest
+from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, TensorMap
 from flashtune.core.errors import EnvironmentProblem
 
 CODE = b"\x7fELF, said the cubin"
@@ -108,6 +110,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "bytes": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "no digest": lambda folder: (folder / "digest").unlink(),
+    "open digest": lambda folder: (folder / "digest").chmod(0o666),
+    "other code": lambda folder: (folder / "copy.cubin.gz").write_bytes(gzip.compress(CODE + b"!")),
     "no code": lambda folder: (folder / "copy.cubin.gz").unlink(),
     "open manifest": lambda folder: (folder / "manifest.json").chmod(0o666),
     "open code": lambda folder: (folder / "copy.cubin.gz").chmod(0o620),
@@ -124,17 +129,55 @@ def test_what_others_could_have_written_and_what_is_not_whole_is_passed_over(cac
     assert kernel_cache.find(ID, "sm_90a") is None
 
 
-def test_code_that_was_changed_is_refused_before_it_is_loaded(cache: Path) -> None:
+def test_code_that_was_changed_after_it_was_found_is_refused_before_it_is_loaded(cache: Path) -> None:
     folder = keep()
-    (folder / "copy.cubin.gz").write_bytes(gzip.compress(CODE + b"!"))
     found = kernel_cache.find(ID, "sm_90a")
     assert found is not None
+    (folder / "copy.cubin.gz").write_bytes(gzip.compress(CODE + b"!"))
     with pytest.raises(EnvironmentProblem, match="isn't the machine code"):
         found.code(BINARY)
 
 
+PARAMETERS = (
+    Parameter(name="q", position=0, kind="tensor_map", element="bf16", tensor_map=TensorMap(9, 2, (1, 1, 64, 128), 3)),
+    Parameter(name="out", position=3, kind="pointer", element="bf16"),
+    Parameter(name="n_q", position=17, kind="i32"),
+)
+CONDITIONS = (Condition(name="n_q", position=17, rule="multiple_of", value=16), Condition("BLOCK_M", 21, "equals", 128))
+RICH = replace(MANIFEST, binaries=(replace(BINARY, parameters=PARAMETERS, conditions=CONDITIONS),))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_an_entry_with_any_changed_character_counts_as_none_until_it_is_kept_anew(cache: Path, data: st.DataObject) -> None:
+    folder = keep(RICH)
+    path = folder / data.draw(st.sampled_from(["manifest.json", "manifest.json", "digest", "copy.cubin.gz"]))
+    content = bytearray(path.read_bytes())
+    # Digits are what a parser takes: positions, boxes, conditions, sizes.
+    digits = [place for place, byte in enumerate(content) if chr(byte).isdigit()]
+    place = data.draw(st.sampled_from(digits or [0]) | st.integers(0, len(content) - 1))
+    other = data.draw(st.sampled_from(b'0123456789abcdef," ') | st.integers(0, 255))
+    kind = data.draw(st.sampled_from(["changed", "inserted", "dropped"]))
+    content[place : place + (kind != "inserted")] = b"" if kind == "dropped" else bytes([other])
+    same = bytes(content) == path.read_bytes()
+    path.write_bytes(content)
+    assert (kernel_cache.find(ID, "sm_90a") is not None) == same
+    keep(RICH)
+    found = kernel_cache.find(ID, "sm_90a")
+    assert found is not None and found.binaries == RICH.binaries
+
+
+def test_every_changed_digit_of_a_manifest_is_noticed(cache: Path) -> None:
+    path = keep(RICH) / "manifest.json"
+    text = path.read_text()
+    for place, character in enumerate(text):
+        if character.isdigit():
+            path.write_text(text[:place] + str((int(character) + 1) % 10) + text[place + 1 :])
+            assert kernel_cache.find(ID, "sm_90a") is None, text[max(0, place - 40) : place + 1]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("name", ["manifest.json", "copy.cubin.gz", "."])
+@pytest.mark.parametrize("name", ["manifest.json", "copy.cubin.gz", "digest", "."])
 def test_another_users_files_are_passed_over(cache: Path, name: str) -> None:
     os.chown(keep() / name, 12345, 12345)
     assert kernel_cache.find(ID, "sm_90a") is None
