@@ -12,10 +12,12 @@ from planted import PLANTED_PROBLEM, Listener, planted_family, planted_plan
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Provenance, SearchResult
+from flashtune.core.results import Fate, Outcome, Provenance, SearchResult
 from flashtune.db import sqlite_file
 from flashtune.db.store import Store
+from flashtune.tuner.children import tasks
 from flashtune.tuner.propose import claims, storage
+from flashtune.tuner.replies import Checked, Failed
 from flashtune.tuner.search.plan import SearchPlan
 from flashtune.tuner.searching import Search
 
@@ -39,6 +41,7 @@ def run(
     save: Callable[[SearchResult], None] | None = None,
     lock_s: float = 60.0,
 ) -> None:
+    folder.mkdir(exist_ok=True)
     engine = {"connect_args": {"timeout": lock_s}}
     studies = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.sqlite", engine_kwargs=engine, heartbeat_interval=1, grace_period=1)
     with Store.open(folder / "tuned.sqlite", writable=True) as store:
@@ -90,6 +93,53 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_finished_one_starts_anew
     third = Listener()
     run(tmp_path, third)
     assert third.resumed == [0, 0, 0] and third.known == [], "the plan had come to its end: the same command is a new search"
+
+
+class Dies(BaseException):
+    """In place of a process's end: nothing of what is under way is saved."""
+
+
+class Mortal(Listener):
+    """Dies as the second problem begins, or so many trials later."""
+
+    def __init__(self, trials: int) -> None:
+        super().__init__()
+        self.left = trials
+
+    def problem_started(self, problem: Problem, index: int, total: int, resumed: int) -> None:
+        super().problem_started(problem, index, total, resumed)
+        if index == 1 and self.left == 0:
+            raise Dies
+
+    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+        super().trial_finished(outcome, incumbent)
+        self.left -= len(self.resumed) == 2
+        if len(self.resumed) == 2 and self.left == 0:
+            raise Dies
+
+
+def test_verdicts_of_a_process_that_died_serve_the_problems_that_others_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter judges a code path once for all problems of a spec, be it right, wrong or impossible to run."""
+
+    def judged(source: tasks.Source, problem: Problem, seed: int) -> Checked | Failed:
+        told = f"of {source.variant_id} at {problem.n_kv}"
+        if "planted_right" in source.stem:
+            return Checked(error=problem.n_kv / 1e3)
+        if "planted_wrong" in source.stem:
+            return Failed(fate=Fate.CORRECTNESS, reason=f"wrong {told}", error=problem.n_kv)
+        return Failed(fate=Fate.RUNTIME, reason=f"no run {told}")
+
+    monkeypatch.setattr(tasks, "interpret_candidate", judged)
+    families = {one.name: one for one in (planted_family(kind, 2, paths=False) for kind in ("right", "wrong", "raises"))}
+    two = plan(families=families, problems=GRID[:2], trials=6)
+    run(tmp_path / "calm", Listener(), plan=two)
+    expected = saved(tmp_path / "calm")
+    assert all({outcome.template for outcome in result.outcomes} == set(families) for result in expected)
+    for trials in range(3):
+        with pytest.raises(Dies):
+            run(tmp_path / str(trials), Mortal(trials), plan=two)
+        run(tmp_path / str(trials), Listener(), plan=two)
+        assert saved(tmp_path / str(trials)) == expected, trials
 
 
 def test_an_interrupted_plan_goes_on_in_another_order(tmp_path: Path, undisturbed: list[SearchResult]) -> None:

@@ -62,9 +62,6 @@ class Evaluation:
         `evaluate` and `race` raise EnvironmentProblem where the preparation failed.
         """
 
-    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take over the consequences of an earlier outcome for other candidates."""
-
     def compile(self, facts: Mapping[Candidate, CompileFacts | None]) -> None:
         """Start compiling candidates side by side, without waiting; those with known `facts` may have machine code already."""
 
@@ -298,13 +295,6 @@ class PredictedEvaluation(Evaluation):
     verdicts: Verdicts
     spent: Spent = field(default_factory=Spent)
 
-    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take over a check, which serves every candidate of its code path."""
-        if outcome.max_error is not None:
-            wrong = outcome.fate is Fate.CORRECTNESS
-            found = Failed(fate=outcome.fate, reason=outcome.reason, error=outcome.max_error) if wrong else Checked(error=outcome.max_error)
-            self.verdicts.setdefault(_path(candidate), found)
-
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """The interpreter's verdict on the candidate's code path, then the cost model's time."""
         checked = self._checked(candidate) if candidate.family.interpretable else None
@@ -326,6 +316,16 @@ class PredictedEvaluation(Evaluation):
                 "interpret", tasks.interpret_candidate, source, problem, self.seed, limit_s=limit_s
             ).reply()
         return self.verdicts[path]
+
+
+def learn(verdicts: Verdicts, outcomes: Mapping[Candidate, Outcome]) -> None:
+    """Take over the verdicts of earlier predicted trials, each of which serves every candidate of its code path."""
+    for candidate, outcome in outcomes.items():
+        error, ran = outcome.max_error, outcome.facts is not None
+        if outcome.fate is Fate.CORRECTNESS or (ran and outcome.fate in (Fate.RUNTIME, Fate.TIMEOUT)):
+            verdicts.setdefault(_path(candidate), Failed(fate=outcome.fate, reason=outcome.reason, error=error))
+        elif error is not None:
+            verdicts.setdefault(_path(candidate), Checked(error=error))
 
 
 def _path(candidate: Candidate) -> tuple[object, ...]:

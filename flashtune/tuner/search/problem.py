@@ -21,7 +21,7 @@ from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish.winners import Winners
 from flashtune.tuner.replies import Spent, logger
 from flashtune.tuner.search.closing import closed, time_of
-from flashtune.tuner.search.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts
+from flashtune.tuner.search.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts, learn
 from flashtune.tuner.search.plan import Schedule, SearchListener, SearchPlan, Stage
 from flashtune.tuner.search.stopping import Reason, StoppingRule, ending_of
 from flashtune.tuner.search.trials import Compiling, Proposals, Trials
@@ -69,10 +69,16 @@ class Shared:
         return SearchSpace(self.plan.families, problem, self.plan.target, only_suited=self.plan.only_suited)
 
     def study(self, problem: Problem, suffix: str) -> Study:
-        """Study of a problem in the run of the plan that `suffix` names."""
+        """Study of a problem in the run of the plan that `suffix` names; verdicts of its trials serve all problems of its spec."""
         plan = self.plan
         how = {"sampler": plan.sampler, "seed": plan.seed, "source": plan.source}
-        return Study(self.space(problem), problem, storage=self.storage, plan=suffix, **how)  # type: ignore[arg-type]
+        study = Study(self.space(problem), problem, storage=self.storage, plan=suffix, **how)  # type: ignore[arg-type]
+        learn(self.verdicts(problem), study.outcomes)
+        return study
+
+    def verdicts(self, problem: Problem) -> Verdicts:
+        """The interpreter's verdicts on code paths of a problem's spec, at any N."""
+        return self._verdicts.setdefault(problem.spec(), {})
 
     def compiled(self, spec: KernelSpec) -> dict[str, Compiling]:
         """Known and running compilations of a spec by variant id, which serve every N."""
@@ -82,7 +88,7 @@ class Shared:
         """Evaluation of a problem's candidates, measured or predicted."""
         plan = self.plan
         if plan.source == "predicted":
-            verdicts = self._verdicts.setdefault(problem.spec(), {})
+            verdicts = self.verdicts(problem)
             return PredictedEvaluation(problem=problem, target=plan.target, workers=workers, seed=self._seed, verdicts=verdicts)
         return MeasuredEvaluation(
             problem=problem,
@@ -120,7 +126,6 @@ class ProblemSearch:
         self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at, facts=shared.facts)
         for candidate, outcome in self.study.outcomes.items():
             self._consider(candidate, outcome)
-            self.evaluation.learn(candidate, outcome)
 
     def begin(self) -> None:
         """Propose the first candidates and start compiling them; the GPU isn't used yet."""
