@@ -137,25 +137,32 @@ _KEPT = 4
 
 
 def _known(positions: Tensor, layer: int | None) -> _Recent | None:
-    """Bounds that another layer of the step had computed, of this tensor or of views of one."""
-    global _recent
+    """Bounds that an earlier layer of the step had computed, of this tensor or of views of one."""
     base, state = _base_of(positions), _state_of(positions)
     for known in _recent:
         if known.base() is base and known.state == state:
-            # Nothing says whether a tensor of inference mode was written since; within a step, whose layers ask in order, it wasn't.
-            if positions.is_inference():
-                if layer is None or known.layer is None or layer <= known.layer:
-                    return None
-                _remembered(positions, layer, known.found)
+            if capturing(positions.device) or _in_backward():
+                # Neither waits, and what is computed again in a backward is the forward.
+                return known
+            # Nothing says whether memory was written since; within a step, whose layers ask in order, it wasn't.
+            if layer is None or known.layer is None or layer <= known.layer:
+                return None
+            _remembered(positions, layer, known.found)
             return known
     return None
+
+
+def _in_backward() -> bool:
+    # Private, and without it checkpoints read the positions once for each layer.
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
 
 
 def _remembered(positions: Tensor, layer: int | None, found: Bounds | None) -> Bounds | None:
     """The bounds that are given, kept for the layers that follow."""
     global _recent
     base, state = _base_of(positions), _state_of(positions)
-    others = tuple(one for one in _recent if not (one.base() is base and one.state[1:] == state[1:]))
+    others = tuple(one for one in _recent if not (one.base() is base and one.state == state))
     _recent = (_Recent(weakref.ref(base), state, layer, found), *others)[:_KEPT]
     return found
 
@@ -165,8 +172,7 @@ def _base_of(positions: Tensor) -> Tensor:
 
 
 def _state_of(positions: Tensor) -> tuple[Any, ...]:
-    version = None if positions.is_inference() else positions._version
-    return version, positions.shape, positions.stride(), positions.storage_offset()
+    return positions.shape, positions.stride(), positions.storage_offset(), positions.data_ptr()
 
 
 def _by_steps(positions: Tensor) -> Bounds:

@@ -139,20 +139,34 @@ def test_a_graph_that_is_captured_after_a_warm_up_keeps_no_lengths(monkeypatch: 
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-@torch.inference_mode()
-def test_tensors_of_inference_mode_are_read_once_a_step(
-    model: "PreTrainedModel", calls: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("written", ["in inference mode", "by another library"])
+@torch.no_grad()
+def test_positions_that_are_written_unseen_are_read_once_a_step(
+    model: "PreTrainedModel", written: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Their version doesn't tell, as of what collectives write."""
     read: list[str] = []
     note_reads(monkeypatch, read)
-    for way, rule in (("positions", "steps"), ("positions beside a cache", "restarts")):
-        batch = collated(way)
-        for bounds in ([0, 5, 17, 26], [0, 9, 26]):
-            batch["position_ids"][0] = torch.cat([torch.arange(n) for n in np.diff(bounds)])
-            logits_of(model, **batch)
-            assert calls[-1][3].tolist() == bounds, "their version can't be asked for"
-        assert read == [rule] * 2
-        read.clear()
+    with torch.inference_mode(written == "in inference mode"):
+        for way, rule in (("positions", "steps"), ("positions beside a cache", "restarts")):
+            batch = collated(way)
+            for bounds in ([0, 5, 17, 26], [0, 9, 26]):
+                batch["position_ids"].numpy()[0] = np.concatenate([np.arange(n) for n in np.diff(bounds)])
+                logits_of(model, **batch)
+                assert calls[-1][3].tolist() == bounds
+            assert read == [rule] * 2
+            read.clear()
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_what_is_computed_again_in_a_backward_reads_no_positions(model: "PreTrainedModel", monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    note_reads(monkeypatch, read)
+    model.train()
+    model.gradient_checkpointing_enable()
+    logits_of(model, **collated("positions")).sum().backward()
+    model.gradient_checkpointing_disable()
+    assert read == ["steps"]
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
