@@ -33,7 +33,7 @@ class TransformersModel:
         for name in self.config.architectures or ():
             found: Any = getattr(self._transformers, str(name), None)
             if isinstance(found, type) and issubclass(found, self._transformers.PreTrainedModel):
-                if found not in usual and not isinstance(self.config, found.config_class or object):
+                if found not in usual and not isinstance(self.config, getattr(found, "config_class", None) or object):
                     other = f"model_type {self.config.model_type!r}, which {name} doesn't take"
                     raise InputError(f"{self._path} has architectures {name!r} and {other}: correct one of them")
                 return found
