@@ -49,10 +49,10 @@ def test_processes_share_the_work_through_a_kill_and_a_restart(server: PostgresS
     assert found["trials_lost"] == found["trials_done_twice"] == 0
 
 
-def test_three_hosts_share_the_work_evenly(server: PostgresServer) -> None:
-    """The makespan of three in trials, against that of one."""
-    made = shares(server, 3, problems=6, trials=8)
-    assert sum(made) / max(made) >= 2.6, made
+def test_two_hosts_share_the_work_evenly(server: PostgresServer) -> None:
+    """The makespan of two in trials, against that of one."""
+    made = shares(server, 2, problems=4, trials=8)
+    assert sum(made) / max(made) >= 1.6, made
 
 
 def test_a_search_that_is_killed_again_and_again_ends_as_an_undisturbed_one() -> None:
