@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from transformers.utils.import_utils import is_tracing
 
 from flashtune.dispatch.plan import capturing
 from flashtune.integrations.sources import arguments_of_attention, source_of
+
+Band = Literal["window", "chunks"]
 
 
 class Bounds(NamedTuple):
@@ -48,7 +50,7 @@ def positions_as_mask(mask_function: Any, local_size: int | None, config: Any) -
     positions, inner = _rule_of_rows(mask_function)
     if (
         positions is None
-        or not (inner is causal_mask_function or (local_size is not None and is_window(inner)))
+        or not (inner is causal_mask_function or (local_size is not None and band_of(inner) == "window"))
         or not _hands_on(type(config).__module__)
     ):
         return None
@@ -74,11 +76,33 @@ def _rule_of_rows(mask_function: Any) -> tuple[Tensor | None, Any]:
     return torch.arange(numbers.shape[1], device=numbers.device) + 2 * numbers, first
 
 
-def is_window(mask_function: Any) -> bool:
-    """True for transformers' causal sliding window."""
+def band_of(mask_function: Any) -> Band | None:
+    """Which of transformers' causal bands of keys this rule is: a sliding window, or chunks that see nothing of one another."""
     rules = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", ())
     names = sorted(getattr(rule, "__qualname__", "") for rule in rules)
-    return names == ["causal_mask_function", "sliding_window_overlay.<locals>.inner_mask"]
+    return next((band for band in _BANDS if names == ["causal_mask_function", _BANDS[band]]), None)
+
+
+_BANDS: dict[Band, str] = {"window": "sliding_window_overlay.<locals>.inner_mask", "chunks": "chunked_overlay.<locals>.inner_mask"}
+
+
+def band_as_mask(band: Band, size: int, device: torch.device | str) -> Tensor | None:
+    """A mask that says a band by its shape alone, to attention that isn't told of it; None for a size of 1, which no shape says."""
+    shape = (1, 1, 1, size) if band == "window" else (1, 1, size, 1)
+    return torch.zeros((), dtype=torch.int16, device=device).expand(shape) if size > 1 else None
+
+
+def band_in_mask(mask: Tensor | None) -> tuple[Band, int] | None:
+    """The band and its size, if a mask is a result of `band_as_mask`."""
+    if (
+        mask is None
+        or mask.dtype != torch.int16
+        or mask.dim() != 4
+        or mask.shape[:2] != (1, 1)
+        or (mask.shape[2] == 1) == (mask.shape[3] == 1)
+    ):
+        return None
+    return ("window", mask.shape[3]) if mask.shape[2] == 1 else ("chunks", mask.shape[2])
 
 
 def _closed_over(function: Any, name: str) -> dict[str, Any]:
@@ -206,3 +230,31 @@ def whole_mask(positions: Tensor, window: int | None) -> Tensor:
     sequence = (rows.diff(dim=1, prepend=rows[:, :1] - 1) != 1).cumsum(1)
     seen = (sequence[:, :, None] == sequence[:, None]).tril()
     return (seen if window is None else seen.triu(1 - window))[:, None]
+
+
+def bounds_of_chunks(bounds: Bounds | None, chunk: int, batch: int, rows: int, device: torch.device) -> Bounds:
+    """Bounds of the chunks of sequences, each from its sequence's beginning on; of the `batch` rows of a batch without bounds.
+
+    Nothing is read from the device: bounds of empty sequences fill up what may be missing.
+    """
+    total = batch * rows
+    begins = torch.arange(0, total + 1, rows, dtype=torch.int32, device=device) if bounds is None else bounds.cu_q
+    at = torch.arange(total, dtype=torch.int32, device=device)
+    inside = at - begins[_number_of_sequence(begins, at)]
+    cut = torch.where(inside % chunk == 0, at, total).sort().values
+    most = min(total, total // chunk + len(begins) - 1)
+    cu = torch.nn.functional.pad(cut[:most], (0, 1), value=total)
+    longest = min(chunk, rows if bounds is None else bounds.longest_q)
+    return Bounds(cu, cu, longest, longest)
+
+
+def narrowed(mask: Tensor, bounds: Bounds, batch: int) -> Tensor:
+    """A whole mask (B or 1, 1, N, N), boolean or added to the scores, in which sequences see nothing of one another any more."""
+    rows = mask.shape[-1]
+    sequence = _number_of_sequence(bounds.cu_q, torch.arange(batch * rows, dtype=torch.int32, device=mask.device)).view(batch, rows)
+    same = (sequence[:, :, None] == sequence[:, None])[:, None]
+    return mask & same if mask.dtype == torch.bool else torch.where(same, mask, -torch.inf)
+
+
+def _number_of_sequence(begins: Tensor, at: Tensor) -> Tensor:
+    return torch.searchsorted(begins, at, right=True) - 1

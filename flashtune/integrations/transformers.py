@@ -75,6 +75,7 @@ def attention_mask(
         None: nothing is padded.
         (B, n) boolean: True for each of the first n keys that counts. Keys from n on don't exist yet, as in a static cache.
         (B, N, 1, 1) integers: positions of causal sequences that are flattened into rows; each sees itself alone.
+        (1, 1, 1, size), (1, 1, size, 1) of int16: a window, or chunks, that the model leaves to its mask; nothing is padded.
         (B, 1, N_q, N_kv) boolean: the whole mask, for any other rule; also where a position is known on the GPU alone.
         (B, 1, N_q, N_kv) floating-point: 0 and the least number, for a model that computes its attention itself.
     """
@@ -94,7 +95,8 @@ def attention_mask(
         )
         if positions is not None:
             return positions
-    if allow_is_causal_skip and _left_to_the_kernel(mask_function, local_size, kv_length, config):
+    left, band = _left_to_the_kernel(mask_function, local_size, kv_length, kv_offset, config)
+    if allow_is_causal_skip and left:
         if isinstance(q_offset, torch.Tensor):
             if is_tracing(q_offset):
                 return everything()
@@ -112,7 +114,12 @@ def attention_mask(
             padding = padding[:, kv_offset : kv_offset + seen]
         if is_tracing(padding) or padding.is_meta or not padding.all():
             # A model may pass the mask back in to be made again, without the offset of the keys.
-            return everything() if kv_offset else padding
+            return everything() if kv_offset or band is not None else padding
+    if band is not None:
+        # A compiler can't cut chunks, and chunks of a cache began before its first key.
+        cut = band == "window" or not (kv_offset or kv_length > q_length or is_tracing() or torch.device(device).type == "meta")
+        said = flattened.band_as_mask(band, local_size, device) if cut and local_size and seen == kv_length else None
+        return everything() if said is None else said
     return None if seen == kv_length else torch.ones((1, 1), dtype=torch.bool, device=device).expand(batch_size, seen)
 
 
@@ -155,51 +162,84 @@ def attention_forward(
         logger.warning_once("tuned attention computes no attention weights: output_attentions=True needs attn_implementation='eager'")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     sinks = None if s_aux is None else s_aux.float()
-    bounds = _bounds(module, query, key, attention_mask, causal, others) if position_bias is None else None
-    if bounds is not None:
-        left = None if sliding_window is None else sliding_window - 1
+    mask, window, chunk = _read(attention_mask, sliding_window)
+    if attention_mask is not None and attention_mask.dim() == 2:
+        n = attention_mask.shape[1]
+        key, value = key[:, :, :n], value[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
+    bounds = _bounds(module, query, key, mask, chunk, causal, others)
+    reduced = mask is None or mask.dim() == 2 or flattened.is_positions(mask)
+    if bounds is not None and position_bias is None and reduced:
+        left = None if window is None else window - 1
         options = {"window_size": (left, 0 if causal else left), "dropout_p": dropout, "scale": scaling, "softcap": softcap or 0.0}
         return _packed(query, key, value, bounds, sinks=sinks, **options), None
-    mask = flattened.whole_mask(attention_mask, sliding_window) if flattened.is_positions(attention_mask) else attention_mask
-    window = None
-    if mask is None or mask.dim() == 2:
+    band = None
+    if bounds is None if mask is None else mask.dim() == 2:
         # Masks of four dimensions include the diagonal.
-        window = (None if sliding_window is None else sliding_window - 1, 0) if causal else None
-        if mask is not None:
-            n = mask.shape[1]
-            key, value = key[:, :, :n], value[:, :, :n]
-            position_bias = None if position_bias is None else position_bias[..., :n]
-            # Stride 0 over columns means that all are True: nothing is padded.
-            mask = mask[:, None, None] if mask.stride(1) else None
+        band = (None if window is None else window - 1, 0) if causal else None
+        mask = None if mask is None else mask[:, None, None]
     else:
-        if not (mask.dtype == torch.bool or mask.is_floating_point()):
-            raise InputError(f"attention_mask has four dimensions and dtype {mask.dtype}: use bool, or floats that are added to the scores")
-        mask = mask[..., : key.shape[2]]
-        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+        mask = _whole(_of_band(query, key, window, causal) if mask is None else mask, window, bounds, key.shape[2], query)
     if position_bias is not None:
         mask = reference.joined(position_bias.to(query.dtype), mask)
     shared = query.shape[1] != key.shape[1]
     # Positional where possible: keyword arguments cost the host more.
     out = dispatch.attention(
-        query, key, value, mask, dropout, False, scaling, shared, window=window, softcap=softcap or 0.0,
+        query, key, value, mask, dropout, False, scaling, shared, window=band, softcap=softcap or 0.0,
         causal_alignment="bottom_right", sinks=sinks,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
-def _bounds(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, others: dict[str, Any]
-) -> flattened.Bounds | None:
-    """Bounds of the flattened sequences of a call; None where its rows are sequences themselves."""
-    given = flattened.given_bounds(others)
-    if given is not None:
-        return given
+def _read(mask: torch.Tensor | None, window: int | None) -> tuple[torch.Tensor | None, int | None, int | None]:
+    """A mask without the band that it says, and the window and the size of chunks that attention has then."""
+    if mask is None:
+        return None, window, None
+    # Stride 0 over columns means that all are True: nothing is padded.
+    if mask.dim() == 2:
+        return (mask if mask.stride(1) else None), window, None
+    band = flattened.band_in_mask(mask)
+    if band is None:
+        return mask, window, None
+    return (None, band[1], None) if band[0] == "window" else (None, None, band[1])
+
+
+def _whole(mask: torch.Tensor, window: int | None, bounds: flattened.Bounds | None, keys: int, query: torch.Tensor) -> torch.Tensor:
+    """A mask of four dimensions as dispatch.attention takes it, in which sequences are separate where bounds are known."""
     if flattened.is_positions(mask):
-        return flattened.bounds_in_mask(mask, getattr(module, "layer_idx", None))
+        return flattened.whole_mask(mask, window)
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise InputError(f"attention_mask has four dimensions and dtype {mask.dtype}: use bool, or floats that are added to the scores")
+    mask = mask[..., :keys]
+    mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    rows = query.shape[2]
+    return mask if bounds is None or mask.shape[2:] != (rows, rows) else flattened.narrowed(mask, bounds, len(query))
+
+
+def _of_band(query: torch.Tensor, key: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
+    """The whole mask (1, 1, N_q, N_kv) of causal attention, or any, over a window of keys."""
+    seen = torch.ones((1, 1, query.shape[2], key.shape[2]), dtype=torch.bool, device=query.device)
+    seen = seen if window is None else seen.triu(1 - window).tril(window - 1)
+    return seen.tril() if causal else seen
+
+
+def _bounds(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    chunk: int | None,
+    causal: bool,
+    others: dict[str, Any],
+) -> flattened.Bounds | None:
+    """Bounds of the flattened sequences of a call, or of their chunks; None where its rows are sequences themselves."""
+    found = flattened.given_bounds(others)
+    if found is None and flattened.is_positions(mask):
+        found = flattened.bounds_in_mask(mask, getattr(module, "layer_idx", None))
     # Beside a cache transformers makes no mask of positions.
-    if mask is None and causal and len(query) == 1 and query.shape[2] == key.shape[2]:
-        return flattened.bounds_at_restarts(others.get("position_ids"), query.shape[2], getattr(module, "layer_idx", None))
-    return None
+    elif found is None and mask is None and causal and len(query) == 1 and query.shape[2] == key.shape[2]:
+        found = flattened.bounds_at_restarts(others.get("position_ids"), query.shape[2], getattr(module, "layer_idx", None))
+    return found if chunk is None else flattened.bounds_of_chunks(found, chunk, len(query), query.shape[2], query.device)
 
 
 def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: flattened.Bounds, **options: Any) -> torch.Tensor:
@@ -210,11 +250,19 @@ def _packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds:
     return out.unflatten(0, (len(query), query.shape[2]))  # type: ignore[no-any-return]
 
 
-def _left_to_the_kernel(mask_function: Any, local_size: int | None, kv_length: int, config: Any) -> bool:
-    """True for causal attention, or a sliding window that `attention_forward` gets as an argument, too."""
+def _left_to_the_kernel(
+    mask_function: Any, local_size: int | None, kv_length: int, kv_offset: int, config: Any
+) -> tuple[bool, flattened.Band | None]:
+    """True for causal attention, alone or over a band of keys, and the band where the mask must tell it: a few models leave that to it."""
     if mask_function is causal_mask_function:
-        return True
-    return flattened.is_window(mask_function) and _window_reaches(local_size, kv_length, config)
+        return True, None
+    band = flattened.band_of(mask_function)
+    if band is None or local_size is None:
+        return False, None
+    # Chunks begin with the sequence, not with the keys that a cache still has.
+    if (band == "window" and _window_reaches(local_size, kv_length, config)) or kv_offset + kv_length <= local_size:
+        return True, None
+    return _only_hands_on(type(config).__module__), band
 
 
 def _window_reaches(local_size: int | None, kv_length: int, config: Any) -> bool:
@@ -227,3 +275,10 @@ def _says_its_window(configuration: str) -> bool:
     """True where the model of a configuration's module passes its window to its attention: a few leave that to the mask alone."""
     calls = arguments_of_attention(configuration)
     return bool(calls) and all("sliding_window=" in call for call in calls)
+
+
+@functools.cache
+def _only_hands_on(configuration: str) -> bool:
+    """True where the model of a configuration's module gives its attention the mask as it is, or none."""
+    calls = arguments_of_attention(configuration)
+    return bool(calls) and all("attention_mask," in call or "None," in call for call in calls)

@@ -216,6 +216,32 @@ def test_a_window_that_attention_isnt_told_stays_in_the_mask(calls: list[Any]) -
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+def static(model: "PreTrainedModel", longest: int) -> dict[str, Any]:
+    from transformers import StaticCache
+
+    return {"cache": StaticCache(model.config, max_cache_len=longest)}
+
+
+IN_MASKS = ("qwen2_moe", "llama4")
+"""Models whose attention isn't told of its windows or chunks."""
+
+
+@pytest.mark.parametrize("name", [*IN_MASKS, "gemma2", "mistral"])
+@pytest.mark.parametrize("way", ["bounds and positions", "bounds beside a cache", "bounds alone", "positions", "positions beside a cache"])
+@torch.no_grad()
+def test_windows_and_chunks_of_some_layers_are_of_each_sequence_like_all_others(name: str, way: str) -> None:
+    from flashtune.integrations import transformers as tuned
+
+    model = made(name)
+    # Llama 4 gives its attention no positions, so that beside a cache no layer knows of sequences.
+    unknown = name == "llama4" and way == "positions beside a cache"
+    wanted = logits_of(model, **collated(way)) if unknown else alone(model)
+    model.set_attn_implementation(tuned.register())
+    for cache in [{}, static(model, 26), static(model, 40)] if "cache" in way else [{}]:
+        found = logits_of(model, **collated(way), **cache)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_models_that_change_their_masks_get_whole_ones() -> None:
     import transformers
     from transformers.masking_utils import create_causal_mask

@@ -18,6 +18,7 @@ SIZES = {
 }
 COMMON = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "pad_token_id": 0}
 WINDOWS = {**COMMON, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKS = {**COMMON, "attention_chunk_size": 7, "layer_types": ["chunked_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2}
 GPT2 = {
     "n_embd": 32,
@@ -37,7 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**WINDOWS, "use_sliding_window": True, "head_dim": 16}),
     "gpt_oss": ("GptOssConfig", {**WINDOWS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "bert": ("BertConfig", {**SIZES, "max_position_embeddings": 128}),
-    # Its attention isn't told of its windows.
+    # The attention of these isn't told of its windows or chunks.
+    "llama4": ("Llama4TextConfig", {**CHUNKS, "head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 2, "use_qk_norm": False}),
     "qwen2_moe": ("Qwen2MoeConfig", {**WINDOWS, **EXPERTS, "use_sliding_window": True}),
 }
 MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
