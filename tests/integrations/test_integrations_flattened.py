@@ -1,5 +1,6 @@
 """Padding-free training of transformers: sequences in one row of a batch are as each alone, by their bounds and by their positions."""
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -242,6 +243,53 @@ def test_windows_and_chunks_of_some_layers_are_of_each_sequence_like_all_others(
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", IN_MASKS)
+@torch.no_grad()
+def test_windows_and_chunks_of_whole_rows_are_the_models_own(name: str) -> None:
+    from flashtune.integrations import transformers as tuned
+
+    model = made(name)
+    tokens = torch.randint(1, 61, (2, 23), generator=torch.Generator().manual_seed(5))
+    padded = torch.ones_like(tokens)
+    padded[1, :5] = 0
+    calls = [{}, {"attention_mask": padded}, {"use_cache": True}, {"use_cache": True, "attention_mask": padded}]
+    wanted = [model(tokens, **{"use_cache": False, **words}).logits for words in calls]
+    words = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    continued = model.generate(tokens, **words)
+    model.set_attn_implementation(tuned.register())
+    for given, one in zip(calls, wanted, strict=True):
+        found = model(tokens, **{"use_cache": False, **given}).logits
+        seen = padded.bool() if "attention_mask" in given else torch.ones_like(padded, dtype=torch.bool)
+        torch.testing.assert_close(found[seen], one[seen], atol=1e-4, rtol=1e-4)
+    for cache in ({}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(tokens, **words, **cache), continued)
+
+
+@pytest.mark.parametrize(("batch", "lengths"), [(1, (5, 11, 1, 9)), (2, (13, 13)), (1, (26,)), (1, (0, 7, 14, 0, 5))])
+def test_chunks_begin_with_each_sequence(batch: int, lengths: tuple[int, ...]) -> None:
+    from flashtune.integrations import flattened
+
+    ends = np.cumsum((0, *lengths))
+    cu = torch.tensor(ends, dtype=torch.int32)
+    for chunk in (1, 3, 7, 26, 99):
+        bounds = None if batch == 2 else flattened.Bounds(cu, cu, max(lengths), max(lengths))
+        found = flattened.bounds_of_chunks(bounds, chunk, batch, 26 // batch, cu.device)
+        wanted = sorted({at for start, end in itertools.pairwise(ends) for at in range(start, end, chunk)} | {26})
+        assert sorted(set(found.cu_q.tolist())) == wanted and found.cu_q.tolist() == sorted(found.cu_q.tolist())
+        assert found.longest_q >= int(np.diff(wanted).max())
+
+
+def test_a_band_of_one_key_and_integers_of_others_are_no_bands() -> None:
+    from flashtune.integrations import flattened
+
+    for band in ("window", "chunks"):
+        assert flattened.band_as_mask(band, 1, "cpu") is None
+        said = flattened.band_as_mask(band, 5, "cpu")
+        assert said is not None and flattened.band_in_mask(said) == (band, 5) == flattened.band_in_mask(said.clone())
+    for other in (torch.ones(1, 1, 1, 5), torch.ones(1, 1, 4, 5).short(), torch.ones(2, 1, 1, 5).short(), torch.ones(1, 5).short()):
+        assert flattened.band_in_mask(other) is None
+
+
 def test_models_that_change_their_masks_get_whole_ones() -> None:
     import transformers
     from transformers.masking_utils import create_causal_mask
@@ -273,6 +321,12 @@ def test_bounds_windows_and_position_biases_of_plain_calls(calls: list[Any]) -> 
         torch.testing.assert_close(out, attend(q, k, k, seen, enable_gqa=True).transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
     assert len(calls) == 2
     bias = torch.randn(1, 4, 26, 26)
+    for whole in (near, torch.zeros(26, 26).masked_fill(~near, -torch.inf)):
+        out, _ = tuned.attention_forward(module, q, k, k, whole[None, None], **lengths)
+        torch.testing.assert_close(out, attend(q, k, k, same & near, enable_gqa=True).transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
+    out, _ = tuned.attention_forward(module, q, k, k, None, sliding_window=4, position_bias=bias, **lengths)
+    wanted = attend(q, k, k, bias.masked_fill(~(same.tril() & near), -torch.inf), enable_gqa=True)
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
     out, _ = tuned.attention_forward(module, q, k, k, positions, sliding_window=4, position_bias=bias)
     wanted = attend(q, k, k, bias.masked_fill(~(same.tril() & near), -torch.inf), enable_gqa=True)
     torch.testing.assert_close(out, wanted.transpose(1, 2), atol=BOUND.atol, rtol=BOUND.rtol)
