@@ -257,6 +257,36 @@ class Fivefold(torch.autograd.Function):
         return 5 * grad
 
 
+class Unchanged(Fivefold):
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        return s
+
+
+class Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(s: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        return s + other, s - other
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore
+        return 5 * grads[0], grads[1]
+
+
+LEARNED = torch.randn(4, 15, requires_grad=True)
+
+
+def in_c(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The function's `apply` without a frame of Python, as PyTorch 2.15 has it."""
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    assert isinstance(found, types.BuiltinFunctionType)
+    return found
+
+
 LACKING: dict[str, tuple[Mod, str]] = {
     "view": (lambda s, b, h, q, k: s + TABLE.view(4, 15)[h, q], "reshapes a captured tensor"),
     "expand": (lambda s, b, h, q, k: s + TABLE[:1].expand(15, 4)[q, h], "indexes with slice"),
@@ -265,6 +295,12 @@ LACKING: dict[str, tuple[Mod, str]] = {
     "few": (lambda s, b, h, q, k: s + TABLE[..., h], "indexes with"),
     "derivative": (lambda s, b, h, q, k: torch.func.grad(torch.sin)(s), "uses a transform of torch.func"),
     "own derivative": (lambda s, b, h, q, k: Fivefold.apply(s), "applies an autograd.Function"),
+    "own derivative in C": (lambda s, b, h, q, k: in_c(Fivefold)(s).sin(), "applies an autograd.Function"),
+    "own derivative of a score left as it is": (lambda s, b, h, q, k: in_c(Unchanged)(s) + q, "applies an autograd.Function"),
+    "own derivative of two": (lambda s, b, h, q, k: in_c(Pair)(s, 0.5 * s)[1], "applies an autograd.Function"),
+    "own derivative of a tensor": (lambda s, b, h, q, k: s * in_c(Fivefold)(LEARNED[h, q]), "applies an autograd.Function"),
+    "hook": (lambda s, b, h, q, k: (s := s * 2, s.register_hook(lambda g: 5 * g))[0], "has gradients of its own by register_hook"),
+    "derivative by autograd": (lambda s, b, h, q, k: torch.autograd.grad(s * s, s)[0], "has gradients of its own by grad"),
 }
 
 
@@ -273,6 +309,23 @@ def test_what_a_trace_would_lose_is_left_to_pytorch(name: str) -> None:
     function, why = LACKING[name]
     with pytest.raises(Unsupported, match=why):
         traced(function, score=True, device=CPU)
+
+
+def test_functions_of_autograd_whose_derivative_nobody_asks_for_are_traced() -> None:
+    assert traced(lambda b, h, q, k: in_c(Fivefold)(q / 2) > k, score=False, device=CPU).output.dtype is torch.bool
+    for unasked in (lambda s: in_c(Fivefold)(s.detach()), lambda s: in_c(Fivefold)(s) > 0):
+        traced(lambda s, b, h, q, k, unasked=unasked: torch.where(unasked(s) > 0, s, 2 * s), score=True, device=CPU)
+
+
+def test_a_score_changed_in_place_is_traced_as_one_that_is_not() -> None:
+    def changed(s: Tensor, *_: Tensor) -> Tensor:
+        s *= 2
+        return torch.exp(s).add_(1).sqrt_()
+
+    output = traced(changed, score=True, device=CPU).output
+    assert [str(node.target) for node in ordered([output]) if node.kind == "operation"] == [
+        "aten.mul.Tensor", "aten.exp.default", "aten.add.Tensor", "aten.sqrt.default",
+    ]  # fmt: skip
 
 
 def test_dots_that_stand_for_nothing_are_left_out_and_compiled_functions_are_those_they_compile() -> None:

@@ -41,7 +41,8 @@ _CONVERTED = frozenset(
 )
 """Names of PyTorch's functions that read a tensor's value into Python."""
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_OWN_GRADIENTS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "grad", "backward"))
+"""Names of PyTorch's functions by which a function changes gradients or computes some itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,10 @@ class _Indexing(TorchFunctionMode):
             raise Unsupported(f"{self.name} uses a transform of torch.func ({self.line})")
         if func is torch.Tensor.__getitem__:
             return self._noted(self._item(*args))
-        if getattr(func, "__name__", "") in _CONVERTED and any(map(_captured, args)):
+        called = getattr(func, "__name__", "")
+        if called in _OWN_GRADIENTS and _tracing() is not None:
+            raise Unsupported(f"{self.name} has gradients of its own by {called} ({self.line}), which kernels don't have")
+        if called in _CONVERTED and any(map(_captured, args)):
             raise Untraceable(
                 f"{self.name} converts a captured tensor's value ({self.line}): use operations on tensors, or convert it before"
             )
@@ -86,8 +90,6 @@ class _Indexing(TorchFunctionMode):
         """The line of the function that is being traced, where it is on the stack."""
         frame: Any = sys._getframe(1)
         while frame is not None:
-            if frame.f_code is _APPLY:
-                raise Unsupported(f"{self.name} applies an autograd.Function ({self.line}), whose gradient kernels don't have")
             if self.code is not None and frame.f_code is self.code:
                 return f"line {frame.f_lineno}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
             frame = frame.f_back
@@ -142,11 +144,19 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
     # As the wrapper that torch.compile makes has it.
     function = getattr(function, "_torchdynamo_orig_callable", function)
     name = getattr(function, "__name__", type(function).__name__)
-    inputs = [torch.zeros((), dtype=torch.float32, device=device)] * score + [
-        torch.zeros((), dtype=torch.int32, device=device) for _ in INDICES
-    ]
+    inputs = [torch.zeros((), dtype=torch.int32, device=device) for _ in INDICES]
+    if score:
+        # A result of autograd, and no leaf, which nothing may change in place.
+        inputs.insert(0, torch.zeros((), dtype=torch.float32, device=device, requires_grad=True).clone())
+
     # make_fx counts parameters with defaults and a method's `self`, too.
-    called = (lambda s, b, h, q, k: function(s, b, h, q, k)) if score else (lambda b, h, q, k: function(b, h, q, k))
+    def evaluated(given: tuple[torch.Tensor, ...]) -> Any:
+        found = function(*given)
+        if isinstance(found, torch.Tensor) and (own := _own_backward(found)) is not None:
+            raise Unsupported(f"{name} applies an autograd.Function ({own}), whose gradient kernels don't have")
+        return found
+
+    called = (lambda s, b, h, q, k: evaluated((s, b, h, q, k))) if score else (lambda b, h, q, k: evaluated((b, h, q, k)))
     mode = _Indexing(name, getattr(function, "__code__", None))
     # Imported here, since it brings the compiler.
     from torch._decomp import get_decompositions
@@ -161,6 +171,10 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
         raise
     except Exception as error:
         raise Untraceable(_reason(name, mode, error)) from None
+    for node in reversed(graph.graph.nodes):
+        # What autograd keeps for its backward.
+        if not node.users and node.target in (aten.detach.default, aten.alias.default):
+            graph.graph.erase_node(node)
     read = Reader(name, graph, trained=score)
     output, *others = read.all(["score"] * score + list(INDICES))
     if others or not isinstance(output, Node) or (not score and output.dtype is not torch.bool):
@@ -170,6 +184,23 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
         words: Any = {"arguments": (output,), "keywords": {"dtype": torch.float32}, "reads": output.reads}
         output = Node("operation", torch.float32, aten._to_copy.default, **words)
     return Traced(output, tuple(read.captured))
+
+
+def _own_backward(result: torch.Tensor) -> str | None:
+    """The autograd.Function whose backward is in a result's gradient, by the name of its node; None where there is none.
+
+    Some versions of PyTorch have no frame of its `apply`, and one that returns its input has no operation.
+    """
+    waiting, seen = [result.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return type(node).__name__
+        seen.add(node)
+        waiting += [found for found, _ in node.next_functions]
+    return None
 
 
 def _reason(name: str, mode: _Indexing, error: Exception) -> str:
