@@ -137,8 +137,6 @@ def _lists(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, *, bac
     """The lists of blocks that a kernel walks, in its order."""
     if not call.mods.listed(kernel.variant.spec):
         return []
-    number = kernel.config.number
-    found = [blocks(call, kernel, query, key, (number("BLOCK_M"), number("BLOCK_N")), of_keys=backward)]
-    if backward and "DQ_BLOCK_M" in kernel.config.as_dict():
-        found.append(blocks(call, kernel, query, key, (number("DQ_BLOCK_M"), number("DQ_BLOCK_N"))))
-    return found
+    # Of keys come first, where there are both.
+    places = enumerate(kernel.tiles[: 2 if backward else 1])
+    return [blocks(call, kernel, query, key, tile, of_keys=backward and place == 0) for place, tile in places]

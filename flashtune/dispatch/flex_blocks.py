@@ -1,7 +1,6 @@
 """Calls with a mask and a score as code, and their lists of blocks: which tiles need the mask, and which are skipped."""
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +28,8 @@ class Functions:
     fresh: tuple[Tensor, ...] = ()
     known: tuple[Band, Score] | None = None
     """Band and score where `attention` has both built in (flashtune.templates.mods.structure and scores)."""
+    reads: bool = False
+    """True if the mask reads captured tensors, whose values may change between calls unseen."""
     documents: Documents | None = None
     """Documents, a band and a score where `attention_varlen` has both built in."""
 
@@ -74,41 +75,20 @@ FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
 """The reason why PyTorch serves a BlockMask that was made by hand."""
 
 MOST_LISTS = 32
-"""Most lists of one mask: its captured tensors may change at every step."""
-
-
-class Kept:
-    """Results by a key and by objects that are the same as then, which are held weakly: of captured tensors, unchanged ones.
-
-    A tensor that is new may lie where one that was freed did, with an equal version.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._found: dict[Hashable, tuple[list[weakref.ref[Any]], Any]] = {}
-
-    def get(self, key: Hashable, same: Iterable[Any], default: Any = None) -> Any:
-        """The result, or the default."""
-        refs, result = self._found.get(key, ((), default))
-        return result if all(ref() is x for ref, x in zip(refs, same, strict=False)) else default
-
-    def put(self, key: Hashable, same: Iterable[Any], result: Any) -> None:
-        """Keep a result; the earlier ones are dropped where there are too many."""
-        if len(self._found) >= self._most:
-            self._found.clear()
-        self._found[key] = [weakref.ref(x) for x in same], result
+"""Most results that are kept with one mask: sizes may change at every step."""
 
 
 _NOTHING = object()
 LISTS: Any = WeakIdKeyDictionary()
-"""Lists of blocks of a mask, or bounds of documents of a tensor, for as long as it lives."""
+"""Lists of blocks of a mask, and whether a BlockMask's blocks are those of its mask_mod, for as long as it lives."""
+
+_OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_") for name in ("num_blocks", "indices"))
 
 
-def versions_of(captured: Sequence[Tensor]) -> Hashable:
-    """Places and versions of captured tensors, None where one is of inference mode and has no version, which would tell of changes."""
-    if any(x.is_inference() for x in captured):
-        return None
-    return tuple((x.data_ptr(), x._version, x.shape, x.stride()) for x in captured)
+def versions_of(mask: Any) -> tuple[int, ...]:
+    """Versions of a BlockMask's own lists, which are all that it holds: no values that its mask_mod reads."""
+    lists = [getattr(mask, name, None) for name in _OWN]
+    return tuple(x._version for x in lists if x is not None and not x.is_inference())
 
 
 def stream_of() -> tuple[int, bool]:
@@ -119,23 +99,23 @@ def stream_of() -> tuple[int, bool]:
     return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
 
 
-def kept(mask: Any, captured: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
-    """Result of `make` from an earlier call with a mask, unless a captured tensor has changed since."""
-    versions = versions_of(captured)
-    if versions is None:
+def _kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Result of `make` from an earlier call with a mask: one that depends on no captured tensor, whose memory may change unseen."""
+    stream, capture = stream_of()
+    # What is made during capture is filled only at replay, where a BlockMask may have other lists.
+    if capture:
         return make()
     try:
-        lists = LISTS.setdefault(mask, Kept(MOST_LISTS))
+        lists = LISTS.setdefault(mask, {})
     except TypeError:
         return make()
-    stream, capture = stream_of()
-    whole = key, versions, stream
-    found = lists.get(whole, captured, _NOTHING)
+    whole = key, versions_of(mask), stream
+    found = lists.get(whole, _NOTHING)
     if found is _NOTHING:
         found = make()
-        # Lists that are made during capture are filled only at replay.
-        if not capture:
-            lists.put(whole, captured, found)
+        if len(lists) >= MOST_LISTS:
+            lists.clear()
+        lists[whole] = found
     return found
 
 
@@ -148,16 +128,18 @@ def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: 
     """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
     sizes = sizes_of(query, key)
 
+    mask = _lists_in(call.mask_of, tile, of_keys=of_keys)
+
     def make() -> Tensor:
         turn = -1 if of_keys else 1
         rows, columns = (cdiv(n, step) for n, step in list(zip(sizes[2:], tile, strict=True))[::turn])
-        mask = _lists_in(call.mask_of, tile, of_keys=of_keys)
         if mask is not None:
             first, second = (size // step for size, step in list(zip(call.mask_of.BLOCK_SIZE, tile, strict=True))[::turn])
             return lists_of_mask(kernel, mask, (first, second), rows, columns)
         return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
-    found: Tensor = kept(call.mask_of, call.captured, (call.mods.hash, sizes, tile, of_keys, query.device), make)
+    place = call.mods.hash, sizes, tile, of_keys, query.device
+    found: Tensor = make() if mask is None and call.functions.reads else _kept(call.mask_of, place, make)
     return found.expand(*sizes[:2], -1, -1)
 
 
@@ -171,11 +153,27 @@ def _lists_in(mask: Any, tile: tuple[int, int], *, of_keys: bool) -> list[Tensor
 
 
 def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
-    """True if the blocks of a BlockMask are those that its mask_mod has: one could be made of any blocks."""
+    """True if the blocks of a BlockMask are those that its mask_mod has: one could be made of any blocks.
+
+    Where the mask reads tensors, kernels that walk the BlockMask's own blocks mean what PyTorch's mean, whatever is in these later.
+    """
     sizes, tile = sizes_of(query, key), tuple(call.mask_of.BLOCK_SIZE)
-    return _agrees(
-        call.mask_of, call.captured, (call.mods.hash, sizes), query, lambda: tile_kinds(call.kernel, call.mods, call.captured, sizes, tile)
-    )
+
+    def kinds() -> Tensor:
+        return tile_kinds(call.kernel, call.mods, call.captured, sizes, tile)
+
+    return _agrees(call.mask_of, (call.mods.hash, sizes), query, kinds, again=varies(call))
+
+
+def varies(call: FlexCall) -> bool:
+    """True if a BlockMask has to be compared with its mask_mod at every call: tensors that this reads may have changed, and PyTorch, on a
+    CPU, or a pass of ours, by its tiles or for gradients of captured tensors, takes the mask where the BlockMask has other blocks."""
+    if not call.functions.reads or not hasattr(call.mask_of, "BLOCK_SIZE"):
+        return False
+    forward, _, backward, trained = call.kernels
+    tiles = [tile for kernel in (forward, backward) if kernel is not None for tile in kernel.tiles]
+    whole = all(_lists_in(call.mask_of, tile, of_keys=False) is not None for tile in tiles)
+    return forward.device.type == "cpu" or not whole or bool(trained is not None and trained.trained)
 
 
 def agrees_with_band(mask: Any, band: Band, query: Tensor, key: Tensor, documents: Tensor | None = None) -> bool:
@@ -186,10 +184,10 @@ def agrees_with_band(mask: Any, band: Band, query: Tensor, key: Tensor, document
         found = _kinds_of_band(band, n_q, n_kv, tuple(mask.BLOCK_SIZE), query.device)
         return found if documents is None else _kinds_of_documents(found, documents, n_q, tuple(mask.BLOCK_SIZE))
 
-    return _agrees(mask, () if documents is None else (documents,), (band, n_q, n_kv), query, kinds)
+    return _agrees(mask, (band, n_q, n_kv), query, kinds, again=documents is not None)
 
 
-def _agrees(mask: Any, captured: Sequence[Tensor], key: Hashable, query: Tensor, kinds_of: Callable[[], Tensor]) -> bool:
+def _agrees(mask: Any, key: Hashable, query: Tensor, kinds_of: Callable[[], Tensor], *, again: bool) -> bool:
     def make() -> bool:
         kinds = kinds_of()
         shape = (*mask.kv_num_blocks.shape[:2], *kinds.shape[2:])
@@ -203,7 +201,7 @@ def _agrees(mask: Any, captured: Sequence[Tensor], key: Hashable, query: Tensor,
     # The answer waits for the GPU, which a capture can't: a mask is met before that, in a warm-up.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return bool(kept(mask, captured, ("agrees", key), make))
+    return make() if again else bool(_kept(mask, ("agrees", key), make))
 
 
 def _kinds_of_band(band: Band, n_q: int, n_kv: int, tile: tuple[int, ...], device: torch.device) -> Tensor:

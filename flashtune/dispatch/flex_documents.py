@@ -1,14 +1,15 @@
 """Masks of documents that lie one after the other: packed sequences, which `attention_varlen` computes without lists of blocks."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_blocks import FOREIGN, agrees_with_band, kept
+from flashtune.dispatch.flex_blocks import FOREIGN, MOST_LISTS, agrees_with_band, versions_of
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT
 from flashtune.dispatch.flex_kernels import layout
 from flashtune.dispatch.inspection import flash_attention_on
@@ -22,6 +23,47 @@ SHORTEST_MEAN = 64
 own, which shorter ones leave empty for the most part."""
 
 
+class Read(NamedTuple):
+    """Numbers of documents as the host read them, and of which tensor."""
+
+    ids: "weakref.ref[Tensor]"
+    numbers: Tensor
+
+    def holds(self) -> bool:
+        """True if the tensor has these numbers now, for which the host waits: memory may be written unseen."""
+        ids = self.ids()
+        return ids is not None and ids.dtype is self.numbers.dtype and torch.equal(ids, self.numbers)
+
+
+class Decided(NamedTuple):
+    """What was decided by numbers of documents, by all else that it depends on."""
+
+    read: Read
+    found: dict[Hashable, Any]
+
+    def get(self, place: Hashable, make: Callable[[], Any]) -> Any:
+        """What was decided at a place, or is now."""
+        if place not in self.found:
+            found = make()
+            if len(self.found) >= MOST_LISTS:
+                self.found.clear()
+            self.found[place] = found
+        return self.found[place]
+
+
+DECIDED: Any = WeakIdKeyDictionary()
+"""By the tensor whose numbers were read last, for as long as it lives."""
+
+
+def _decided_by(ids: Tensor) -> Decided:
+    found: Decided | None = DECIDED.get(ids)
+    if found is None or not found.read.holds():
+        # Kept for calls with gradients, which refuse tensors of inference mode.
+        with torch.inference_mode(False):
+            DECIDED[ids] = found = Decided(Read(weakref.ref(ids), ids.detach().clone()), {})
+    return found
+
+
 class Runs(NamedTuple):
     """Rows where documents begin, with the number of rows at the end, int32 (documents + 1,), and most rows of one."""
 
@@ -32,6 +74,7 @@ class Runs(NamedTuple):
 class PackedCall(NamedTuple):
     """A call as packed sequences: batches are folded into heads, or into rows. `slopes` are those of all heads, None without ALiBi."""
 
+    read: Read
     runs: Runs
     into_heads: bool
     scale: float
@@ -45,11 +88,11 @@ def packed_call(
 ) -> PackedCall | str | None:
     """The call of packed sequences that means the same, the reason why PyTorch serves, or None where lists of blocks serve.
 
-    Numbers of documents are read once for a tensor and a version of it, for which the host waits. A CUDA graph that is captured, whose
-    replays may see other numbers, and numbers of inference mode, which have no version, take lists of blocks: these wait for nothing.
+    The host reads the numbers of documents, and compares them at every call, for which it waits: whoever wrote them since. A CUDA graph
+    that is captured, whose replays may see other numbers, takes lists of blocks, which wait for nothing.
     """
     query, ids, score, memo = tensors[0], captured[documents.captured], documents.score, current()
-    if ids.is_inference() or capturing(query.device):
+    if capturing(query.device):
         return None
     trains = torch.is_grad_enabled()
     slopes = slopes_of(score, captured, query.shape[0], query.shape[1], query.device)
@@ -58,16 +101,17 @@ def packed_call(
         return None
     trains = trains and any(x.requires_grad for x in tensors)
     # Weakly, since a BlockMask holds the numbers, with which the decision is kept.
-    owners = weakref.ref(memo), None if block_mask is None else weakref.ref(block_mask)
+    owners = weakref.ref(memo), None if block_mask is None else (weakref.ref(block_mask), versions_of(block_mask))
     place = documents, layout((*tensors, slopes)), scale, trains, memo.unmeasured, flash_attention_on(), owners
-    found: PackedCall | str | None = kept(ids, (ids,), place, lambda: _decided(documents, ids, slopes, tensors, scale, block_mask))
+    by = _decided_by(ids)
+    found: PackedCall | str | None = by.get(place, lambda: _decided(documents, by, slopes, tensors, scale, block_mask))
     return found if slopes is None or not isinstance(found, PackedCall) else found._replace(slopes=_of_heads(slopes, found, query))
 
 
 def _decided(
-    documents: Documents, ids: Tensor, slopes: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], scale: float, block_mask: Any
+    documents: Documents, by: Decided, slopes: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], scale: float, block_mask: Any
 ) -> PackedCall | str | None:
-    query, key, _ = tensors
+    (query, key, _), ids = tensors, by.read.numbers
     (batch, _, n, _), score = query.shape, documents.score
     into_heads = not all(_view(x, 0, 2) for x in tensors)
     if key.shape[2] != n or (into_heads and (documents.by_batch or not all(_view(x, 0, 1) for x in tensors))):
@@ -76,13 +120,13 @@ def _decided(
     # Slopes of a batch's rows belong to sequences.
     if rows > 1 and score.by_batch:
         return None
-    runs: Runs | None = kept(ids, (ids,), ("runs", rows, n), lambda: _runs(ids, rows, n))
+    runs: Runs | None = by.get(("runs", rows, n), lambda: _runs(ids, rows, n))
     if runs is None or rows * n < SHORTEST_MEAN * (len(runs.bounds) - 1):
         return None
     if block_mask is not None and not agrees_with_band(block_mask, documents.band, query, key, ids):
         return FOREIGN
     left, right = (-1 if side is None else side for side in documents.band)
-    call = PackedCall(runs, into_heads, scale * score.factor, score.softcap, (left, right))
+    call = PackedCall(by.read, runs, into_heads, scale * score.factor, score.softcap, (left, right))
     said = _explained(call if slopes is None else call._replace(slopes=_of_heads(slopes, call, query)), tensors)
     free = current().unmeasured or not query.is_cuda
     for one in (said, said.backward):
@@ -129,7 +173,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
     from flashtune.dispatch.varlen import attend
 
     batch, heads, n, _ = query.shape
-    (bounds, longest), into_heads, scale, softcap, window, slopes = call
+    _, (bounds, longest), into_heads, scale, softcap, window, slopes = call
     options = (0.0, False, scale, True, window, softcap, "top_left", False, False, False)
     given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, None)
     out, lse = attend(given, options, longest, longest, None, heads_outside=into_heads or query.stride(1) > query.stride(2))
@@ -141,7 +185,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
 def _explained(call: PackedCall, tensors: Sequence[Tensor]) -> Explanation:
     from flashtune.dispatch.varlen import explain_varlen
 
-    (bounds, longest), _, scale, softcap, window, slopes = call
+    _, (bounds, longest), _, scale, softcap, window, slopes = call
     words: dict[str, Any] = {"scale": scale, "softcap": softcap, "window_size": window, "causal_alignment": "top_left"}
     rows = _folded(call, tensors)
     return explain_varlen(*rows, bounds, bounds, longest, longest, alibi_slopes=slopes, enable_gqa=True, **words)

@@ -14,6 +14,7 @@ from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import PLAIN, Dependencies, is_pure, is_torchs, names_of, reads_elsewhere
 from flashtune.templates.mods.documents import documents_of
+from flashtune.templates.mods.graph import loads
 from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import known_structure
 from flashtune.templates.mods.trace import traced_together
@@ -69,8 +70,17 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
     names = tuple("" if f is None else str(getattr(f, "__name__", type(f).__name__)) for f in (score_mod, mask_mod))
     among = [next((place for place, y in enumerate(walked) if y is x), -1) for x in captured]
     fresh = captured if -1 in among else ()
-    known, documents = known_structure(score, mask), documents_of(score, mask)
-    return Functions(score=score, mask=mask, names=names, places=tuple(among), fresh=fresh, known=known, documents=documents)  # type: ignore[arg-type]
+    reads, known, documents = mask is not None and bool(loads([mask])), known_structure(score, mask), documents_of(score, mask)
+    return Functions(
+        score=score,
+        mask=mask,
+        names=names,  # type: ignore[arg-type]
+        places=tuple(among),
+        fresh=fresh,
+        known=known,
+        reads=reads,
+        documents=documents,
+    )
 
 
 class _Held(NamedTuple):
@@ -91,7 +101,7 @@ _MOST_READ = 64
 class Snapshot:
     """Values that a function reads beside its arguments, by identity: to know in microseconds that a function is the same.
 
-    Tensors and functions are held weakly; versions and metadata of tensors are part of it. `make` is None for functions that read other
+    Tensors and functions are held weakly; metadata of tensors are part of it, values aren't. `make` is None for functions that read other
     things than tensors, numbers and modules of PyTorch's, of which something may change unseen.
     """
 
@@ -146,12 +156,12 @@ def _read(function: types.FunctionType) -> list[Any] | None:
 
 
 def _state(x: Any) -> Hashable:
-    return x.data_ptr(), x._version, x.shape, x.stride(), x.dtype, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, bool(x.__dict__)
 
 
 def _simple(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference() and not x.__dict__
+        return type(x) in (Tensor, torch.nn.Parameter) and not x.__dict__
     if isinstance(x, types.BuiltinFunctionType):
         return is_pure(x)
     return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType)) or (

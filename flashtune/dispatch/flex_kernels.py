@@ -64,6 +64,9 @@ class ModKernel:
         self.variant = kernels.variant(kind, spec, config)
         self.device, self.config, self.origin, self.record = device, config, origin, record
         self.loaded = kernels.load(kind, self.variant)
+        steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in config.as_dict()]
+        # Rows and columns of the tiles of each of its lists of blocks: those of the forward or of keys, then those of queries.
+        self.tiles = [(config.number(f"{step}BLOCK_M"), config.number(f"{step}BLOCK_N")) for step in steps]
         self._text, self.failed = "", ""
         self._programs: dict[Hashable, Program] = {}
         self._manifest: Manifest | None = None

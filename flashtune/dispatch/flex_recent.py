@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtune.dispatch.context import STACK, current
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, stream_of
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, stream_of, varies, versions_of
 from flashtune.dispatch.flex_documents import PackedCall
 from flashtune.dispatch.flex_functions import Snapshot
 from flashtune.dispatch.inspection import flash_attention_on
@@ -26,7 +26,7 @@ class RecentCall:
 
     check: Callable[..., bool]
     state: tuple[Any, ...]
-    mask: "weakref.ref[Any] | None"
+    mask: "tuple[weakref.ref[Any], tuple[int, ...]] | None"
     snapshots: tuple[Snapshot | None, Snapshot | None]
     call: Any
     functions: Functions | None
@@ -54,12 +54,14 @@ def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: An
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
-        or (recent.mask is not None and recent.mask() is not block_mask)
+        or (recent.mask is not None and (recent.mask[0]() is not block_mask or recent.mask[1] != versions_of(block_mask)))
     ):
         return None
     for snapshot, function in zip(recent.snapshots, (score_mod, getattr(block_mask, "mask_mod", block_mask)), strict=True):
         if function is not None and not snapshot.same(function):
             return None
+    if isinstance(recent.call, PackedCall) and not recent.call.read.holds():
+        return None
     if not isinstance(recent.call, Kernels):
         return recent.call
     if recent.call.failed:
@@ -83,6 +85,8 @@ def keep_recent(
     if (isinstance(call, dict) and "alibi_slopes" in call) or (isinstance(call, PackedCall) and call.slopes is not None):
         # Slopes are computed anew.
         return
+    if isinstance(call, FlexCall) and varies(call):
+        return
     mask_mod = getattr(block_mask, "mask_mod", block_mask)
     snapshots = tuple(None if function is None else Snapshot.make(function) for function in (score_mod, mask_mod))
     if any(function is not None and one is None for function, one in zip((score_mod, mask_mod), snapshots, strict=True)):
@@ -91,7 +95,7 @@ def keep_recent(
     if isinstance(call, FlexCall):
         # Tensors and masks are held by callers.
         kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale
-    mask = None if mask_mod is block_mask else weakref.ref(block_mask)
+    mask = None if mask_mod is block_mask else (weakref.ref(block_mask), versions_of(block_mask))
     recent = current().plans.flex
     if len(recent) >= MOST:
         recent.clear()

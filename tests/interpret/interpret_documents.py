@@ -15,10 +15,10 @@ import torch
 from interpreting import failures_of
 from mod_cases import oracle
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch import flex_blocks, flex_documents
+from flashtune.dispatch import flex_documents
 
 warnings.filterwarnings("ignore")
 
@@ -186,9 +186,9 @@ def of_random_runs() -> None:
 
 
 def of_changes_in_place() -> None:
-    """Numbers are read once for a version of their tensor, and again where they changed."""
+    """Numbers are read once while they stay the same, and again where they changed, whoever wrote them."""
     document, read = SHARED.clone(), []
-    given = tensors(1)
+    given, memory = tensors(1), document.numpy()
 
     def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return document[q] == document[k]
@@ -202,22 +202,54 @@ def of_changes_in_place() -> None:
         document[20:30] = 99
         agrees(given, mask, None, packed=True)
         assert len(read) == 2
-        document[30] = document[0]
-        agrees(given, mask, None, packed=False)
+        version = document._version
+        memory[9:15] = -5
+        agrees(given, mask, None, packed=True)
         assert len(read) == 3
+        memory[30] = memory[0]
+        assert document._version == version, "written unseen"
+        agrees(given, mask, None, packed=False)
+        assert len(read) == 4
+
+
+def of_block_masks_of_numbers_that_change_unseen() -> None:
+    """Under a BlockMask made anew, and under the same one: where its blocks are those of the numbers no longer, PyTorch serves."""
+    document, given, visible = SHARED.clone(), tensors(1), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    memory = document.numpy()
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (document[q] == document[k]) & (q >= k)
+
+    def made() -> Any:
+        return create_block_mask(mask, None, None, N, N, device="cpu", BLOCK_SIZE=16)
+
+    # All blocks of this one need the mask, whatever the numbers are.
+    places = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
+    lasting = BlockMask.from_kv_blocks(visible.sum(-1, dtype=torch.int32), places, BLOCK_SIZE=16, mask_mod=mask, seq_lengths=(N, N))
+    before = made()
+    for lengths in ((9, 32), (20, 21), (3, 10, 28)):
+        memory[:] = runs(*lengths).numpy()
+        for block_mask in (made(), lasting):
+            agrees(given, block_mask, None, packed=True, function=mask)
+        foreign = {"block_mask": before, "enable_gqa": True}
+        assert "aren't those of its mask_mod" in dispatch.explain_flex(*given, **foreign), lengths
+        found = dispatch.flex_attention(*given, **foreign)
+        torch.testing.assert_close(found.double(), oracle(*(x.double() for x in given), None, mask)[0], atol=2e-5, rtol=2e-5)
 
 
 def of_inference_mode() -> None:
-    """Numbers that were made in inference mode have no version, so that lists of blocks serve; bounds from there serve gradients later."""
+    """Numbers that were made in inference mode are read likewise; bounds from there serve gradients later."""
     document = SHARED.clone()
     given = tensors(1)
     words: dict[str, Any] = {"enable_gqa": True}
     with torch.inference_mode():
         made_here = SHARED.clone()
-        blocks = lambda b, h, q, k: made_here[q] == made_here[k]  # noqa: E731
-        assert dispatch.explain_flex(*given, block_mask=blocks, **words).startswith("flash_fwd")
-        out = dispatch.flex_attention(*given, block_mask=lambda b, h, q, k: document[q] == document[k], **words)
-        torch.testing.assert_close(dispatch.flex_attention(*given, block_mask=blocks, **words), out, atol=2e-5, rtol=2e-5)
+        here = lambda b, h, q, k: made_here[q] == made_here[k]  # noqa: E731
+        for start in (3, 22):
+            made_here[start:] = document[start:] = start
+            out = dispatch.flex_attention(*given, block_mask=lambda b, h, q, k: document[q] == document[k], **words)
+            assert dispatch.explain_flex(*given, block_mask=here, **words).startswith(PACKED)
+            torch.testing.assert_close(dispatch.flex_attention(*given, block_mask=here, **words), out, atol=2e-5, rtol=2e-5)
     agrees(given, lambda b, h, q, k: document[q] == document[k], None, packed=True)
 
 
@@ -237,7 +269,7 @@ def of_lists_of_blocks_instead() -> None:
         patch.setattr(flex_documents, "capturing", lambda device: True)
         assert said(given).startswith("flash_fwd")
     with pytest.MonkeyPatch.context() as patch:
-        flex_blocks.LISTS.clear()
+        flex_documents.DECIDED.clear()
         patch.setattr(flex_documents, "SHORTEST_MEAN", 7)
         assert said(given).startswith("flash_fwd")
     assert said(given, learned).startswith("flash_fwd")

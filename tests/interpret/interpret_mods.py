@@ -1,5 +1,6 @@
 """Masks and scores as code through dispatch with kernels in Triton's interpreter."""
 
+import itertools
 import warnings
 from typing import Any
 
@@ -98,6 +99,39 @@ def rebound() -> float:
     memory[20:] = 1
     document = torch.from_numpy(memory)
     return gap(dispatch.flex_attention(q, k, v, None, same), oracle(q.double(), k.double(), v.double(), None, same)[0])
+
+
+def unseen() -> float:
+    """Largest error of output and gradients after the numbers that a mask reads were written without a new version of their tensor: of the
+    mask itself and of one BlockMask, whose blocks are made of whole tiles or aren't, and are those of the mask or aren't any longer."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    n, found = 40, [0.0]
+    limit, table = torch.tensor([9, 30]), torch.randn(2, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    memory = limit.numpy()
+
+    def prefix(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < limit[b]) | (q >= k)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[h] * (q - k)
+
+    def masks(size: int) -> list[Any]:
+        blocks = -(-n // size)
+        places = torch.arange(blocks, dtype=torch.int32).expand(1, 1, blocks, blocks)
+        every, some = (torch.full((1, 1, blocks), count, dtype=torch.int32) for count in (blocks, 1))
+        return [BlockMask.from_kv_blocks(count, places, BLOCK_SIZE=size, mask_mod=prefix, seq_lengths=(n, n)) for count in (every, some)]
+
+    given = [torch.randn(2, 2, n, 16, generator=torch.Generator().manual_seed(7 + i)).requires_grad_() for i in range(3)]
+    doubles, kept = [x.detach().double().requires_grad_() for x in given], [prefix, *masks(16), *masks(128)]
+    for limits in ((9, 30), (33, 2)):
+        memory[:] = limits
+        for block_mask, mod in [*zip(kept, itertools.repeat(None)), (kept[1], score)]:
+            out = dispatch.flex_attention(*given, mod, block_mask)
+            right = oracle(*doubles, mod, prefix)[0]
+            pairs = zip(torch.autograd.grad(out.sum(), given), torch.autograd.grad(right.sum(), doubles), strict=True)
+            found += [gap(out, right), *(gap(x, y) for x, y in pairs)]
+    return max(found)
 
 
 def kernels() -> dict[str, int]:
@@ -213,7 +247,7 @@ def main() -> dict[str, Any]:
         "random": [report(random_case(seed)) for seed in range(8)],
         "poisoned": poisoned(),
         "foreign": foreign(),
-        "changed": max(changed(), rebound()),
+        "changed": max(changed(), rebound(), unseen()),
         "kernels": kernels(),
         "built_in": built_in(),
         "lists": lists(),
