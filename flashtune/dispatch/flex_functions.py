@@ -12,7 +12,8 @@ from torch import Tensor
 from flashtune.core.flex_attention import Mod
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
-from flashtune.templates.mods.capture import PLAIN, Dependencies, is_pure, is_torchs, names_of, reads_elsewhere
+from flashtune.templates.mods.bytecode import LOOKING, names_of, reads_elsewhere
+from flashtune.templates.mods.capture import PLAIN, Dependencies, is_pure, is_torchs
 from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.graph import loads
 from flashtune.templates.mods.reader import Unsupported
@@ -163,7 +164,7 @@ def _simple(x: Any) -> bool:
     if isinstance(x, Tensor):
         return type(x) in (Tensor, torch.nn.Parameter) and not x.__dict__
     if isinstance(x, types.BuiltinFunctionType):
-        return is_pure(x)
+        return is_pure(x) and x not in LOOKING
     return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType)) or (
         isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
     )

@@ -46,7 +46,9 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
         if band is not None:
             left, right = (-1 if side is None else side for side in band)
             numbers = numbers._replace(left=left, right=right, bottom_right=False)
-            functions = functions if rest is not None else _without_mask(functions)
+            # Captured tensors of functions that are traced at every call aren't kept.
+            without = replace if functions.fresh else _replaced
+            functions = functions if rest is not None else without(functions, mask=None)
     sequences = Sequences((packed.cu_q, packed.cu_k, packed.used), numbers)
     if sequences.deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in captured):
         if not torch.are_deterministic_algorithms_enabled():
@@ -56,9 +58,9 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
 
 
 @functools.lru_cache(maxsize=256)
-def _without_mask(functions: Functions) -> Functions:
-    """The functions without their mask, the same object for the same ones."""
-    return replace(functions, mask=None)
+def _replaced(functions: Functions, **changes: None) -> Functions:
+    """The functions with changes, the same object for the same ones."""
+    return replace(functions, **changes)  # type: ignore[arg-type]
 
 
 def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed, numbers: Numbers) -> dict[str, Any] | None:

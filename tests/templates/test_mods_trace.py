@@ -3,8 +3,12 @@
 import collections
 import dataclasses
 import functools
+import gc
+import operator
+import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,8 +157,114 @@ def of_a_bound_look_up() -> Iterator[Mod]:
         yield lambda s, b, h, q, k: s * look_up("factor")
 
 
+class Window:
+    factor = 1.0
+
+
+class Layer(torch.nn.Module):
+    """A model's layer: what its score reads is little of what it has, and its forward reads what nothing follows."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.own, self.inner = types.SimpleNamespace(factor=1.0, window=Window()), 1.0, Slotted()
+        self.inner.factor = 1.0
+        self.projection, self.table = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+        self.queue = collections.deque([1.0])
+
+    def of_own(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.own + self.table[h]
+
+    def of_config(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.config.factor
+
+    def of_window(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.config.window.factor
+
+    def of_slots(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.inner.factor
+
+    def of_property(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.helped(s) * self.doubled
+
+    def of_shared(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.shared
+
+    def of_nested(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (lambda: s * self.own)()
+
+    def of_itself(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return of_another(self, s)
+
+    def of_the_queue(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.queue[0]
+
+    def helped(self, s: Tensor) -> Tensor:
+        return s if self.own else self.helped(s)
+
+    @property
+    def doubled(self) -> float:
+        return 1.0 * self.own
+
+    def closing(self) -> Mod:
+        return lambda s, b, h, q, k: s * self.config.factor + self.table[h]
+
+    def forward(self, x: Tensor) -> Any:
+        return dispatch.flex_attention(*self.projection(x), self.of_own, globals()["factor"])
+
+
+def of_another(layer: Any, s: Tensor) -> Tensor:
+    return s * layer.own  # type: ignore[no-any-return]
+
+
+LAYER = Layer()
+
+
+class Settings:
+    """What no code reads by its name."""
+
+    width_1 = 1.0
+
+
+def of_settings(score: Mod) -> Callable[[], Iterator[Mod]]:
+    def made() -> Iterator[Mod]:
+        for number in (1.0, 3.0):
+            setattr(Settings, "width_" + str(LEVELS[0]), number)
+            yield score
+
+    return made
+
+
+LEVELS = [1]
+
+
+def of_layer(score: Mod, *path: str) -> Callable[[], Iterator[Mod]]:
+    def made() -> Iterator[Mod]:
+        owner = functools.reduce(getattr, path[:-1], LAYER)
+        for number in (1.0, 3.0):
+            setattr(owner, path[-1], number)
+            yield score
+
+    return made
+
+
+def of_an_attribute_in_place_of_the_class() -> Iterator[Mod]:
+    yield LAYER.of_shared
+    LAYER.shared = 3.0
+    yield LAYER.of_shared
+    del LAYER.shared
+
+
 CALLEE = Callee()
 SEEN_BEFORE = (lambda: CALLEE.mod), CALLEE
+HELD, ASK, THIS, SETTINGS = "".join(("width", "_1")), getattr, sys.modules[__name__], Settings()
+
+
+def built(x: Any) -> Any:
+    return getattr(x, f"width_{LEVELS[0]}")
+
+
 CHANGED: dict[str, Callable[[], Iterator[Mod]]] = {
     "slots": of_slots, "a class": of_a_class, "a helper's class": of_a_helpers_class, "an array": of_an_array, "a deque": of_a_deque,
     "a name": of_a_name, "attributes of containers and tensors": of_attributes, "a bound look-up": of_a_bound_look_up,
@@ -166,6 +276,21 @@ CHANGED: dict[str, Callable[[], Iterator[Mod]]] = {
     "a name in a text": of_class(lambda s, b, h, q, k: s * getattr(Callee, "factor")),  # noqa: B009
     "a static method": of_module(lambda s, b, h, q, k: s * Callee.static()),
     "a method above": of_module(lambda s, b, h, q, k: s * CALLEE.inherited_twice),
+    "own": of_layer(LAYER.of_own, "own"), "of a config": of_layer(LAYER.of_config, "config", "factor"),
+    "of a config's object": of_layer(LAYER.of_window, "config", "window", "factor"),
+    "slots of an attribute": of_layer(LAYER.of_slots, "inner", "factor"),
+    "a property and a method": of_layer(LAYER.of_property, "own"), "within": of_layer(LAYER.of_nested, "own"),
+    "handed on": of_layer(LAYER.of_itself, "own"), "of self in a closure": of_layer(LAYER.closing(), "config", "factor"),
+    "of a module's variable": of_layer(lambda s, b, h, q, k: s * LAYER.config.factor, "config", "factor"),
+    "an attribute that hides the class'": of_an_attribute_in_place_of_the_class,
+    "a built name": of_settings(lambda s, b, h, q, k: s * getattr(Settings, f"width_{LEVELS[0]}")),
+    "a held name": of_settings(lambda s, b, h, q, k: s * getattr(Settings, HELD)),
+    "a chosen name": of_settings(lambda s, b, h, q, k: s * getattr(Settings, HELD if LEVELS else "", 2.0)),
+    "another name of getattr": of_settings(lambda s, b, h, q, k: s * ASK(Settings, HELD)),
+    "a getter": of_settings(lambda s, b, h, q, k: s * operator.attrgetter(HELD)(Settings)),
+    "an object's built name": of_settings(lambda s, b, h, q, k: s * getattr(SETTINGS, f"width_{LEVELS[0]}")),
+    "a helper's built name": of_settings(lambda s, b, h, q, k: s * built(Settings)),
+    "a module's built name": of_module(lambda s, b, h, q, k: s * getattr(THIS, f"fac{'tor'}")),
     "an index": of_module(lambda s, b, h, q, k: s * CALLEE[0]),
 }  # fmt: skip
 
@@ -198,6 +323,66 @@ def test_objects_that_stay_the_same_have_one_trace() -> None:
 
     method = Layer().score
     assert functions_of(method) is functions_of(method)
+
+
+SCORES = ("of_own", "of_config", "of_window", "of_slots", "of_property", "of_shared", "of_nested")
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_methods_depend_on_the_attributes_that_they_read_alone(name: str) -> None:
+    """So do those of another object that is like it in these."""
+    first, second = Layer(), Layer()
+    second.queue.append(2.0)
+    score = getattr(first, name)
+    assert functions_of(score) is functions_of(score) is functions_of(getattr(second, name))
+    assert functions_of(first.closing()) is functions_of(second.closing())
+
+
+def test_another_tensor_in_an_attribute_is_that_of_the_next_call() -> None:
+    layer = Layer()
+    for _ in range(2):
+        layer.table = torch.nn.Parameter(torch.randn(4))
+        functions, captured = flex_functions._traced(layer.of_own, None, CPU)
+        assert captured[0] is layer.table and not functions.fresh
+
+
+@pytest.mark.parametrize("kind", ["method", "closure", "object", "handed on", "object in a container", "class", "too much"])
+def test_nothing_that_is_kept_of_a_function_holds_what_it_reads(kind: str) -> None:
+    class Doc:
+        def __init__(self) -> None:
+            self.table, self.own = torch.randn(4), 1.0
+
+        def __call__(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + self.table[h]
+
+    def made() -> tuple[Mod, Tensor]:
+        if kind in ("object", "object in a container"):
+            doc, docs = Doc(), [Doc()]
+            return (doc, doc.table) if kind == "object" else (lambda s, b, h, q, k: docs[0](s, b, h, q, k), docs[0].table)
+        if kind == "class":
+            table = torch.randn(4)
+
+            class Holder:
+                own = None
+
+                @staticmethod
+                def at(h: Tensor) -> Tensor:
+                    return table[h]
+
+            holder = Holder()
+            return lambda s, b, h, q, k: s + (Holder.at(h) if holder is holder.own else holder.at(h)), table
+        layer = Layer()
+        found = {"method": layer.of_own, "closure": layer.closing(), "handed on": layer.of_itself, "too much": layer.of_the_queue}
+        return found[kind], layer.table
+
+    left = []
+    for _ in range(3):
+        function, table = made()
+        flex_functions.functions_of(function, None, CPU, [("h", 4)])
+        left.append(weakref.ref(table))
+    del function, table
+    gc.collect()
+    assert [one() for one in left] == [None] * 3
 
 
 def test_objects_that_cannot_be_looked_at_have_no_key() -> None:
