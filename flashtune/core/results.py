@@ -203,6 +203,8 @@ class Finding:
     variant_id: str
     found_at: str
     reason: str
+    origin: str = ""
+    """The origin of the records that it refutes, those of the database that holds it; empty for records of every database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

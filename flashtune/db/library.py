@@ -16,7 +16,7 @@ import platformdirs
 
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, TuningRecord
+from flashtune.core.results import Bits, Finding, TuningRecord
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError, signature
 from flashtune.db.preference import Findings, by_key, by_preference, foremost, key_order, latest, refuted, serve_all, worth_keeping
@@ -58,6 +58,8 @@ class Layer:
     """Precedence of its records (TuningRecord.precedence)."""
     implied: bool = False
     """True where it wasn't requested by name, so that it is left out with a warning if it can't be read."""
+    own: bool = False
+    """True for the user's own results, whose findings refute records of every layer; those of another layer refute its own."""
 
 
 class Library(Mapping[ProblemKey, list[TuningRecord]]):
@@ -95,7 +97,11 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
     @functools.cached_property
     def findings(self) -> Findings:
         """Kernels that failed when records of any layer were timed again."""
-        return latest(one for place in range(len(self.layers)) for one in self._of(place, lambda records: getattr(records, "findings", ())))
+        found: list[Finding] = []
+        for place, layer in enumerate(self.layers):
+            for one in self._of(place, lambda records: getattr(records, "findings", ())):
+                found.append(replace(one, origin="" if layer.own else layer.origin or one.origin))
+        return latest(found)
 
     @functools.cached_property
     def large(self) -> bool:
@@ -145,7 +151,7 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
             requested.append(named)
         layers = [Layer(location=location, precedence=len(requested) - place) for place, location in enumerate(requested)]
         if not alone:
-            layers.append(Layer(location=overlay_path(), origin="overlay", optional=True, implied=True))
+            layers.append(Layer(location=overlay_path(), origin="overlay", optional=True, implied=True, own=True))
             layers.append(Layer(location=shipped_path(), origin="shipped", optional=True, implied=True))
         return cls(layers)
 

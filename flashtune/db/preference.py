@@ -1,6 +1,8 @@
 """Preference among records of one key: the same rule for a database, for layers of databases and for dispatch."""
 
+import functools
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -13,7 +15,16 @@ from flashtune.db.rows import moment
 FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5
 """Least samples of each time, and largest spread of their quantiles over the median, of a ratio with enough evidence."""
 
-_RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?![0-9])")
+NEWEST: Mapping[str, tuple[int, int]] = {"torch": (2, 15), "triton": (3, 10)}
+"""Newest releases that exist, as far as this version knows; one that is newer and installed exists, too."""
+
+AHEAD_S = 300.0
+"""Seconds by which the clock of another host may be ahead of this one's."""
+
+_BEFORE_ALL_S = 1e12
+"""Seconds between dates that are ahead of now and their places in the order: more than all years of dates have."""
+
+_RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
 
 _COLUMNS = attrgetter(*(field.name for field in fields(ProblemKey)))
 
@@ -27,9 +38,9 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
     newest torch and Triton, since ratios to an older torch may not hold for today's; then the lowest ratio wins. Measured records
     without PyTorch's time follow, the newest first; then predictions, the newest first, because a later cost model supersedes an
     earlier one; last those that hold FlexAttention's tuned options alone, the newest first. Ties go to the smaller variant id, so that
-    two machines choose alike.
+    two machines choose alike. What can't be true, a date ahead of now or a version that doesn't exist, counts as the oldest.
     """
-    age = -_made(record)
+    age = -made(record)
     layer = -record.precedence
     if record.tunes_flex:
         return 3, layer, 0, age, record.outcome.variant_id
@@ -41,9 +52,15 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
     return 1, layer, 0, not _evident(record), _newest_first(record), relative, record.outcome.variant_id
 
 
-def _made(record: TuningRecord) -> float:
-    """Seconds since the epoch at which its run began."""
-    return moment(record.provenance.created_at).timestamp()
+def made(record: TuningRecord) -> float:
+    """Seconds since the epoch at which its run began, as `_seconds` orders them."""
+    return _seconds(record.provenance.created_at)
+
+
+def _seconds(date: str) -> float:
+    """Seconds since the epoch of a date; one that is ahead of now comes before all others, in order, also where this clock is behind."""
+    found = moment(date).timestamp()
+    return found if found <= time.time() + AHEAD_S else found - _BEFORE_ALL_S
 
 
 def _evident(record: TuningRecord) -> bool:
@@ -53,9 +70,28 @@ def _evident(record: TuningRecord) -> bool:
 
 
 def _newest_first(record: TuningRecord) -> tuple[int, ...]:
-    """Negated versions of torch and Triton; texts that are no release number count as the oldest."""
-    found = (_RELEASE.match(text) for text in (record.provenance.torch, record.provenance.triton))
-    return tuple(-int(part or 0) for release in found for part in (release.groups() if release else (0, 0, 0)))
+    """Negated releases of torch and Triton; texts that are no release number, and releases that don't exist, count as the oldest."""
+    return tuple(-part for name in NEWEST for part in _release(name, getattr(record.provenance, name)))
+
+
+def _release(package: str, version: str) -> tuple[int, int]:
+    """The major and minor number of a version; zeros where it names no release that exists."""
+    found = _RELEASE.match(version)
+    release = (int(found[1]), int(found[2])) if found else (0, 0)
+    return release if release <= NEWEST[package] or release <= _installed(package) else (0, 0)
+
+
+@functools.cache
+def _installed(package: str) -> tuple[int, int]:
+    """The major and minor number of an installed package; zeros where there is none."""
+    # Hardly any process meets a version that is newer than the newest known.
+    import importlib.metadata
+
+    try:
+        found = _RELEASE.match(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def by_key(records: Iterable[TuningRecord]) -> dict[ProblemKey, list[TuningRecord]]:
@@ -76,10 +112,10 @@ def by_preference(same: Iterable[TuningRecord]) -> list[TuningRecord]:
     again = [record for record in ordered if record.ending is not None and record.ending.reason == REQUALIFIED]
     if not again:
         return ordered
-    newest = max(again, key=_made)
+    newest = max(again, key=made)
 
     def outdated(record: TuningRecord) -> bool:
-        return record.outcome.source == "measured" and record.precedence <= newest.precedence and _made(record) < _made(newest)
+        return record.outcome.source == "measured" and record.precedence <= newest.precedence and made(record) < made(newest)
 
     old = [record for record in ordered if outdated(record)]
     kept = [record for record in ordered if not outdated(record)]
@@ -87,22 +123,26 @@ def by_preference(same: Iterable[TuningRecord]) -> list[TuningRecord]:
     return kept[:place] + old + kept[place:]
 
 
-Findings = Mapping[tuple[str, str], Finding]
-"""The latest failure of each kernel, by GPU and variant."""
+Findings = Mapping[tuple[str, str, str], Finding]
+"""The latest failure of each kernel, by GPU, variant and the database whose records it refutes (`Finding.origin`)."""
 
 
 def latest(findings: Iterable[Finding]) -> Findings:
-    """The latest finding about each kernel."""
-    ordered = sorted(findings, key=lambda one: moment(one.found_at))
-    return {(one.gpu, one.variant_id): one for one in ordered}
+    """The latest finding about each kernel, of each database."""
+    ordered = sorted(findings, key=lambda one: _seconds(one.found_at))
+    return {(one.gpu, one.variant_id, one.origin): one for one in ordered}
 
 
 def refutation(findings: Findings, gpu: str, variant_id: str, record: TuningRecord | None = None) -> str:
-    """Cause of a kernel's failure on a GPU, unless the record that leads to it was measured later; empty where there is none."""
-    found = findings.get((gpu, variant_id))
-    if found is None or (record is not None and _made(record) > moment(found.found_at).timestamp()):
-        return ""
-    return f"`flashtune verify --requalify` found that its kernel fails on {gpu}: {found.reason}"
+    """Cause of a kernel's failure on a GPU, unless the record that leads to it was measured later; empty where there is none.
+
+    The user's own findings count for every record, those of another database for its own records.
+    """
+    for origin in ("",) if record is None else ("", record.origin):
+        found = findings.get((gpu, variant_id, origin))
+        if found is not None and (record is None or made(record) <= _seconds(found.found_at)):
+            return f"`flashtune verify --requalify` found that its kernel fails on {gpu}: {found.reason}"
+    return ""
 
 
 def refuted(record: TuningRecord, findings: Findings) -> TuningRecord:

@@ -128,7 +128,7 @@ def findings(execute: Execute, name: str) -> list[Finding]:
         with row_named(name, "trial", row.values["id"]):
             cause = f"{row.one_of('fate', rows.FATES)}: {row.text('reason', limit=TEXT_LENGTH, empty=True)}"
             fixed = {"gpu": row.word("gpu"), "variant_id": row.word("variant_id"), "found_at": rows.read_created_at(row)}
-            found.append(Finding(**fixed, reason=cause))
+            found.append(Finding(**fixed, reason=cause, origin=name))
     return found
 
 

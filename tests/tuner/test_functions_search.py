@@ -396,7 +396,7 @@ def test_a_record_of_functions_whose_kernel_failed_since_is_passed_over(file: Pa
     config, key = configs_of(problem)[3], problem.key("h200")
     records = stored(database(tmp_path / "a.sqlite", (problem, name, config, 200.0)))
     variant = Variant(template=name, spec=problem.spec(), config=config).id
-    for found_at, serves in (("2999-01-01T00:00:00+00:00", False), ("1999-01-01T00:00:00+00:00", True)):
+    for found_at, serves in (("2026-11-28T00:00:00+00:00", False), ("1999-01-01T00:00:00+00:00", True)):
         findings = latest([Finding(gpu="h200", variant_id=variant, found_at=found_at, reason="runtime: broken")])
         pool = Pool(key, H200, records, families(), findings)
         assert (flex_configs.recorded(problem, H200, pool, unmeasured=False) is not None) is serves

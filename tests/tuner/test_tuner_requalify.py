@@ -225,7 +225,7 @@ def test_a_shipped_kernel_that_is_wrong_here_serves_nothing_until_it_is_measured
     shown = json.loads(flashtune("show", "--json").stdout)
     assert all("fails on h200: correctness: off" in row["unservable"] for row in shown)
     # Timed again and found right, as after another upgrade, it serves at that length.
-    later = replace(samples.PROVENANCE, created_at="2026-11-29T10:00:00+00:00")
+    later = replace(samples.PROVENANCE, created_at="2026-11-28T10:00:00+00:00")
     monkeypatch.setattr(machine, "provenance", lambda **_: later)
     rows = requalify(monkeypatch, {(n, config): us for n in (640, 1024) for config, us in ((FIRST, 50.0), (SECOND, 52.0))})
     assert [row["verdict"] for row in rows] == ["confirmed", "updated"]

@@ -14,6 +14,7 @@ from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import PROVIDERS, REQUALIFIED, CompileFacts, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
 from flashtune.core.target import Target
+from flashtune.db.preference import made
 from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
@@ -70,7 +71,7 @@ def worst_first(records: Sequence[TuningRecord], here: Provenance) -> list[Tunin
     def trust(record: TuningRecord) -> tuple[object, ...]:
         conditions, time = record.provenance.conditions, record.outcome.measurement
         doubts = len(conditions.doubts) - conditions.power_limited if conditions else 1
-        return -len(elsewhere(record, here)), -doubts, -(time.noise if time else 1.0), record.provenance.created_at
+        return -len(elsewhere(record, here)), -doubts, -(time.noise if time else 1.0), made(record)
 
     return sorted(records, key=trust)
 
