@@ -2,20 +2,25 @@
 and of those it imports, and run without flashtune."""
 
 import functools
+import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtune.core.band import Sides
-from flashtune.core.config import Config, KernelSpec
+from flashtune.core.checked import Row as Values
+from flashtune.core.checked import read_key
+from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
+from flashtune.core.files import read_json
 from flashtune.core.launches import Host
 from flashtune.core.launching import LoadedKernel, launcher
 from flashtune.core.nearness import distance, octaves
@@ -24,14 +29,23 @@ from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Features, MaskKind
 from flashtune.core.target import plain_words
 from flashtune.core.torch_attention import autocasting, out_strides, sdpa, transformed
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.words import counted, shown
 
 FORMAT = 1
 """Format of the table."""
+
+MOST_BYTES = 1 << 26
+"""Bytes of the largest table that is read; one of a thousand records has a hundredth of it."""
 
 MOST_OCTAVES = 1.0
 """Doublings of N_q and of N_kv up to which a record serves other lengths."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+_FLAWS = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""Errors of reading a value of another type or shape than an export writes."""
+
+_Read = TypeVar("_Read")
 
 
 class Row(NamedTuple):
@@ -42,36 +56,37 @@ class Row(NamedTuple):
     median_us: float
 
 
-class Kernel(NamedTuple):
-    """A kernel of the table: the module of its text, its family, and what is compiled in."""
+class Gpu(NamedTuple):
+    """A GPU of the table: its architecture (None where the exporter didn't know the card), and its names."""
 
-    module: str
-    template: str
-    spec: KernelSpec
-    config: Config
+    arch: str | None
+    names: frozenset[str]
 
 
 class Table(NamedTuple):
-    """The records of a folder, its kernels by id, and its GPUs: architecture and names, by slug."""
+    """The records of a folder, its kernels by id, and its GPUs by slug."""
 
-    rows: tuple[Row, ...]
-    kernels: Mapping[str, Kernel]
-    archs: Mapping[str, str]
-    names: Mapping[str, frozenset[str]]
+    rows: tuple[Row, ...] = ()
+    kernels: Mapping[str, Variant] = {}
+    gpus: Mapping[str, Gpu] = {}
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Table":
-        """The table of a JSON value; raises InputError for another format."""
-        if found.get("format") != FORMAT:
-            raise InputError(f"the table has the format {found.get('format')!r}, not {FORMAT}: export the folder again")
-        rows = (Row(ProblemKey(**one["key"]), one["kernel"], one["median_us"]) for one in found["records"])
-        kernels = {
-            name: Kernel(one["module"], one["template"], KernelSpec(**one["spec"]), Config.of(one["config"]))
-            for name, one in found["kernels"].items()
-        }
-        gpus = found["gpus"]
-        archs = {slug: gpu["arch"] for slug, gpu in gpus.items()}
-        return cls(tuple(rows), kernels, archs, {slug: frozenset(gpu["names"]) for slug, gpu in gpus.items()})
+    def read(cls, path: Path) -> "tuple[Table, str]":
+        """The sound part of the table in a file, and what is wrong with the rest (empty: nothing).
+
+        A kernel is sound if its id is that of its template, spec and config; a record is if its kernel's spec is that of its problem.
+        """
+        flaws: list[str] = []
+        try:
+            found = read_json(path, MOST_BYTES)
+            if found["format"] != FORMAT:
+                raise ValueError(f"it has the format {shown(found['format'])}, not {FORMAT}")
+            kernels = dict(_sound(_kernel, found["kernels"].items(), flaws))
+            gpus = dict(_sound(_gpu, found["gpus"].items(), flaws))
+            rows = tuple(_sound(functools.partial(_row, kernels, gpus), ((one,) for one in found["records"]), flaws))
+        except (OSError, *_FLAWS) as error:
+            return cls(), f"can't be read ({error!r})"
+        return cls(rows, kernels, gpus), f"has {counted(len(flaws), 'damaged part')} ({flaws[0]})" if flaws else ""
 
     def ranked(self, problem: Problem, gpu: str | None, arch: str | None) -> list[Row]:
         """The records that may serve a problem, best first: those of the GPU before others of its architecture (None: of any), then the
@@ -81,11 +96,63 @@ class Table(NamedTuple):
         for place, row in enumerate(self.rows):
             other = row.key
             same = all(getattr(other, name) == getattr(key, name) for name in ("direction", "d", "d_v", "dtype", "features", "gqa_ratio"))
-            if not same or (arch is not None and self.archs[other.gpu] != arch) or not _near(key, other):
+            theirs = self.gpus[other.gpu].arch
+            elsewhere = arch is not None and (theirs != arch if theirs is not None else other.gpu != gpu)
+            if not same or elsewhere or not _near(key, other):
                 continue
             apart = distance(key, replace(other, gpu=""))
             found.append((gpu is not None and other.gpu != gpu, apart, row.median_us, place, row))
         return [row for *_, row in sorted(found)]
+
+
+def _sound(read: Callable[..., _Read], parts: Iterable[tuple[Any, ...]], flaws: list[str]) -> Iterator[_Read]:
+    """What `read` makes of each part that it can read; the others' errors become flaws."""
+    for part in parts:
+        try:
+            yield read(*part)
+        except _FLAWS as error:
+            flaws.append(str(error) if isinstance(error, ValueError) else repr(error))
+
+
+def _kernel(name: str, found: Mapping[str, Any]) -> tuple[str, Variant]:
+    variant = Variant(template=found["template"], spec=KernelSpec(**found["spec"]), config=Config.of(found["config"]))
+    if variant.id != name:
+        raise InputError(f"kernel {shown(name)} isn't what its id says")
+    return name, variant
+
+
+def _gpu(slug: str, found: Mapping[str, Any]) -> tuple[str, Gpu]:
+    arch, names = found["arch"], found["names"]
+    if not isinstance(arch, str | None) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"GPU {shown(slug)} has the architecture {shown(arch)} and the names {shown(names)}")
+    return slug, Gpu(arch, frozenset(names))
+
+
+def _row(kernels: Mapping[str, Variant], gpus: Mapping[str, Gpu], found: Mapping[str, Any]) -> Row:
+    """A record with the types that a database's records have, of a sound kernel for its problem."""
+    key, name = read_key(Values(found["key"])), found["kernel"]
+    problem = Problem(
+        batch=1,
+        heads=key.gqa_ratio,
+        kv_heads=1,
+        n_q=key.n_q,
+        n_kv=key.n,
+        d=key.d,
+        d_v=key.d_v,
+        dtype=key.dtype,
+        features=Features.from_json(json.loads(key.features)),
+        direction=key.direction,
+    )
+    if key.gpu not in gpus or not (name is None or name in kernels):
+        raise InputError(f"the record of {problem.label()} names {shown(key.gpu)} and {shown(name)}, which aren't sound")
+    if name is not None and kernels[name].spec != problem.spec():
+        raise InputError(f"the record of {problem.label()} names a kernel of {kernels[name].spec.label()}")
+    return Row(key, name, Values(found).real("median_us"))
+
+
+def module_of(variant: Variant) -> str:
+    """The name of the module that holds a variant's text."""
+    return f"{variant.template}_{variant.spec.label().replace('-', '_')}_{variant.id}"
 
 
 def _near(a: ProblemKey, b: ProblemKey) -> bool:
@@ -107,13 +174,15 @@ class Chosen(NamedTuple):
 class Standalone:
     """Attention by the kernels of one folder.
 
-    `table` is its JSON value, `hosts` the host code of each family, and `load` imports the module of a kernel's text by its name.
+    `table` is its file, `hosts` the host code of each family, and `load` imports the module of a kernel's text by its name. What is damaged
+    in the table is left out, with one warning: PyTorch serves in its place.
     """
 
-    def __init__(
-        self, table: Mapping[str, Any], hosts: Mapping[str, Callable[[KernelSpec, Config], Host]], load: Callable[[str], ModuleType]
-    ) -> None:
-        self._table, self._hosts, self._load = Table.of(table), hosts, load
+    def __init__(self, table: Path, hosts: Mapping[str, Callable[[KernelSpec, Config], Host]], load: Callable[[str], ModuleType]) -> None:
+        self._hosts, self._load = hosts, load
+        self._table, damage = Table.read(table)
+        if damage:
+            warnings.warn(f"{table} {damage}, and PyTorch serves in place of what is left out: export the folder again", stacklevel=2)
         self._kernels: dict[str, LoadedKernel | None] = {}
         self._ranked = functools.lru_cache(4096)(self._ranked_on)
 
@@ -185,7 +254,7 @@ class Standalone:
             return self._table.ranked(problem, None, None)
         facts = torch.cuda.get_device_properties(device)
         name = "".join(plain_words(facts.name))
-        gpu = next((slug for slug, names in self._table.names.items() if name in names), None)
+        gpu = next((slug for slug, known in self._table.gpus.items() if name in known.names), None)
         return self._table.ranked(problem, gpu, f"{facts.major}{facts.minor}")
 
     def _loaded(self, name: str) -> LoadedKernel | None:
@@ -194,7 +263,7 @@ class Standalone:
             kernel = self._table.kernels[name]
             try:
                 host = self._hosts[kernel.template](kernel.spec, kernel.config)
-                self._kernels[name] = LoadedKernel(host, self._load(kernel.module), f"{kernel.template} {kernel.spec.label()}")
+                self._kernels[name] = LoadedKernel(host, self._load(module_of(kernel)), f"{kernel.template} {kernel.spec.label()}")
             except Exception as error:
                 self._fail(name, error)
         return self._kernels[name]

@@ -8,7 +8,7 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import PROVIDERS, REQUALIFIED, Finding, Outcome, SearchResult, TuningRecord, fastest_in_graphs
 from flashtune.db import rows
 from flashtune.db.inspection import row_named
-from flashtune.db.values import LARGEST, TEXT_LENGTH, Row
+from flashtune.db.values import LARGEST, TEXT_LENGTH, Row, read_key
 
 Values = Sequence[Any]
 Execute = Callable[[str, Mapping[str, object]], Sequence[Values]]
@@ -164,7 +164,7 @@ def _read_run(values: Values, name: str) -> tuple[ProblemKey, dict[str, Any], Va
     """Key and fields of a run, and the values that follow its columns."""
     problem, run = _row(_PROBLEM, values), _row(_RUN, values[len(_PROBLEM) :])
     with row_named(name, "problem", problem.values["id"]):
-        key = rows.read_key(problem)
+        key = read_key(problem)
     with row_named(name, "run", run.values["id"]):
         return key, rows.read_run(run, key), values[len(_PROBLEM) + len(_RUN) :]
 

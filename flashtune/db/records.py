@@ -23,7 +23,7 @@ from flashtune.db import queries, rows, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import examine, explain, header_size, is_quiet, row_named, signature, unfinished
 from flashtune.db.preference import by_key
-from flashtune.db.values import Row
+from flashtune.db.values import Row, read_key
 
 CHECKED_BYTES, READ_WHOLE = 4 << 20, 1 << 18
 """Largest files that are checked in full, and read in full, when they are opened, in bytes: errors show at once."""
@@ -203,7 +203,7 @@ class FileRecords(Mapping[ProblemKey, list[TuningRecord]]):
         keys = []
         for number, *found in self._execute(f"SELECT id, {', '.join(rows.PROBLEM)} FROM problem WHERE {where}", parameters):
             with row_named(self._name, "problem", number):
-                key = rows.read_key(Row(dict(zip(rows.PROBLEM, found, strict=True))))
+                key = read_key(Row(dict(zip(rows.PROBLEM, found, strict=True))))
             self._ids[key] = number
             keys.append(key)
         return keys

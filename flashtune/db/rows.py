@@ -4,7 +4,6 @@ The same checks run when a result is saved, so that everything written can be re
 tidied when it is saved: control characters become blanks and long texts are cut.
 """
 
-import functools
 import math
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
@@ -12,10 +11,9 @@ from typing import Any
 
 from flashtune.core import flex_options, limits
 from flashtune.core.config import RUNNING, Config, settles
-from flashtune.core.dtypes import DTYPES
 from flashtune.core.errors import InputError
 from flashtune.core.lengths import LAWS, Lengths
-from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem, ProblemKey
+from flashtune.core.problem import Features, Problem, ProblemKey
 from flashtune.core.results import (
     PROVIDERS,
     SOURCES,
@@ -31,7 +29,7 @@ from flashtune.core.results import (
     Source,
 )
 from flashtune.core.words import canonical, shown
-from flashtune.db.values import IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, tidy
+from flashtune.db.values import FEATURES_LENGTH, IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, tidy
 
 SHORTEST_TIME_US = 1e-3
 """Smallest time in microseconds, about two clocks of a GPU; ratios of times in these bounds are finite."""
@@ -39,7 +37,6 @@ LONGEST_TIME_US = 1e12
 MOST_WATTS = 1e6
 COLDEST_C = -273
 REASONS_LENGTH = 255
-FEATURES_LENGTH = 255
 
 RUNNING_PATTERN = f"%{RUNNING.as_json()[1:-1]}%"
 """SQL LIKE pattern of configs with the online softmax, whose kernels update the row max in every block."""
@@ -77,39 +74,6 @@ SETTLED = '"maximum":"first"'
 _QUANTILES = ("min_us", "q10_us", "median_us", "q90_us")
 FATES = tuple(str(fate) for fate in Fate)
 """Words of `Fate` in rows."""
-
-
-def read_key(row: Row) -> ProblemKey:
-    """Key in a row of `problem` with checked numbers and names; `read_problem` checks it against the run's problem."""
-    return ProblemKey(
-        gpu=row.word("gpu"),
-        n=row.integer("n", 1),
-        d=row.integer("d", 1, MAX_HEAD_DIM),
-        dtype=row.one_of("dtype", DTYPES),
-        direction=row.one_of("direction", DIRECTIONS),
-        d_v=row.integer("d_v", 1, MAX_HEAD_DIM),
-        n_q=row.integer("n_q", 1),
-        features=_features(row),
-        gqa_ratio=row.integer("gqa_ratio", 1),
-        bh_bucket=row.integer("bh_bucket", 1),
-        spread=row.integer("spread", 0),
-    )
-
-
-def _features(row: Row) -> str:
-    """Checked text of the features."""
-    text = row.values["features"]
-    return text if isinstance(text, str) and _sound(text) else canonical(row.json("features", FEATURES_LENGTH))
-
-
-@functools.lru_cache(maxsize=1024)
-def _sound(text: str) -> bool:
-    """True if the text is a JSON object in canonical form; cached, since hundreds of rows share a few texts."""
-    try:
-        Row({"features": text}).json("features", FEATURES_LENGTH)
-    except RowError:
-        return False
-    return True
 
 
 def run_row(result: SearchResult) -> dict[str, object]:

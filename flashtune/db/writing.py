@@ -12,7 +12,7 @@ from flashtune.core.results import SearchResult
 from flashtune.db import rows
 from flashtune.db.schema import CANDIDATE, PROBLEM, PROVENANCE, RUN, TRIAL
 from flashtune.db.sqlite_file import export_file
-from flashtune.db.values import Row, RowError
+from flashtune.db.values import Row, RowError, read_key
 
 AT_ONCE = 500
 """Number of configs of one query; old SQLite allows 999 parameters."""
@@ -35,7 +35,7 @@ class ResultRows:
         run = rows.run_row(result)
         trials = [rows.trial_row(outcome, number) for number, outcome in enumerate(result.outcomes)]
         try:
-            found = rows.read_run(Row(run), rows.read_key(Row(key)))
+            found = rows.read_run(Row(run), read_key(Row(key)))
             for trial in trials:
                 rows.refuse_impossible(result.gpu, result.problem, rows.read_outcome(Row(trial)), found["baseline"])
         except RowError as error:

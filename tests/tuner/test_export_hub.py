@@ -4,7 +4,9 @@ import ast
 import json
 import os
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,102 @@ def test_a_kernel_that_does_not_run_warns_once_and_torch_serves(database: Path, 
     calls = json.loads(result.stdout)["calls"]
     assert calls["bias"]["served"].startswith("PyTorch") and calls["bias"]["error"] < 0.01
     assert calls["plain"]["served"].startswith("flash_fwd")
+
+
+def edited(folder: Path, change: Callable[[Any], Any]) -> Path:
+    """The folder after a change of its table; a text replaces it."""
+    [path] = folder.rglob("table.json")
+    table = json.loads(path.read_text())
+    found = change(table)
+    path.write_text(found if isinstance(found, str) else json.dumps(table))
+    return folder
+
+
+def of(table: Any, features: str, d: int = 32) -> Any:
+    [record] = [
+        one for one in table["records"] if one["key"]["features"] == features and one["key"]["d"] == d and one["key"]["gqa_ratio"] == 1
+    ]
+    return record
+
+
+def swap_ids(table: Any) -> None:
+    one, other = of(table, "{}"), of(table, '{"causal":true}')
+    one["kernel"], other["kernel"] = other["kernel"], one["kernel"]
+
+
+def swap_kernels(table: Any) -> None:
+    one, other = of(table, "{}")["kernel"], of(table, '{"causal":true}')["kernel"]
+    table["kernels"][one], table["kernels"][other] = table["kernels"][other], table["kernels"][one]
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "a causal row says that it is full": lambda table: (
+        table["records"].remove(of(table, "{}")),
+        of(table, '{"causal":true}')["key"].update(features="{}"),
+    ),
+    "a full row says that it is causal": lambda table: (
+        table["records"].remove(of(table, '{"causal":true}')),
+        of(table, "{}")["key"].update(features='{"causal":true}'),
+    ),
+    "a biased row says that it is full": lambda table: (
+        table["records"].remove(of(table, "{}")),
+        of(table, '{"mask":"bias"}')["key"].update(features="{}"),
+    ),
+    "two ids swapped": swap_ids,
+    "two kernels swapped": swap_kernels,
+    "a kernel that says another head size": lambda table: table["kernels"][of(table, "{}")["kernel"]]["spec"].update(d=64, d_v=64),
+    "a size as a text": lambda table: of(table, "{}")["key"].update(n="64"),
+    "a time that is none": lambda table: of(table, "{}").update(median_us="fast"),
+    "an id that is a list": lambda table: of(table, "{}").update(kernel=["a"]),
+    "a key without a name": lambda table: of(table, "{}")["key"].pop("gpu"),
+    "no kernels": lambda table: table.pop("kernels"),
+    "another format": lambda table: table.update(format=99),
+    "records that are a number": lambda table: table.update(records=7),
+    "no JSON": lambda table: json.dumps(table)[:-40],
+    "nothing": lambda table: " ",
+    "a list": lambda table: "[]",
+}
+
+EDITED = """
+import json, sys, warnings
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+torch.manual_seed(3)
+q, k, v, bias = *(torch.randn(2, 2, 64, 32).half() for _ in range(3)), torch.randn(1, 2, 64, 64).half()
+calls, found = {"": {}, "causal": {"is_causal": True}, "bias": {"attn_mask": bias}}, {}
+for name in sys.argv[1:]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kernel = get_local_kernel(Path(name))
+        errors = [(kernel.attention(q, k, v, **words) - sdpa(q, k, v, **words)).abs().max().item() for words in calls.values()]
+    told = [str(one.message) for one in said if "table" in str(one.message)]
+    served = [kernel.explain(q, k, v, **words) for words in calls.values()]
+    found[Path(name).name] = {"errors": errors, "warnings": told, "served": served}
+print(json.dumps(found))
+"""
+
+
+def test_a_table_that_says_what_its_kernels_are_not_gives_torchs_numbers_and_one_warning(database: Path, tmp_path: Path) -> None:
+    exported(tmp_path / "sound", database)
+    for number, change in enumerate(EDITS.values()):
+        # Packages of equal ids are one module.
+        shutil.copytree(tmp_path / "sound", tmp_path / str(number))
+        [about] = (tmp_path / str(number)).rglob("metadata.json")
+        about.write_text(about.read_text().replace("flashtune_attention_", f"flashtune_attention_{number}_"))
+        edited(tmp_path / str(number), change)
+    folders = [str(tmp_path / name) for name in ("sound", *map(str, range(len(EDITS))))]
+    result = started(EDITED, *folders, folder=tmp_path, environment={"TRITON_INTERPRET": "1"}).ended()
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    sound = found.pop("sound")
+    assert not sound["warnings"] and all(served.startswith("flash_fwd") for served in sound["served"])
+    for name, change in zip(EDITS, found.values(), strict=True):
+        assert max(change["errors"]) < 0.02, (name, change)
+        assert len(change["warnings"]) == 1 and "export the folder again" in change["warnings"][0], (name, change)
+        assert any(served.startswith("PyTorch serves") for served in change["served"]), (name, change)
 
 
 def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> None:

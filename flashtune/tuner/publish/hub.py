@@ -21,7 +21,7 @@ from flashtune.core.errors import DatabaseError, EnvironmentProblem, NoKernelFou
 from flashtune.core.files import aside_of, read_json
 from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
-from flashtune.core.standalone import FORMAT
+from flashtune.core.standalone import FORMAT, module_of
 from flashtune.core.target import Target, find_target, plain_words
 from flashtune.core.words import canonical, counted
 from flashtune.templates import family, unservable
@@ -113,7 +113,7 @@ def _files(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> 
     found["hosts.py"] = _hosts_text(named)
     found["kernels/__init__.py"] = '"""Kernels that flashtune rendered."""\n'
     for variant in variants.values():
-        found[f"kernels/{_module(variant)}.py"] = render(family(variant.template), variant)
+        found[f"kernels/{module_of(variant)}.py"] = render(family(variant.template), variant)
     found["table.json"] = _json(_table(records, variants))
     digest = hashlib.sha256()
     for path in sorted(found):
@@ -138,10 +138,6 @@ def _hosts_text(named: Mapping[str, tuple[str, str]]) -> str:
     return "\n".join([*lines, "", "HOSTS = {", *(f'    "{template}": {name},' for template, (_, name) in named.items()), "}", ""])
 
 
-def _module(variant: Variant) -> str:
-    return f"{variant.template}_{variant.spec.label().replace('-', '_')}_{variant.id}"
-
-
 def _table(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> dict[str, Any]:
     """The value that flashtune.core.standalone.Table reads."""
     rows = []
@@ -155,7 +151,6 @@ def _table(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> 
         rows.append({"key": key, "kernel": kernel, "source": record.outcome.source, **times})
     kernels = {
         variant.id: {
-            "module": _module(variant),
             "template": variant.template,
             "spec": variant.spec.as_dict(),
             "config": variant.config.as_dict(),
