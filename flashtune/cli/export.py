@@ -101,6 +101,8 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
     if made.inexpressible:
         why = "backwards, or features that scaled_dot_product_attention's arguments don't express"
         messages().print(f"left out: {counted(made.inexpressible, 'record')} ({why})")
+    if made.by_name:
+        messages().print(f"unknown here: {', '.join(made.by_name)}, whose records serve on cards of that name alone")
     if len(kept) < len(records):
         messages().print(f"left out: {counted(len(records) - len(kept), 'predicted record')} (--predicted lets them serve)")
 

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import db_samples as samples
 import pytest
+import torch
 from commands import flashtune
 from forked import python, started
 
+from flashtune.core import standalone
 from flashtune.core.config import KernelSpec
 from flashtune.core.errors import DatabaseError
 from flashtune.core.problem import Features, Problem
@@ -315,6 +318,25 @@ def test_predicted_records_serve_only_where_that_is_asked_for(tmp_path: Path) ->
     refused = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(alone))
     assert refused.exit_code == 5
     assert "only predicted records, which --predicted exports" in refused.stderr
+
+
+def test_records_of_a_card_that_no_table_has_go_along_and_serve_on_that_card_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvl = replace(RESULTS[1], gpu="h100-nvl")
+    database = samples.write(tmp_path / "s.sqlite", (RESULTS[0], nvl))
+    result = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(database))
+    assert result.exit_code == 0, result.output
+    assert "2 records, 2 kernels" in result.stdout
+    assert "unknown here: h100-nvl, whose records serve on cards of that name alone" in result.stderr
+    assert "NVIDIA H200" in (text := (tmp_path / "hub/README.md").read_text()) and "h100-nvl" in text
+    [path] = (tmp_path / "hub").rglob("table.json")
+    folder = standalone.Standalone(path, {}, lambda name: pytest.fail(name))
+    for name, serves in (("NVIDIA H100 NVL", {"h200", "h100-nvl"}), ("NVIDIA H200", {"h200"}), ("NVIDIA H100 PCIe", {"h200"})):
+        facts = SimpleNamespace(name=name, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
+        found = [row.key.gpu for one in (nvl.problem, RESULTS[0].problem) for row in folder._ranked_on(one, torch.device("cuda"))]
+        assert set(found) == serves, name
+    alone = flashtune("export", "--hub", str(tmp_path / "alone"), "--json", "--db", str(samples.write(tmp_path / "a.sqlite", (nvl,))))
+    assert json.loads(alone.stdout)["by_name"] == ["h100-nvl"]
 
 
 def test_no_forward_that_torch_can_ask_for_is_one_line(tmp_path: Path) -> None:

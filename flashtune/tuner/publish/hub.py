@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from flashtune import __version__
 from flashtune.core.config import Variant
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, NoKernelFound
+from flashtune.core.errors import DatabaseError, EnvironmentProblem, InputError, NoKernelFound
 from flashtune.core.files import aside_of, read_json
 from flashtune.core.problem import Features
 from flashtune.core.results import TuningRecord
@@ -45,13 +45,15 @@ _EXPRESSED = frozenset(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFolder:
     """Result of an export: records in the table, those of them that PyTorch won and that are predicted, distinct kernels, records left out
-    (backwards, and what scaled_dot_product_attention can't express), and the bytes of the build."""
+    (backwards, and what scaled_dot_product_attention can't express), GPUs that are unknown here, whose records serve on cards of that name
+    alone, and the bytes of the build."""
 
     records: int
     torch: int
     predicted: int
     kernels: int
     inexpressible: int
+    by_name: tuple[str, ...]
     bytes: int
 
 
@@ -78,6 +80,7 @@ def write_hub(folder: Path, records: Sequence[TuningRecord], *, licence: str | N
             predicted=sum(record.outcome.source == "predicted" for record in told),
             kernels=len(variants),
             inexpressible=len(records) - len(told),
+            by_name=tuple(slug for slug in _gpus(told) if _known(slug) is None),
             bytes=sum(len(text.encode()) for text in files.values()),
         )
         _write(folder, files, {"README.md": _readme(summary, told, licence), MARK: _json({"format": FORMAT, **asdict(summary)})})
@@ -157,13 +160,28 @@ def _table(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> 
         }
         for variant in sorted(variants.values(), key=lambda variant: variant.id)
     }
-    gpus = {slug: _gpu(find_target(slug)) for slug in sorted({record.key.gpu for record in records})}
+    gpus = {slug: _gpu(slug) for slug in _gpus(records)}
     return {"format": FORMAT, "flashtune": __version__, "gpus": gpus, "kernels": kernels, "records": rows}
 
 
-def _gpu(target: Target) -> dict[str, Any]:
-    names = {"".join(plain_words(name)) for name in (target.slug, target.name, *target.aliases, *target.driver_names)}
-    return {"arch": target.arch, "names": sorted(names)}
+def _gpus(records: Iterable[TuningRecord]) -> list[str]:
+    return sorted({record.key.gpu for record in records})
+
+
+def _known(slug: str) -> Target | None:
+    """The GPU of a slug; None for a card that neither the table nor this machine has."""
+    try:
+        return find_target(slug)
+    except InputError:
+        return None
+
+
+def _gpu(slug: str) -> dict[str, Any]:
+    """What the launcher tells a GPU by; a card that is unknown here only by its slug, which its driver's name gives."""
+    target = _known(slug)
+    names = (slug,) if target is None else (target.slug, target.name, *target.aliases, *target.driver_names)
+    plain = {"".join(plain_words(name)) for name in names}
+    return {"arch": None if target is None else target.arch, "names": sorted(plain)}
 
 
 def _readme(summary: HubFolder, records: Iterable[TuningRecord], licence: str | None) -> str:
@@ -171,7 +189,7 @@ def _readme(summary: HubFolder, records: Iterable[TuningRecord], licence: str | 
     parts += f" (PyTorch won {summary.torch} of them)" if summary.torch else ""
     if summary.predicted:
         parts += f", {summary.predicted} of the records predicted by a cost model and never measured,"
-    gpus = ", ".join(sorted({find_target(record.key.gpu).name for record in records}))
+    gpus = ", ".join(sorted(slug if (target := _known(slug)) is None else target.name for slug in _gpus(records)))
     closing = f"\nThe code is under Apache-2.0, the records under {licence}.\n" if licence else "\nApache-2.0.\n"
     return _rendered("hub_readme.md.jinja", version=__version__, summary=parts, gpus=gpus, variant=VARIANT, licence=closing)
 
