@@ -15,7 +15,7 @@ from flashtune.cli.console import console, print_json
 from flashtune.cli.options import json_option
 from flashtune.core.errors import FlashtuneError
 from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_secrets, mask_url
 from flashtune.core.target import targets
 from flashtune.core.words import counted
 
@@ -138,9 +138,9 @@ def _databases() -> list[dict[str, Any]]:
             found.append(_check(name, True, f"{path} (none yet)"))
             continue
         try:
-            found.append(_check(name, True, f"{mask_secrets(str(path))} ({counted(len(Library.of(path).records()), 'record')})"))
+            found.append(_check(name, True, f"{mask_url(str(path))} ({counted(len(Library.of(path).records()), 'record')})"))
         except FlashtuneError as error:
-            found.append(_check(name, False, mask_secrets(str(path)), str(error)))
+            found.append(_check(name, False, mask_url(str(path)), str(error)))
     return found
 
 

@@ -11,7 +11,7 @@ from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option_beside, json_option, record_filters
 from flashtune.cli.records import predicted_only, servable
 from flashtune.core.errors import InputError, NoKernelFound
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_url
 from flashtune.core.words import counted
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
     kept = [record for record in records if predicted or record.outcome.source == "measured"]
     if not kept:
         holds = "only predicted records, which --predicted exports" if records else "no record"
-        raise NoKernelFound(f"{mask_secrets(location or 'your own database')} has {holds}: search on the GPU, or loosen the filters")
+        raise NoKernelFound(f"{mask_url(location or 'your own database')} has {holds}: search on the GPU, or loosen the filters")
     made = write_hub(Path(folder), kept, licence=checked)
     if as_json:
         print_json({"path": folder, **asdict(made), "predicted_left_out": len(records) - len(kept)})

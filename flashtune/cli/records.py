@@ -7,7 +7,7 @@ from rich.console import Console
 
 from flashtune.cli.console import console, fitted, messages
 from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_url
 from flashtune.templates import unservable
 
 PREDICTED_NOTE = (
@@ -87,7 +87,7 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
 
 def predicted_only(location: str | None) -> str:
     """The way to serve calls from the predicted records of a database (None: the user's own), in a sentence."""
-    database = "" if location is None else f"{mask_secrets(location)!r}, "
+    database = "" if location is None else f"{mask_url(location)!r}, "
     return (
         "Calls that PyTorch can serve too are served from predicted records only with "
         f"dispatch.use({database}unmeasured=True), or FLASHTUNE_UNMEASURED=1 in the environment."

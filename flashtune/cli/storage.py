@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_secrets, mask_url
 
 CREATION_S = 30.0
 """Seconds to retry while several processes create the tables."""
@@ -58,7 +58,7 @@ def study_storage(url: str | None) -> Iterator[Any]:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
-    shown = mask_secrets(where)
+    shown = mask_url(where)
     try:
         try:
             storage = _opened(where)
@@ -99,7 +99,7 @@ def _opened(where: str) -> Any:
         except (ValueError, ArgumentError) as error:
             said = mask_secrets(" ".join(str(error).split()))
             raise InputError(
-                f"the study storage {mask_secrets(where)!r} can't be opened ({said}): give a URL such as sqlite:///study.sqlite"
+                f"the study storage {mask_url(where)!r} can't be opened ({said}): give a URL such as sqlite:///study.sqlite"
             ) from error
         except (DBAPIError, optuna.exceptions.StorageInternalError, AssertionError):
             if time.monotonic() > deadline or not _has_tables(where):

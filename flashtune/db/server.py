@@ -9,7 +9,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool
 
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_secrets, mask_url
 from flashtune.db.inspection import MissingDatabaseError, checked_version
 from flashtune.db.schema import METADATA
 from flashtune.db.values import SCHEMA_VERSION, VERSION_TABLE
@@ -27,7 +27,7 @@ class Server:
     """Server with the interface of `SqliteFile`, over its own transactions; no connection is kept between calls."""
 
     def __init__(self, url: URL, *, writable: bool) -> None:
-        self.name = mask_secrets(url.render_as_string(hide_password=True))
+        self.name = mask_url(url.render_as_string(hide_password=True))
         self._writable = writable
         self._reached = False
         try:

@@ -15,7 +15,7 @@ from flashtune.core.dtypes import DType
 from flashtune.core.errors import DatabaseError, NoKernelFound
 from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, Finding, SearchResult, TuningRecord
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_url
 from flashtune.db import queries
 from flashtune.db.preference import ALL_REPEAT, by_key, flex_tuned, foremost, key_order, latest, refuted, serve_all, worth_keeping
 from flashtune.db.server import Server
@@ -173,9 +173,7 @@ def sqlite_path(location: str | Path) -> Path | None:
         if url.drivername not in ("sqlite", "sqlite+pysqlite"):
             raise DatabaseError(f"{url.drivername} is another driver than Python's own: write sqlite:///path")
         if url.query:
-            raise DatabaseError(
-                f"{mask_secrets(location)} has options after '?', which flashtune sets itself: give the plain path of the file"
-            )
+            raise DatabaseError(f"{mask_url(location)} has options after '?', which flashtune sets itself: give the plain path of the file")
         text = url.database or ":memory:"
     if not text or text == ":memory:":
         raise DatabaseError(f"{repr(text) if text else 'an empty path'} names no file, and a database in memory would be lost: give a path")

@@ -1,20 +1,24 @@
 """Passwords are neither stored nor printed, in whatever form a command line holds them."""
 
+import re
 import shlex
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import db_samples as samples
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
 
 from flashtune.cli.main import main
 from flashtune.core.results import Provenance
-from flashtune.core.secrets import command_line, mask_command_line, mask_secrets
+from flashtune.core.secrets import command_line, mask_command_line, mask_secrets, mask_url
 from flashtune.db.store import Store
 
 SECRET = "hunter2-hunter2"
@@ -30,6 +34,12 @@ FORMS = {
     "a slash inside": ["--db", f"postgresql://u:a/{SECRET}@host/tuned"],
     "a blank inside": ["--db", f"postgresql://u:a {SECRET} b@host/tuned"],
     "a blank in an option": ["--db", f"postgresql://host/tuned?password=a {SECRET}"],
+    "an @ in the user's name": ["--storage", f"postgresql+psycopg://my@server:{SECRET}@host/tuned"],
+    "quotes in the user's name": ["--storage", f"postgresql+psycopg://my'own\"server:{SECRET}@host/tuned"],
+    "a blank in the user's name": ["--storage", f"postgresql+psycopg://my server:{SECRET}@host/tuned"],
+    "an encoded option": ["--db", f"postgresql://host/tuned?connect_timeout=3&%70ass%77ord={SECRET}"],
+    "a semicolon in an option": ["--db", f"postgresql://host/tuned?password=a;{SECRET}"],
+    "quotes in an option": ["--db", f"postgresql://host/tuned?password='{SECRET}'{SECRET}"],
     "one slash too few": ["--storage", f"postgresql:/u:{SECRET}@host/tuned"],
 }
 
@@ -52,6 +62,60 @@ def test_a_text_without_a_url_is_left_as_it_is(text: str) -> None:
         assert mask_secrets(text) == mask_command_line(text) == text
 
 
+MARKS = st.text(alphabet=":/@?&=%;'\"[]+., \n-a1", max_size=8)
+USERS = st.text(alphabet=st.characters(exclude_characters=":/", codec="utf-8"), max_size=8)
+KEYS = st.sampled_from(["password", "sslpassword", "passwd", "PWD", "client_secret", "token"])
+
+
+def secrets_of(text: str) -> list[str]:
+    """What SQLAlchemy reads as passwords in a URL; none where it refuses the text."""
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        return []
+    named = [value for name, value in url.query.items() if re.search("pass|pwd|secret|token", name, re.IGNORECASE)]
+    return [url.password or "", *(one for value in named for one in ([value] if isinstance(value, str) else value))]
+
+
+@given(st.sampled_from(["", "u", "my@server", "host"]), MARKS, MARKS, MARKS)
+def test_what_sqlalchemy_reads_as_a_password_is_masked_in_any_text_that_parses_as_a_url(
+    user: str, before: str, within: str, after: str
+) -> None:
+    url = f"postgresql+psycopg://{user}{before}:{within}{SECRET}{after}@host/tuned"
+    if any(SECRET in one for one in secrets_of(url)):
+        assert SECRET not in mask_url(url) and SECRET not in mask_url(f"--storage={url}")
+        assert SECRET not in command_line(["flashtune", "search", "--storage", url])
+        # Within a sentence, what begins as a port may be one.
+        if not re.match(r"\d", within):
+            assert SECRET not in mask_secrets(url) and SECRET not in mask_secrets(f"no server at {url!r} (it is away): ask me")
+
+
+@given(USERS, st.text(max_size=6), st.text(max_size=6), st.data())
+def test_passwords_of_any_user_and_under_any_spelling_of_an_option_are_masked(
+    user: str, before: str, after: str, data: st.DataObject
+) -> None:
+    if "@" not in before + after:
+        before = "" if re.match(r"\d", before) else before
+        url = f"postgresql://{user}:{before}{SECRET}{after}@host:5432/tuned"
+        assert SECRET in secrets_of(url)[0]
+        assert SECRET not in mask_url(url) and SECRET not in mask_secrets(f"'{url}' can't be used")
+    key = "".join(f"%{ord(mark):02x}" if data.draw(st.booleans()) else mark for mark in data.draw(KEYS))
+    url = f"postgresql://host/tuned?a=b&{key}={quote(before)}{SECRET}{quote(after)}&c=d"
+    assert SECRET in secrets_of(url)[1]
+    assert SECRET not in mask_url(url) and mask_url(url).endswith("=***&c=d")
+    assert SECRET not in mask_secrets(f"'{url}' can't be used")
+
+
+def test_masking_twice_changes_nothing_and_a_sentence_keeps_its_end() -> None:
+    for url in (f"postgresql://my@server:{SECRET}@host/tuned", f"postgresql://host:5432/tuned?password={SECRET}"):
+        said = f"{mask_url(url)} can't be used ('{url}'): role \"me@host\" is unknown"
+        assert (
+            mask_secrets(said)
+            == mask_secrets(mask_secrets(said))
+            == f"{mask_url(url)} can't be used ('{mask_url(url)}'): " + ('role "me@host" is unknown')
+        )
+
+
 def test_urls_without_a_password_are_left_as_they_are() -> None:
     for text in (
         "flashtune search --db postgresql://u@host/tuned?connect_timeout=3 --n '512'",
@@ -66,6 +130,10 @@ SLOW = {
     "one word": "M" * LONG,
     "question marks": "?" * LONG,
     "names of options": "?pass" * (LONG // 5) + "@",
+    "ports": "x://y:1/ " * (LONG // 9) + "@",
+    "ports of one word": "x://y:1/" * (LONG // 8) + "@",
+    "users": "x://" * (LONG // 4) + "@",
+    "marks of an option": "?password=" + ";" * LONG,
     "beginnings of URLs": "@ " + "x:/y:" * (LONG // 5),
     "slashes": "x:" + "/" * LONG,
     "semicolons": ";a=b" * (LONG // 4),
@@ -108,6 +176,10 @@ LEAKS = {
     "a storage with a wrong port": (*SEARCH, "--storage", f"postgresql+psycopg://u:{SECRET}@127.0.0.1:port/x"),
     "a storage that isn't there": (*SEARCH, "--storage", f"postgresql+psycopg://u:{SECRET}@127.0.0.1:1/x"),
     "a storage with a password as option": (*SEARCH, "--storage", f"postgresql+psycopg://127.0.0.1:1/x?user=u&password={SECRET}"),
+    "a storage of a managed server": (*SEARCH, "--storage", f"postgresql+psycopg://my@server:{SECRET}@127.0.0.1:1/x"),
+    "a storage with an encoded option": (*SEARCH, "--storage", f"postgresql+psycopg://127.0.0.1:1/x?user=u&%70assword=a {SECRET}"),
+    "a path that was to be a URL": ("show", "--db", f"postgresql:/my 'own' server:a {SECRET}@127.0.0.1/x"),
+    "a database of a managed server": ("show", "--db", f"postgresql+psycopg://my@server:{SECRET}@127.0.0.1:1/x"),
     "a database that isn't there": ("show", "--db", f"postgresql+psycopg://u:{SECRET}@127.0.0.1:1/x"),
     "a database with a password as option": ("show", "--db", f"postgresql+psycopg://127.0.0.1:1/x?user=u&password={SECRET}"),
     "a database with a wrong option": ("show", "--db", f"postgresql+psycopg://127.0.0.1:1/x?password={SECRET}&nothing=3"),

@@ -10,7 +10,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.secrets import mask_secrets, mask_url
 from flashtune.core.unbroken import unbroken
 from flashtune.db.inspection import explain
 
@@ -28,7 +28,7 @@ class StoredStudy:
     """
 
     def __init__(self, storage: optuna.storages.BaseStorage, name: str) -> None:
-        self._where = mask_secrets(str(getattr(storage, "url", "in memory")))
+        self._where = mask_url(str(getattr(storage, "url", "in memory")))
         self.storage = optuna.storages.get_storage(storage)
         self.study = self.patiently(lambda: optuna.create_study(storage=self.storage, study_name=name, load_if_exists=True))
 
