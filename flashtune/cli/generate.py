@@ -55,7 +55,7 @@ def generate(
     from flashtune.core.kernel_index import INDEX, read_index
     from flashtune.core.shipped_kernels import archive_name, checkout_folder
     from flashtune.tuner.machine import cores
-    from flashtune.tuner.publish.generated import index_text, require_writable, selected, text_files
+    from flashtune.tuner.publish.generated import index_text, refuse_foreign, require_writable, selected, text_files
 
     package = shipped_folder()
     if out is None and not check and not in_a_checkout(package):
@@ -72,8 +72,10 @@ def generate(
     anew = set(kernels) if rebuild or check else set()
     if sample is not None:
         anew = set(random.Random(repr(kernels)).sample(kernels, min(sample, len(kernels))))
-    archives = _archives(arranged, anew, folder, jobs or cores())
     files = text_files(selected(arranged) if folder == package else arranged)
+    if not check:
+        refuse_foreign(files, folder)
+    archives = _archives(arranged, anew, folder, jobs or cores())
     files[INDEX] = index_text(arranged, files, archives).encode()
     in_checkout = folder == package and in_a_checkout(package)
     places = {

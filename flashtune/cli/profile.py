@@ -13,6 +13,7 @@ from flashtune.bench.profiling import Document, Profile
 from flashtune.bench.report import SUFFIXES, Table, parts, write
 from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import DTYPE, GPU, MODEL, SIZE, json_option
+from flashtune.cli.outputs import PICTURES, refuse_foreign
 from flashtune.core.config import Direction
 from flashtune.core.dtypes import DTYPES, parse_dtype
 from flashtune.core.errors import EnvironmentProblem, InputError
@@ -176,6 +177,7 @@ def _check_plots(plots: tuple[Path, ...], problem: Problem) -> None:
             raise InputError(f"--plot {path} has no known ending: use {', '.join(SUFFIXES)}")
         if not os.access(path.parent, os.W_OK):
             raise InputError(f"--plot {path} can't be written: name a file in an existing folder that you may write to")
+        refuse_foreign("--plot", path, PICTURES[path.suffix.lower()], f"{path.suffix.lower().removeprefix('.').upper()} file")
     if plots and problem.direction == "bwd":
         raise InputError("--plot draws the forward's steps: leave it out with --direction bwd")
     if plots and importlib.util.find_spec("matplotlib") is None:

@@ -184,6 +184,7 @@ def search(
     problems = requested.problems()
     budget_s = None if budget is None else seconds_of(budget)
     options = SearchOptions(until=share_of("--until", until), budget_s=budget_s, **others)
+    _refuse_files(log, options, requested.calls)
     with nullcontext() if log is None else log_of(log) as lines:
         notes = lines or (silent() if quiet else messages())
         with _logged(lines, resumes=implementation != "flex"):
@@ -199,6 +200,18 @@ def search(
             print_json([record_row(record) for record in records])
         for out in (*([] if quiet or as_json else [console()]), *([] if lines is None else [lines])):
             _print(records, target, options.location, out)
+
+
+def _refuse_files(log: Path | None, options: SearchOptions, calls: Path | None) -> None:
+    """Raise InputError where the files of a search are one, or the log is a file of another kind, before anything is written."""
+    from flashtune.cli.outputs import STAMP, refuse_foreign, refuse_shared
+    from flashtune.cli.storage import storage_file
+    from flashtune.db.library import file_of, overlay_path
+
+    database = file_of(options.location or overlay_path())
+    refuse_shared({"--db": database, "--storage": storage_file(options.storage), "--calls": calls, "--log": log})
+    if log is not None:
+        refuse_foreign("--log", log, STAMP, "log of a search")
 
 
 def _found(
@@ -330,8 +343,8 @@ def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, quiet: b
     command = command_line(["flashtune", *sys.argv[1:]])
     trials, measured = None if plan.sampler == "exhaustive" else plan.trials, plan.source == "measured"
     with (
-        Store.open(location, writable=True) as store,
         study_storage(storage_url) as storage,
+        Store.open(location, writable=True) as store,
         SearchProgress(notes, problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
     ):
         results = Search(

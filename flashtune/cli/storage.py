@@ -1,5 +1,6 @@
 """Optuna storage of a search's study, in the cache directory or at the URL of --storage."""
 
+import re
 import sqlite3
 import time
 import warnings
@@ -7,16 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
+from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
 from flashtune.core.secrets import mask_secrets, mask_url
 
+STUDIES = "studies.sqlite"
+"""Name of the default storage's file, in the cache directory."""
 CREATION_S = 30.0
 """Seconds to retry while several processes create the tables."""
 LOCK_S = 60
 """Seconds that SQLite waits for other writers."""
 LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 """File systems that no other host writes to."""
+
+COMPLETE = frozenset({"alembic_version", "studies", "trials", "version_info"})
+"""Tables of every study storage of Optuna that is complete: the first one is made last."""
+_OPTUNAS = re.compile(r"(?:study|trial)_\w+|studies|trials|version_info")
 
 
 class WrittenAhead(sqlite3.Connection):
@@ -48,7 +56,8 @@ def study_storage(url: str | None) -> Iterator[Any]:
     """The Optuna storage at `url`, or the one in the user's cache directory.
 
     Raises InputError for a malformed URL, EnvironmentProblem where a driver, a permission or space is missing, and DatabaseError where
-    the server can't be used, when it is opened or later.
+    the server can't be used, when it is opened or later, and where the database is another application's or another Optuna's, which is
+    left as it was.
     """
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
@@ -57,7 +66,7 @@ def study_storage(url: str | None) -> Iterator[Any]:
     from flashtune.tuner.propose.storage import storage_fault
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    where = url or f"sqlite:///{cache_dir() / 'studies.sqlite'}"
+    where = url or f"sqlite:///{cache_dir() / STUDIES}"
     shown = mask_url(where)
     try:
         try:
@@ -92,10 +101,15 @@ def _opened(where: str) -> Any:
     deadline = time.monotonic() + CREATION_S
     while True:
         try:
+            complete = _is_complete(where)
+            if complete:
+                # Before the journal's mode is changed; Optuna itself looks only after it has made its tables.
+                _refuse_other_schema(where)
             with warnings.catch_warnings():
                 # Optuna calls heartbeats experimental.
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                return optuna.storages.RDBStorage(where, engine_kwargs=engine, heartbeat_interval=BEAT_S, grace_period=GRACE_S)
+                known = {"skip_table_creation": complete, "skip_compatibility_check": complete}
+                return optuna.storages.RDBStorage(where, engine_kwargs=engine, heartbeat_interval=BEAT_S, grace_period=GRACE_S, **known)
         except (ValueError, ArgumentError) as error:
             said = mask_secrets(" ".join(str(error).split()))
             raise InputError(
@@ -107,18 +121,76 @@ def _opened(where: str) -> Any:
             time.sleep(0.1)
 
 
-def _has_tables(where: str) -> bool:
-    """True if a process has begun to create Optuna's tables there."""
+def _is_complete(where: str) -> bool:
+    """True if all tables of a study storage are there; raises DatabaseError for the database of another application."""
+    tables = _tables(where)
+    complete = tables >= COMPLETE
+    # Others' tables on a server may lie beside Optuna's, but Alembic keeps one application's version alone.
+    foreign = () if complete else [name for name in sorted(tables) if not _OPTUNAS.fullmatch(name)]
+    if foreign and (where.startswith("sqlite") or "alembic_version" in foreign):
+        raise DatabaseError(f"{mask_url(where)} holds {foreign[0]!r} of another application, not Optuna's studies: give another --storage")
+    return complete
+
+
+def _refuse_other_schema(where: str) -> None:
+    """Raise DatabaseError where a storage was made by an Optuna with other tables, or Alembic's version is another application's."""
+    import optuna
+
+    server = not where.startswith("sqlite")
+    try:
+        connect = {} if server else {"connect_args": {"timeout": LOCK_S}}
+        optuna.storages.RDBStorage(where, engine_kwargs=connect, skip_table_creation=True).engine.dispose()
+    except RuntimeError as error:
+        upgrade = "upgrade it with 'optuna storage upgrade'" if "storage upgrade" in str(error) else "pip install -U optuna"
+        raise DatabaseError(
+            f"the study storage {mask_url(where)} has another schema than Optuna {optuna.__version__} knows: {upgrade}, or give another one"
+        ) from error
+
+
+def _tables(where: str) -> set[str]:
+    """Names of the tables and views of a database; none where its file is missing."""
     from sqlalchemy import create_engine, inspect
-    from sqlalchemy.exc import SQLAlchemyError
     from sqlalchemy.pool import NullPool
 
+    path = storage_file(where)
+    if path is not None and not path.exists():
+        return set()
+    options = {"connect_args": {"timeout": LOCK_S}} if where.startswith("sqlite") else {}
+    found = inspect(create_engine(where, poolclass=NullPool, **options))
+    return {*found.get_table_names(), *found.get_view_names()}
+
+
+def _has_tables(where: str) -> bool:
+    """True if a process has begun to create Optuna's tables there."""
+    from sqlalchemy.exc import SQLAlchemyError
+
     try:
-        return inspect(create_engine(where, poolclass=NullPool)).has_table("studies")
+        return "studies" in _tables(where)
     except SQLAlchemyError:
         return False
 
 
+def storage_file(url: str | None) -> Path | None:
+    """The file of a study storage, whether it is there or not; None for a server's URL, memory, and what is no URL."""
+    if url is None:
+        from flashtune.core.folders import wanted_cache_dir
+
+        return wanted_cache_dir() / STUDIES
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+            return None
+        # What Python's own driver is given: a path, or a URI (`file:study.sqlite?mode=rw`).
+        (name,), _ = parsed.get_dialect()().create_connect_args(parsed)
+    except (ArgumentError, ValueError, TypeError, ImportError):
+        return None
+    return Path(unquote(urlsplit(name).path) if name.startswith("file:") else name)
+
+
 def _missing(shown: str, driver: str) -> FlashtuneError:
-    remedy = "pip install 'flashtune[postgresql]'" if driver.startswith("psycopg") else f"pip install {driver}"
-    return EnvironmentProblem(f"the study storage {shown} needs the Python driver {driver!r}: {remedy}")
+    from flashtune.db.server import driver_remedy
+
+    return EnvironmentProblem(f"the study storage {shown} needs the Python driver {driver!r}: {driver_remedy(driver)}")

@@ -29,6 +29,16 @@ def read_bounded(path: Path, most: int) -> bytes:
     return content
 
 
+def head(path: Path, most: int) -> bytes:
+    """Up to `most` bytes of the beginning of a file; empty where there is none, and for a pipe or a device."""
+    try:
+        # Opening a pipe without a writer would block.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    except FileNotFoundError:
+        return b""
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text; raises ValueError for invalid or too deeply nested text."""
     try:

@@ -50,7 +50,8 @@ def refuse_stale_card(database: Path) -> None:
 
 
 def refuse_taken_card(database: Path, *, replace: bool) -> None:
-    """Raise InputError where no card can be written beside this path: its name is too long, or exists without `replace`."""
+    """Raise InputError where no card can be written beside this path: its name is too long, or is that of another file than a card, or
+    exists without `replace`."""
     path = card_path(database)
     try:
         path.lstat()
@@ -61,6 +62,12 @@ def refuse_taken_card(database: Path, *, replace: bool) -> None:
         raise InputError(f"the card {path} can't be written ({error.strerror}): choose another path") from error
     if not replace:
         raise InputError(f"{path} exists already, in the place of the card: choose another path, or replace it with --force")
+    try:
+        ours = path.is_symlink() or not path.stat().st_size or {"format", "sha256"} <= read_json(path, MOST_BYTES).keys()
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise InputError(f"{path}, in the place of the card, is another file than a card: choose another path, or move it")
 
 
 def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:

@@ -227,7 +227,7 @@ def _left_out(layer: Layer, error: FlashtuneError) -> Mapping[ProblemKey, list[T
 
 def _opened(layer: Layer) -> Mapping[ProblemKey, list[TuningRecord]]:
     """Records of a layer by key: those of a sound and current file on request, without SQLAlchemy."""
-    path = _file_of(layer.location)
+    path = file_of(layer.location)
     if layer.precedence and path is not None and os.path.isfile(path):
         check_card(path)
     if layer.optional and path is not None and not os.path.lexists(path):
@@ -266,7 +266,7 @@ def _recovered(layer: Layer, path: Path) -> Mapping[ProblemKey, list[TuningRecor
         file.close()
 
 
-def _file_of(location: str | Path) -> Path | None:
+def file_of(location: str | Path) -> Path | None:
     """Path of the file of a path or URL; None for a server."""
     if "://" not in str(location):
         return Path(os.path.expanduser(location))
@@ -277,7 +277,7 @@ def _file_of(location: str | Path) -> Path | None:
 
 def state_of(location: str | Path) -> tuple[object, ...]:
     """State of the file of a path or URL, which changes with each write and when it is replaced; empty for a server."""
-    path = _file_of(location)
+    path = file_of(location)
     return () if path is None else signature(path)
 
 

@@ -22,6 +22,9 @@ ATTEMPTS = 5
 AWAY_S = 30.0
 """Seconds to wait for a server that answered before, such as during a restart."""
 
+PACKAGES = {"MySQLdb": "mysqlclient", "mysql": "mysql-connector-python"}
+"""Packages of SQLAlchemy's drivers that aren't called as their modules are."""
+
 
 class Server:
     """Server with the interface of `SqliteFile`, over its own transactions; no connection is kept between calls."""
@@ -33,7 +36,7 @@ class Server:
         try:
             self._engine = create_engine(url, poolclass=NullPool)
         except ModuleNotFoundError as error:
-            raise EnvironmentProblem(f"{self.name} needs the Python driver {error.name!r}: install it with pip") from error
+            raise EnvironmentProblem(f"{self.name} needs the Python driver {error.name!r}: {driver_remedy(error.name or '')}") from error
         except (ArgumentError, NoSuchModuleError) as error:
             raise DatabaseError(f"{self.name} is no database URL that SQLAlchemy knows ({error}): give a path or another URL") from error
 
@@ -116,3 +119,12 @@ class Server:
 def _code(error: DBAPIError) -> str:
     """SQLSTATE of an error, five characters; empty where the driver gives none."""
     return str(getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None) or "")
+
+
+def driver_remedy(module: str) -> str:
+    """The way to install a database driver's module."""
+    if module.startswith("psycopg") and module != "psycopg2":
+        return "pip install 'flashtune[postgresql]'"
+    if module == "psycopg2":
+        return "pip install 'flashtune[postgresql]', and write postgresql+psycopg://"
+    return f"pip install {PACKAGES.get(module, module)}"

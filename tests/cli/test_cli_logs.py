@@ -60,12 +60,12 @@ def test_a_quiet_search_without_a_log_still_answers_in_json_alone(searched: tupl
 
 def test_a_search_that_fails_says_so_on_standard_error_and_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("before\n")
+    log.write_text("2026-11-22T10:00:00Z before\n")
     result = flashtune(*WORDS, "--db", str(tmp_path), "--quiet", "--log", str(log))
     assert result.exit_code == 3
     assert result.stdout == "" and result.stderr.startswith(f"flashtune: {tmp_path}")
     first, *_, last = log.read_text().splitlines()
-    assert first == "before"
+    assert first == "2026-11-22T10:00:00Z before"
     assert last.split(" ", 1)[1] == result.stderr.removeprefix("flashtune: ").rstrip("\n")
 
 

@@ -101,6 +101,9 @@ FAULTS = {
     "no URL": ("study", InputError, "sqlite:///"),
     "an unknown kind": ("nothing://host/x", InputError, "nothing"),
     "no driver": ("postgresql+pg8000://u@host/x", EnvironmentProblem, "'pg8000'"),
+    "a driver whose package has another name": ("mysql://u@host/x", EnvironmentProblem, "pip install mysqlclient$"),
+    "one of two such drivers": ("mysql+mysqlconnector://u@host/x", EnvironmentProblem, "pip install mysql-connector-python$"),
+    "a driver that the extra doesn't hold": ("postgresql+psycopg2://u@host/x", EnvironmentProblem, r"write postgresql\+psycopg://$"),
     "no such folder": ("sqlite:////nowhere/at/all/x.sqlite", EnvironmentProblem, "nowhere"),
     "no server": ("postgresql+psycopg://u@127.0.0.1:1/x", DatabaseError, "127.0.0.1"),
 }

@@ -95,7 +95,8 @@ def test_a_missing_driver_and_a_password_in_a_url(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(server, "create_engine", no_driver)
     with pytest.raises(EnvironmentProblem, match="psycopg2") as caught:
         Store.open("postgresql://user:secret@host/db", writable=True)
-    assert "secret" not in str(caught.value)
+    assert "secret" not in str(caught.value) and str(caught.value).endswith("and write postgresql+psycopg://")
+    assert server.driver_remedy("MySQLdb") == "pip install mysqlclient", "a package called as the module is there is none"
 
 
 def test_an_error_of_the_server_is_one_line(connect: Connect) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from flashtune.core.binaries import Manifest, source_digest
 from flashtune.core.config import KernelSpec, Value, Variant
 from flashtune.core.dtypes import OTHER_16_BITS
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.files import write_whole
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
@@ -291,6 +291,14 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         raise _unwritable(folder, error) from error
     _own_files(folder)
+
+
+def refuse_foreign(files: Mapping[str, bytes], folder: Path) -> None:
+    """Raise InputError where one of these files would replace one that the folder's index doesn't name."""
+    index = _own_files(folder, files)
+    foreign = [name for name, content in present(folder, files).items() if name not in index.files and content != files[name]]
+    if foreign:
+        raise InputError(f"{folder / foreign[0]} isn't in the index of {folder}, and would be replaced: remove it, or choose another --out")
 
 
 def _own_files(folder: Path, names: Iterable[str] = ()) -> Index:
