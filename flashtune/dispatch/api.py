@@ -194,6 +194,10 @@ def _looked_up(
         why_torch is not ON_THE_CPU and (why_torch in PERHAPS_FAKE or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16)
     ):
         memory = places_in_memory(query, key, value, attn_mask, why_torch)
+    if why_torch is ON_THE_CPU or why_torch in PERHAPS_FAKE:
+        distributed = [inspection.is_distributed(x) for x in (query, key, value, attn_mask)]
+        if any(distributed):
+            memory = memory, *distributed
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device, options, seeded, memory, why_torch, None if per_head is None else per_head.signature(),
@@ -244,6 +248,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = prepared(query, key, value, mask)
     call = parse(Arguments(query, key, value, mask, seed, per_head), shown)
+    inspection.refuse_distributed(call, Arguments(query, key, value, mask, seed, per_head), shown)
     memo = current()
     with memo.lock:
         why_torch = why_torch_now(query, key, value, mask, per_head)
@@ -261,7 +266,9 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
             record = measured_record(pool, problem, target) if isinstance(pool, Pool) else None
 
         def refusal(name: str) -> str | None:
-            return why_torch if why_torch in inspection.SEEN_THROUGH else PROVIDERS[name].refusal(call, (query, key, value, mask), per_head)
+            if why_torch in inspection.SEEN_THROUGH or inspection.perhaps_fake(why_torch, query):
+                return why_torch
+            return PROVIDERS[name].refusal(call, (query, key, value, mask), per_head)
 
         said = replace(chosen.explanation, providers=offers(record, refusal))
         return said.remembering(plan.misprediction) if isinstance(plan, KernelPlan) else said
@@ -306,6 +313,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
         return inspection.torchs(*arguments[:4], options), None
     memo = current()
     call = parse(arguments, options)
+    inspection.refuse_distributed(call, arguments, options)
     plan = TorchPlan.of(call, *arguments[:4])
     draws = call.dropout_p > 0.0 and arguments.seed is None
     if draws and torch.cuda.is_initialized() and capturing(call.device):  # type: ignore[no-untyped-call]

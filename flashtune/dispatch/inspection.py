@@ -14,7 +14,7 @@ from flashtune.core import devices
 from flashtune.core.errors import InputTypeError
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.torch_attention import autocasting, has_address, sdpa
-from flashtune.dispatch.call import PerHead
+from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.parse import Arguments, Options
 
 GRADIENT = "a gradient is needed"
@@ -181,14 +181,39 @@ def nested(arguments: Arguments, options: Options) -> bool:
     found = [name for name, x in zip(Arguments._fields, arguments[:3], strict=False) if isinstance(x, torch.Tensor) and x.is_nested]
     if not found or _torch_has(options, arguments.seed, arguments.per_head):
         return bool(found)
-    more = [name for name, x, usual in zip(Options._fields[4:], options[4:], Options()[4:], strict=True) if x != usual]
-    more += [
-        name for name, x in zip(("seed", *PER_HEAD), (arguments.seed, *(arguments.per_head or PerHead())), strict=True) if x is not None
-    ]
     raise InputTypeError(
-        f"{found[0]} is a nested tensor, which PyTorch's own attention alone takes, and that without {' and '.join(more)}: "
+        f"{found[0]} is a nested tensor, which PyTorch's own attention alone takes, and that without {_beyond_torch(arguments, options)}: "
         "pad it to a dense one and mask the padding"
     )
+
+
+def _beyond_torch(arguments: Arguments, options: Options) -> str:
+    """Names of a call's arguments that PyTorch's own attention lacks."""
+    more = [name for name, x, usual in zip(Options._fields[4:], options[4:], Options()[4:], strict=True) if x != usual]
+    given = zip(("seed", *PER_HEAD), (arguments.seed, *(arguments.per_head or PerHead())), strict=True)
+    return " and ".join([*more, *(name for name, x in given if x is not None)])
+
+
+def is_distributed(x: object) -> bool:
+    """True for PyTorch's DTensor, recognised by name, since its module is slow to import."""
+    return type(x).__name__ == "DTensor" and isinstance(x, torch.Tensor)
+
+
+def refuse_distributed(call: Call, arguments: Arguments, options: Options) -> None:
+    """Raise InputTypeError where some tensors of a checked call are DTensors and others aren't, or where PyTorch's own attention, which
+    alone takes them, can't compute it: no operation mixes them with the tensors that are made for it here."""
+    given = {name: x for name, x in zip(Arguments._fields, arguments[:4], strict=False) if x is not None}
+    distributed = [name for name, x in given.items() if is_distributed(x)]
+    if not distributed:
+        return
+    if len(distributed) < len(given):
+        plain = next(name for name in given if name not in distributed)
+        raise InputTypeError(f"{distributed[0]} is a DTensor and {plain} isn't: distribute both, or call with to_local() of each")
+    if not call.fused_by_torch:
+        raise InputTypeError(
+            f"{distributed[0]} is a DTensor, which PyTorch's own attention alone takes, and that without "
+            f"{_beyond_torch(arguments, options)}: call with to_local() of each tensor"
+        )
 
 
 def is_torchs(arguments: Arguments, options: Options) -> bool:

@@ -102,6 +102,7 @@ def traced(arguments: Arguments, options: Options) -> Any:
         return inspection.torchs(*arguments[:4], options)
     arguments = Arguments(*autocast(*arguments[:4]), arguments.seed, arguments.per_head)
     call = parse(arguments, options)
+    inspection.refuse_distributed(call, arguments, options)
     named = options.implementation
     why_torch = "transformed" if transformed() or switched_off() else why_torch_ever(*arguments[:4], arguments.per_head)
     if named not in (None, OURS):

@@ -17,7 +17,7 @@ from flashtune.dispatch import context
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_kernels import ModKernel, layout, served_here
-from flashtune.dispatch.inspection import GRADIENTS, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, is_distributed, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.launch import Program
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
@@ -76,6 +76,8 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_q), ("block_table", table)):
         if not isinstance(x, Tensor):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+        if is_distributed(x):
+            raise InputTypeError(f"{name} is a DTensor, and paged caches are of one rank: call with to_local() of each tensor")
     for name, x in (("key", key), ("value", value)):
         if x.dim() != 4:
             raise InputError(f"{name} has {x.dim()} dimensions: with block_table caches are (blocks, page size, heads, head size)")

@@ -124,7 +124,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     q, k, v = call.views(q, k, v)
     parameters = call.parameters(mask, per_head)
     if (call.empty or not call.d_v or call.dropout_p == 1.0) and not call.return_lse:
-        zeros = torch.zeros((call.batch, call.heads, call.n_q, call.d_v), dtype=call.out_dtype, device=call.device)
+        zeros = q.new_zeros((call.batch, call.heads, call.n_q, call.d_v), dtype=call.out_dtype)
         return call.restored(_beside(zeros, q, k, v, mask, parameters.slopes, parameters.sinks)), None
     operations = call.composite or keep is not None
     if not operations and vmapped():

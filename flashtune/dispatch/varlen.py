@@ -24,7 +24,7 @@ from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
 from flashtune.dispatch.flex import refuse_beside_functions
-from flashtune.dispatch.inspection import GRADIENTS, autocast, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, autocast, is_distributed, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
 from flashtune.dispatch.paged import Paged
@@ -242,6 +242,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
             continue
         if not isinstance(x, Tensor):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+        if is_distributed(x):
+            raise InputTypeError(f"{name} is a DTensor, and packed sequences are of one rank: call with to_local() of each tensor")
         if x.layout is not torch.strided:
             raise InputTypeError(f"{name} has the layout {x.layout}: convert it with .to_dense()")
         if x.device != query.device:
