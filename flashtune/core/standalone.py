@@ -27,8 +27,9 @@ from flashtune.core.nearness import distance, octaves
 from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Features, MaskKind, Problem, ProblemKey
 from flashtune.core.target import plain_words
-from flashtune.core.torch_attention import autocasting, out_strides, sdpa, transformed
+from flashtune.core.torch_attention import autocasting, out_strides, transformed
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.torch_private import C, sdpa
 from flashtune.core.words import counted, shown
 
 FORMAT = 1
@@ -298,7 +299,7 @@ class Standalone:
 def _why_torch(*tensors: Tensor | None) -> str | None:
     """The reason why only PyTorch's operations can serve these tensors now, or None where a kernel may."""
     given = [x for x in tensors if x is not None]
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+    if torch.compiler.is_compiling() or transformed() or C._len_torch_dispatch_stack() or C._is_tracing():
         return "a compiler, a transform or a tracer watches torch's operations"
     if any(type(x) not in _PLAIN for x in given):
         return "tensor subclasses have their own dispatch"

@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
-"""The function behind torch.nn.functional's. Looked up there instead, attention would call itself after
-`F.scaled_dot_product_attention = dispatch.attention`."""
+from flashtune.core.torch_private import FORWARD_AD, FakeTensor, hooks_by_dictionary, peek_interpreter_stack, sdpa, vmapped
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -22,8 +18,6 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 """PyTorch's backends by the names that `flashtune bench` and records have."""
-
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 _AUTOCASTS = frozenset(kind for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu") if torch.amp.is_autocast_available(kind))
 """Device types with autocast; computed once, since torch.compile can't trace the query in torch 2.11."""
@@ -90,6 +84,9 @@ def differentiable_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 def lay_out_gradient(out: Tensor) -> None:
     """Have the gradient of a fresh output brought into its strides before its backward."""
+    if not hooks_by_dictionary:
+        out.register_hook(_laying_out(out.stride()))  # type: ignore[no-untyped-call]
+        return
     # As register_hook does, at a fraction of its time; later hooks are added to these.
     out._backward_hooks = OrderedDict(((-1, _laying_out(out.stride())),))
     node: Any = out.grad_fn
@@ -128,12 +125,7 @@ def laid_out(strides: tuple[int, ...], x: Tensor | None) -> Tensor | None:
 
 def transformed() -> bool:
     """True if a transform of torch.func or a forward-mode gradient is active."""
-    return forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
-
-
-def vmapped() -> bool:
-    """True if torch.func.vmap is among the active transforms."""
-    return any(one.key() == _functorch.TransformType.Vmap for one in _functorch.get_interpreter_stack() or ())
+    return FORWARD_AD._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 # As torch.compiler.assume_constant_result does, whose use here would import the compiler.

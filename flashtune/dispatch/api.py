@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.autograd import forward_ad
-from torch.jit._builtins import _register_builtin
 from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
 from flashtune.core.band import Window
@@ -17,6 +15,7 @@ from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.core.torch_attention import autocasting
+from flashtune.core.torch_private import FORWARD_AD, C, scripted
 from flashtune.dispatch import calls, inspection, operators, resolve, training
 from flashtune.dispatch.call import Call, Outputs, PerHead, trained_as
 from flashtune.dispatch.context import STACK, Memo, current
@@ -157,8 +156,8 @@ def attention(
             and recent.check(query, key, value)
             and (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
             and (recent.cast_to is None or recent.cast_to is torch.get_autocast_dtype(query.device.type))
-            and forward_ad._current_level < 0
-            and not torch._C._len_torch_dispatch_stack()
+            and FORWARD_AD._current_level < 0
+            and not C._len_torch_dispatch_stack()
             and flash_attention_on()
             and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
         ):
@@ -363,4 +362,4 @@ def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) 
 
 define_lazily(partial(operators.define, attention))
 # torch.jit.script substitutes PyTorch's operation for it.
-_register_builtin(attention, "aten::scaled_dot_product_attention")
+scripted()[id(attention)] = "aten::scaled_dot_product_attention"

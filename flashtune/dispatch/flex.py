@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtune.core import devices
 from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import Mod
+from flashtune.core.torch_private import C
 from flashtune.dispatch import api, flex_functions, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend, types_of
@@ -340,7 +341,7 @@ def why_torch(query: Any, key: Any, value: Any, scale: Any, *, dimensions: int =
     every = (query, key, value)
     if torch.compiler.is_compiling():
         return "torch.compile traces the call"
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in every) or torch._C._len_torch_dispatch_stack():
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in every) or C._len_torch_dispatch_stack():
         return "arguments aren't plain tensors"
     if inspection.transformed():
         return "a transform of torch.func is active"

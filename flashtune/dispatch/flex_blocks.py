@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from flashtune.core.torch_private import C
 from flashtune.dispatch.flex_kernels import ModKernel, Sequences, lists_of_kinds, lists_of_mask, tile_kinds
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.documents import Documents
@@ -96,7 +97,7 @@ def stream_of() -> tuple[int, bool]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0, False
     # PyTorch's own objects of streams take microseconds to make.
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
+    return C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
 
 
 def _kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:

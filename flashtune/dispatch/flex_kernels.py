@@ -18,6 +18,7 @@ from flashtune.core.problem import MAX_HEAD_DIM, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.torch_private import C
 from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.context import current
@@ -102,7 +103,7 @@ class ModKernel:
             program = self._programs[key]
             held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
             addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
-            program.run(addresses, torch._C._cuda_getCurrentRawStream(self.device.index))
+            program.run(addresses, C._cuda_getCurrentRawStream(self.device.index))
 
     def program(self, plan: Plan) -> Program:
         """Launches prepared for tensors of a plan's layout; the current device must be the kernel's."""

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from flashtune.core.torch_private import FORWARD_AD, C, check_of
 from flashtune.dispatch.context import STACK, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, stream_of, varies, versions_of
 from flashtune.dispatch.flex_documents import PackedCall
 from flashtune.dispatch.flex_functions import Snapshot
 from flashtune.dispatch.inspection import flash_attention_on
-from flashtune.dispatch.plan import check_of, guarded
+from flashtune.dispatch.plan import guarded
 
 MOST = 256
 """Most calls of a context: a model has a few, unless it makes its functions anew."""
@@ -51,8 +51,8 @@ def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: An
         recent is None
         or not recent.check(query, key, value)
         or recent.state != _state(options)
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
+        or FORWARD_AD._current_level >= 0
+        or C._len_torch_dispatch_stack()
         or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
         or (recent.mask is not None and (recent.mask[0]() is not block_mask or recent.mask[1] != versions_of(block_mask)))
     ):

@@ -10,6 +10,7 @@ from flashtune.core import reference
 from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_attention import compiled_flex
+from flashtune.core.torch_private import C
 from flashtune.dispatch import inspection
 from flashtune.dispatch.context import current
 
@@ -119,9 +120,7 @@ def _by_matrices(
 
 def _plain(*tensors: Any) -> bool:
     """True for tensors of no subclass, outside of transforms and modes: others are left to PyTorch as they are."""
-    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) and not (
-        torch._C._len_torch_dispatch_stack() or inspection.transformed()
-    )
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) and not (C._len_torch_dispatch_stack() or inspection.transformed())
 
 
 def block_mask_of(block_mask: Any, query: Any, key: Any) -> Any:

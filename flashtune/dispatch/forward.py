@@ -19,6 +19,7 @@ from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import out_strides
+from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.launch import Program
@@ -244,7 +245,7 @@ class KernelPlan(ModulePlan, Plan):
         misprediction, fallback = self.misprediction, self.fallback
         if misprediction is None or fallback is None or torch.are_deterministic_algorithms_enabled():
             return None
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if C._cuda_isCurrentStreamCapturing():
             # A graph keeps the kernel of its capture, so that captured calls never switch.
             return self._other if misprediction.latched else None
         if not misprediction.check():
@@ -288,7 +289,7 @@ class KernelPlan(ModulePlan, Plan):
             if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)
         call, program, device, index = self.call, self.program, self.call.device, self.call.device.index
-        if program is not None and torch._C._cuda_getDevice() != index:
+        if program is not None and C._cuda_getDevice() != index:
             # Before sampling a seed, which would advance the generator twice.
             with torch.cuda.device(device):
                 return self.run(query, key, value, mask, seed, per_head)
@@ -306,11 +307,11 @@ class KernelPlan(ModulePlan, Plan):
             query, _ = launching.positive_scale(self.module.host, query, call.scale)
         shape, strides, lse_shape, lse_strides = self._layout
         out = torch.empty_like(query) if self._like_query else torch.empty_strided(shape, strides, dtype=call.out_dtype, device=device)
-        stream, counts, scratch, rest = torch._C._cuda_getCurrentRawStream(index), 0, 0, self._rest
+        stream, counts, scratch, rest = C._cuda_getCurrentRawStream(index), 0, 0, self._rest
         held: Tensor | None = None
         if self._counters or self._scratch:
             known, counts, scratch, rest = self._memory
-            in_graph = torch._C._cuda_isCurrentStreamCapturing()
+            in_graph = C._cuda_isCurrentStreamCapturing()
             if in_graph or known != stream:
                 counts, scratch, held = self._stream_memory(stream, in_graph)
                 rest = self._behind(scratch)

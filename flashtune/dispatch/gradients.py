@@ -13,6 +13,7 @@ from flashtune.core import devices, launching, reference
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import out_strides, readable
+from flashtune.core.torch_private import C
 from flashtune.dispatch import launch
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.forward import ModulePlan
@@ -125,7 +126,7 @@ class GradientPlan(ModulePlan):
         if program is None:
             return self._through_triton(inputs)
         index = call.device.index
-        if torch._C._cuda_getDevice() != index:
+        if C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(inputs)
         operands = self._operands(inputs)
@@ -151,7 +152,7 @@ class GradientPlan(ModulePlan):
         ]
         for offset in self._temporaries:
             addresses.append(start + offset)
-        program.run(addresses, torch._C._cuda_getCurrentRawStream(index), (inputs.seed, 0))
+        program.run(addresses, C._cuda_getCurrentRawStream(index), (inputs.seed, 0))
         return self._requested(inputs, operands)
 
     def _operands(self, inputs: BackwardInputs) -> tuple[Any, ...]:
@@ -239,13 +240,13 @@ class ReferencePlan:
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Context in which autograd records operations, also inside an operator, whose implementation runs below it."""
-    key = torch._C.DispatchKey.AutogradFunctionality
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    key = C.DispatchKey.AutogradFunctionality
+    excluded = C._dispatch_tls_is_dispatch_key_excluded(key)
+    C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+        C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

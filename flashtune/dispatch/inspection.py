@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import _get_overloaded_args, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flashtune.core import devices
 from flashtune.core.errors import InputTypeError
 from flashtune.core.parameters import PER_HEAD
-from flashtune.core.torch_attention import autocasting, has_address, sdpa
+from flashtune.core.torch_attention import autocasting, has_address
+from flashtune.core.torch_private import FORWARD_AD, C, overloaded_among, peek_interpreter_stack, sdpa
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.parse import Arguments, Options
 
@@ -30,9 +30,7 @@ GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
 }
 """Every reason of this kind, and the gradients it requests beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
 
-_peek = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-
-flash_attention_on: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+flash_attention_on: Callable[[], bool] = C._get_flash_sdp_enabled
 """State of PyTorch's flash attention switch (torch.nn.attention.sdpa_kernel, torch.backends.cuda.enable_flash_sdp), which kernels obey."""
 
 
@@ -75,9 +73,9 @@ def perhaps_fake(why_torch: str | None, query: Tensor) -> bool:
 
 def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, per_head: PerHead | None) -> str | None:
     """Reason for which only PyTorch's own operations can serve these tensors now, or None where a kernel may."""
-    if forward_ad._current_level >= 0 or _peek() is not None:
+    if FORWARD_AD._current_level >= 0 or peek_interpreter_stack() is not None:
         return TRANSFORMED
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+    if C._len_torch_dispatch_stack() or C._is_tracing():
         return _WATCHED
     if not (flash_attention_on() or DECIDED.kernels):
         return _SWITCHED_OFF
@@ -86,7 +84,7 @@ def why_torch_now(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 def transformed() -> bool:
     """True while a transform of torch.func is active."""
-    return _peek() is not None
+    return peek_interpreter_stack() is not None
 
 
 def switched_off() -> bool:
@@ -169,7 +167,7 @@ def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: An
     """
     options, per_head = Options(**{name: kwargs[name] for name in Options._fields}), PerHead(*(kwargs[name] for name in PER_HEAD))
     nested(Arguments(query, key, value, attn_mask, seed, per_head), options)
-    overloaded = _get_overloaded_args((query, key, value, attn_mask))
+    overloaded = overloaded_among((query, key, value, attn_mask))
     proxied = is_causal_bias(attn_mask) or any(isinstance(x, torch.fx.Proxy) for x in overloaded)
     if overloaded and not proxied and _torch_has(options, seed, per_head):
         return torchs(query, key, value, attn_mask, options)

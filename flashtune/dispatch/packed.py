@@ -16,6 +16,7 @@ from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.torch_private import C
 from flashtune.dispatch import context, launch
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernels import Code
@@ -255,7 +256,7 @@ def _launch(
     if device.type != "cuda" or torch.version.cuda is None:
         launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
         return
-    with torch.cuda.device(device) if torch._C._cuda_getDevice() != device.index else contextlib.nullcontext():
+    with torch.cuda.device(device) if C._cuda_getDevice() != device.index else contextlib.nullcontext():
         known = _known(found, operands, packed, numbers) if plan is None or plan.fixed is None else plan.fixed
         if plan is not None:
             plan.fixed = known
@@ -286,7 +287,7 @@ def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], pack
     start = 0 if scratch is None else scratch.data_ptr()
     addresses = [0 if x is None else x.data_ptr() for x in named((query, *operands[1:]), counts, packed)]
     addresses += [start + offset for offset in known.offsets]
-    known.program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index), (seed, 0))
+    known.program.run(addresses, C._cuda_getCurrentRawStream(query.device.index), (seed, 0))
 
 
 def _prepared(kernel: LoadedKernel, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:

@@ -13,6 +13,7 @@ from flashtune.core.config import Config
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.launches import LaunchInputs, Operand, Pages, Scratch
 from flashtune.core.launching import Plan, operand
+from flashtune.core.torch_private import C
 from flashtune.dispatch import context
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
@@ -173,7 +174,7 @@ def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
     if not query.is_cuda or torch.version.cuda is None:
         plan.kernel.run(plan.key, tensors, lambda: _launches(plan, tensors))
         return out, lse
-    with torch.cuda.device(query.device) if torch._C._cuda_getDevice() != query.device.index else contextlib.nullcontext():
+    with torch.cuda.device(query.device) if C._cuda_getDevice() != query.device.index else contextlib.nullcontext():
         if plan.program is None:
             program = plan.kernel.program(_launches(plan, tensors))
             plan.offsets, plan.scratch = placed(program.temporaries)
@@ -183,7 +184,7 @@ def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
         if scratch is not None:
             start = scratch.data_ptr()
             addresses += [start + offset for offset in plan.offsets]
-        plan.program.run(addresses, torch._C._cuda_getCurrentRawStream(query.device.index))
+        plan.program.run(addresses, C._cuda_getCurrentRawStream(query.device.index))
     return out, lse
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashtune.core.torch_private import check_of, has_guards
 from flashtune.dispatch import driver
 from flashtune.dispatch.call import Outputs, PerHead
 from flashtune.dispatch.parse import seed_bits
@@ -32,22 +33,9 @@ class Plan(Protocol):
         ...
 
 
-_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-"""Guard class of torch.compile, which checks in one call if tensors are like those before; it needs no compiler.
-
-None in versions of PyTorch without it.
-"""
-
-
 def guarded(tensors: Sequence[Tensor]) -> bool:
     """True where `check_of` can compare with these: it distinguishes aliased arguments from separate ones."""
-    return _guards is not None and len({id(x) for x in tensors}) == len(tensors)
-
-
-def check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """The condition `Recent.check` of these tensors."""
-    check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+    return has_guards and len({id(x) for x in tensors}) == len(tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

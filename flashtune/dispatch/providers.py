@@ -20,6 +20,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import band_mod, flex_arguments, soft_cap_mod
 from flashtune.core.problem import Problem
 from flashtune.core.torch_attention import compiled_flex
+from flashtune.core.torch_private import C
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.provider import AT_THE_START, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
@@ -78,7 +79,7 @@ class FlashAttn(Provider):
         index, named = call.device.index, self._sinks
 
         def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-            if index is not None and torch._C._cuda_getDevice() != index:
+            if index is not None and C._cuda_getDevice() != index:
                 with torch.cuda.device(index):
                     return run(query, key, value, sinks)
             more: dict[str, Any] = {} if sinks is None else {named: sinks}

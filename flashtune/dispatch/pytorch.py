@@ -14,16 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune.core import reference
 from flashtune.core.parameters import CallParameters
-from flashtune.core.torch_attention import (
-    MOST_HEADS,
-    autocasting,
-    differentiable_sdpa,
-    readable,
-    sdpa,
-    sound_backends,
-    transformed,
-    vmapped,
-)
+from flashtune.core.torch_attention import MOST_HEADS, autocasting, differentiable_sdpa, readable, sound_backends, transformed
+from flashtune.core.torch_private import sdpa, vmapped
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.plan import capturing, random_bits, relaxed
 

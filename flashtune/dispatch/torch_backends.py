@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flashtune.core.torch_attention import lay_out_gradient
+from flashtune.core.torch_private import C, fused_sdp_choice, has_priority_order
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.provider import AT_THE_START, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.pytorch import TorchPlan, as_bias, no_autocast, only, readable_inputs, sound_backends_of
-
-_fused_choice: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
 
 _OURS: set[tuple[int, ...]] = set()
 """Orders of PyTorch's backends that plans set for the time of a call."""
@@ -121,7 +120,7 @@ class TorchBackend(Provider):
         more = (0.0, True) if call.torch_causal else ()
         words = {} if call.scale == 1.0 / math.sqrt(call.d) else {"scale": call.scale}
         keeps, cuda = self.backend != SDPBackend.FLASH_ATTENTION, call.device.type == "cuda"
-        deterministic, enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
+        deterministic, enabled = C._get_deterministic_algorithms, torch.is_grad_enabled
 
         def single(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if deterministic():
@@ -145,9 +144,9 @@ class TorchBackend(Provider):
 
     def _first(self, call: Call, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with this backend first in PyTorch's order."""
-        if call.device.type != "cuda":
+        if call.device.type != "cuda" or not has_priority_order:
             return functools.partial(self._alone, function)
-        read, write, usual = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order()
+        read, write, usual = C._get_sdp_priority_order, C._set_sdp_priority_order, C._get_sdp_priority_order()
         order = [int(self.backend.value), *(one for one in usual if one != int(self.backend.value))]
         _OURS.add(tuple(order))
 
@@ -174,4 +173,4 @@ def choice(call: Call, tensors: Tensors) -> SDPBackend:
     q, k, v, small = readable_inputs(*call.views(*inputs), as_bias(call.small_mask(mask), call.dtype))
     words: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.shared}
     with no_autocast(call.device.type), sound_backends_of(call, q, k, v, small):
-        return SDPBackend(_fused_choice(q, k, v, small, call.dropout_p, call.torch_causal, **words))
+        return SDPBackend(fused_sdp_choice(q, k, v, small, call.dropout_p, call.torch_causal, **words))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune.core.torch_private import C
 from flashtune.dispatch import backwards, operators
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.context import Memo
@@ -117,6 +118,6 @@ def _summed_wide(per_head: PerHead) -> PerHead:
 def _untraced(x: Tensor) -> bool:
     # Compilers (compiled autograd traces a backward) can trace the first check alone. A tensor of vmap has no storage: only an operator
     # can take such a batch of gradients one by one. An operator resolves lazy negations, too.
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or C._len_torch_dispatch_stack():
         return False
-    return bool(torch._C._has_storage(x)) and not x.is_neg()
+    return bool(C._has_storage(x)) and not x.is_neg()

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtune.core import devices
 from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import Mod, within
+from flashtune.core.torch_private import C
 from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
@@ -101,7 +102,7 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
             again = call_of(packed, numbers, score_mod, mask_mod)
             assert not isinstance(again, dict), "functions that are built in have no kernels of their own"
             return attend(again, packed, numbers, score_mod, mask_mod)
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or packed.query.is_meta:
+    if torch.compiler.is_compiling() or C._len_torch_dispatch_stack() or packed.query.is_meta:
         # Lengths can't be read.
         return _at_once(packed, numbers, score_mod, mask_mod)
     try:

@@ -7,11 +7,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.functional as F
-from torch.jit import _builtins
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.torch_attention import sdpa
+from flashtune.core.torch_private import scripted, sdpa
 
 _serving: ContextVar[bool] = ContextVar("flashtune_serving", default=False)
 _lock = threading.Lock()
@@ -20,8 +19,6 @@ _ours: Callable[..., Any] | None = None
 """Function that is in torch.nn.functional for the present users."""
 _before: Callable[..., Any] = sdpa
 """Function that was there before the first of them entered."""
-_scripted: Callable[[], dict[int, str]] = _builtins._get_builtin_table
-"""PyTorch's operations by the ids of the functions for which torch.jit.script substitutes them."""
 
 
 @contextmanager
@@ -49,7 +46,7 @@ def _enter() -> None:
             _before = F.scaled_dot_product_attention
             _ours = F.scaled_dot_product_attention = _substitute(_before)
             # torch.jit.script looks up PyTorch's operation by the function's id.
-            _scripted()[id(_ours)] = "aten::scaled_dot_product_attention"
+            scripted()[id(_ours)] = "aten::scaled_dot_product_attention"
         _users += 1
 
 
@@ -59,7 +56,7 @@ def _leave() -> None:
         _users -= 1
         if _users:
             return
-        del _scripted()[id(_ours)]
+        del scripted()[id(_ours)]
         # A function that somebody else put over ours stays; ours passes calls on from now on.
         if F.scaled_dot_product_attention is _ours:
             F.scaled_dot_product_attention = _before
@@ -84,7 +81,7 @@ def _substitute(before: Callable[..., Any]) -> Callable[..., Any]:
             except (InputError, InputTypeError):
                 # PyTorch accepts some calls that ours refuses, as a mask beside is_causal on the CPU; else its own error is raised.
                 return before(query, key, value, attn_mask, *others, **words)
-        if type(attn_mask).__name__ == "CausalBias" and before is sdpa:
+        if type(attn_mask).__name__ == "CausalBias" and before is sdpa and hasattr(attn_mask, "_dispatch"):
             # CausalBias looks PyTorch's function up in torch.nn.functional, where it would find ours again.
             return type(attn_mask)._dispatch(query, key, value, attn_mask, *others, **words)
         return before(query, key, value, attn_mask, *others, **words)

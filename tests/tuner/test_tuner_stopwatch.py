@@ -75,8 +75,9 @@ class Event:
 @pytest.mark.parametrize("launch_us", [20.0, 400.0, 1000.0])
 def test_what_a_busy_host_needs_for_a_launch_stays_out_of_its_time(launch_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(launch_us)
-    cuda = SimpleNamespace(_sleep=lambda count: clocks.enqueue(count / 2000), synchronize=lambda device: None)
+    cuda = SimpleNamespace(synchronize=lambda device: None)
     monkeypatch.setattr(stopwatch, "torch", SimpleNamespace(cuda=cuda, sum=lambda *_, **__: clocks.enqueue(50.0)))
+    monkeypatch.setattr(stopwatch, "gpu_sleep", lambda count: clocks.enqueue(count / 2000))
     monkeypatch.setattr(stopwatch, "_event", lambda: Event(clocks))
     watch = object.__new__(Stopwatch)
     watch._device = watch._flush = watch._read = None  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]

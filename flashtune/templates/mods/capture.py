@@ -26,6 +26,8 @@ _DESCRIPTORS = (
     types.ClassMethodDescriptorType, type(namedtuple("_", "x").x),  # type: ignore[attr-defined]
 )  # fmt: skip
 """Types of attributes of classes that read an object's own state."""
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+"""Types of PyTorch's operators and of their overloads."""
 _UNUSED = ("__repr__", "__str__", "__format__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__", "__del__")
 """Special methods that nothing reads a value from."""
 _KNOWN = ("torch", "builtins")
@@ -99,7 +101,7 @@ class Dependencies:
                 self.tensors.append(x)
                 return "tensor", x.dtype, x.shape, x.requires_grad, self._of(x.__dict__) if x.__dict__ else None
             return "tensor", self._places[id(x)]
-        if isinstance(x, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(x, _OPERATORS):
             return _Same(x)
         if isinstance(x, types.BuiltinFunctionType):
             if not is_pure(x) or x in LOOKING:

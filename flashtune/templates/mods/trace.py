@@ -10,10 +10,10 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from flashtune.core.errors import InputError
+from flashtune.core.torch_private import FakeTensor, decompositions, is_functorch_wrapped_tensor
 from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, Node, loads, ordered
 from flashtune.templates.mods.operations import DECOMPOSED
 from flashtune.templates.mods.reader import LINE, UNRECORDED, Reader, Unsupported, Untraceable, input_node
@@ -130,8 +130,6 @@ def _in_place(func: Any, keywords: Mapping[str, Any] | None) -> bool:
 
 def _captured(x: Any) -> bool:
     """True for a tensor that the trace didn't make: it would be changed in earnest."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
 
 
@@ -159,13 +157,12 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
     called = (lambda s, b, h, q, k: evaluated((s, b, h, q, k))) if score else (lambda b, h, q, k: evaluated((b, h, q, k)))
     mode = _Indexing(name, getattr(function, "__code__", None))
     # Imported here, since it brings the compiler.
-    from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
         # Recording gradients, so that parts under no_grad are told from others.
         with _TRACING, torch.enable_grad(), mode:
-            table: Any = get_decompositions(DECOMPOSED)
+            table = decompositions(DECOMPOSED)
             graph = make_fx(called, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except (InputError, Unsupported):
         raise
@@ -240,10 +237,9 @@ def gradients(output: Node) -> tuple[Node, list[tuple[Node, Node]]]:
             grads = torch.autograd.grad(known[output], wanted, grad, allow_unused=True)
         return [torch.zeros_like(x) if y is None else y for x, y in zip(wanted, grads, strict=True)]
 
-    from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table: Any = get_decompositions(DECOMPOSED)
+    table = decompositions(DECOMPOSED)
     values = [torch.ones((), dtype=node.dtype) for node in [*leaves, *others]]
     with _TRACING:
         graph = make_fx(backward, decomposition_table=table, tracing_mode="fake")(torch.ones((), dtype=output.dtype), *values)

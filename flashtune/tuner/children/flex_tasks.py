@@ -27,7 +27,7 @@ def prepare_flex(problem: Problem, target: Target, seed: int) -> FlexReady | Fai
     try:
         if not _kept or _kept[0].problem != problem:
             _kept.clear()
-            torch._dynamo.reset()
+            torch.compiler.reset()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             _kept.append(FlexBench(problem, target.l2_bytes, "cuda", seed))

@@ -1,6 +1,5 @@
 """PyTorch's own attention as the baseline: the same problem through `F.scaled_dot_product_attention`."""
 
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,12 +8,12 @@ from typing import Any
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.flex_attention import Mod, flex_arguments
-from flashtune.core.torch_attention import BACKENDS, compiled_flex, sdpa, sound_backends
+from flashtune.core.torch_attention import BACKENDS, compiled_flex, sound_backends
+from flashtune.core.torch_private import TorchDispatchMode, kept_by_backwards, sdpa
 from flashtune.tuner.timing.flex import mask_mod_of
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -118,9 +117,8 @@ def _flex(inputs: Inputs, step: bool) -> Callable[[], object]:
     else:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         call = _differentiated(lambda: flex(*leaves, **words), leaves, inputs.operands["dout"], step)
-    functorch: Any = importlib.import_module("torch._functorch.config")
     # The backward runs many times over one forward's tensors.
-    with functorch.patch(donated_buffer=False):
+    with kept_by_backwards():
         call()
     return call
 
@@ -212,7 +210,7 @@ def _gradients(call: _Call, mask: torch.Tensor | None, step: bool) -> Callable[[
 def backend_name(call: Callable[[], object]) -> str:
     """Name of the PyTorch backend that serves a call, from the operators that it runs, since a profiler takes seconds to start."""
 
-    class Named(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Named(TorchDispatchMode):  # type: ignore[misc]
         """Records the operators of a block."""
 
         names = ""
@@ -226,7 +224,7 @@ def backend_name(call: Callable[[], object]) -> str:
             self.names += f" {func}"
             return func(*args, **(kwargs or {}))
 
-    with Named() as ran:  # type: ignore[no-untyped-call]
+    with Named() as ran:
         call()
     if "varlen_attn" in ran.names:
         return "varlen"

@@ -19,6 +19,7 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Measurement
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.torch_private import set_options
 from flashtune.tuner.timing.stopwatch import Stopwatch, orders
 from flashtune.tuner.verify.inputs import SOFTCAP
 
@@ -173,18 +174,7 @@ SHORTEST_RACE, LONGEST_RACE = 12, 200
 
 def _compiled() -> Callable[..., Any]:
     """The compiled FlexAttention of a process that compiles many candidates, itself, and keeps what a backward needs."""
-    import torch._dynamo.config as dynamo
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    for module, name, value in (
-        (inductor, "compile_threads", 1),
-        (dynamo, "recompile_limit", 1 << 20),
-        (dynamo, "accumulated_recompile_limit", 1 << 20),
-        (functorch, "donated_buffer", False),
-    ):
-        if hasattr(module, name):
-            setattr(module, name, value)
+    set_options({"compile_threads": 1, "recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "donated_buffer": False})
     with suppress(ImportError):
         from tqdm import tqdm  # type: ignore[import-untyped]
 

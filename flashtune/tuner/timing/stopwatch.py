@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from flashtune.core.results import Measurement
+from flashtune.core.torch_private import gpu_sleep
 
 _NAP = 200_000
 """GPU clocks of sleep before each timed launch: about 0.1 ms, more than a launch costs an idle host."""
@@ -42,7 +43,7 @@ class Stopwatch:
         """Times in microseconds, `count` for each of `runs`: every round runs all of them, in an order of its own (see `orders`)."""
         events = [[(_event(), _event()) for _ in range(count)] for _ in runs]
         self._nap = max(_NAP, self._nap // 2)
-        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+        gpu_sleep(_HEAD_START)
         for turn, order in enumerate(orders(len(runs), count)):
             for index in order:
                 start, stop = events[index][turn]
@@ -54,7 +55,7 @@ class Stopwatch:
     def _waited(self, run: Run, start: torch.cuda.Event, stop: torch.cuda.Event) -> bool:
         """Flush L2 and enqueue a timed launch; True where the GPU may have waited for the host meanwhile."""
         torch.sum(self._flush, dim=0, out=self._read)
-        torch.cuda._sleep(self._nap)  # type: ignore[no-untyped-call]
+        gpu_sleep(self._nap)
         start.record()
         run()
         waited = bool(start.query())  # type: ignore[no-untyped-call]
