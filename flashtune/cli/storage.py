@@ -108,7 +108,7 @@ def _opened(where: str) -> Any:
             with warnings.catch_warnings():
                 # Optuna calls heartbeats experimental.
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                known = {"skip_table_creation": complete, "skip_compatibility_check": complete}
+                known: Any = {"skip_table_creation": complete, "skip_compatibility_check": complete}
                 return optuna.storages.RDBStorage(where, engine_kwargs=engine, heartbeat_interval=BEAT_S, grace_period=GRACE_S, **known)
         except (ValueError, ArgumentError) as error:
             said = mask_secrets(" ".join(str(error).split()))

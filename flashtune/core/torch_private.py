@@ -36,6 +36,8 @@ _WITHOUT: dict[str, Any] = {
     # An operator that differentiates then fails in autograd, which says that nothing was recorded.
     "_dispatch_tls_is_dispatch_key_excluded": lambda key: False,
     "_dispatch_tls_set_dispatch_key_excluded": lambda key, excluded: None,
+    # Checkpoints then read positions once for each layer.
+    "_current_graph_task_id": lambda: -1,
     "DispatchKey": SimpleNamespace(AutogradFunctionality=None),
 }
 _WITHOUT_ON_GPUS: dict[str, Any] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
+from flashtune.core.torch_private import C
 from flashtune.dispatch.plan import capturing
 from flashtune.integrations.sources import arguments_of_attention, source_of
 
@@ -177,9 +178,7 @@ def _known(positions: Tensor, layer: int | None) -> _Recent | None:
 
 
 def _in_backward() -> bool:
-    # Private, and without it checkpoints read the positions once for each layer.
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
+    return bool(C._current_graph_task_id() != -1)
 
 
 def _remembered(positions: Tensor, layer: int | None, found: Bounds | None) -> Bounds | None:
