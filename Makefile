@@ -68,6 +68,7 @@ newest:
 
 dist: setup
 	@$(BIN)/python -m build
+	@for kernels in kernels/*/pyproject.toml; do $(BIN)/python -m build --wheel --outdir dist $${kernels%/*} || exit; done
 
 clean:
-	@rm -rf $(VENV) $(NEWEST) build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	@rm -rf $(VENV) $(NEWEST) build kernels/*/build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -17,6 +17,7 @@ from flashtune.core.errors import FlashtuneError
 from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
 from flashtune.core.secrets import mask_secrets, mask_url
 from flashtune.core.target import targets
+from flashtune.core.versions import LOWEST, not_run, too_old
 from flashtune.core.words import counted
 
 
@@ -26,6 +27,7 @@ def doctor(as_json: bool) -> None:
     """Check GPU, packages, compilers, caches and databases of this machine. Exit code 4 when something needed is missing."""
     checks = [
         *_made("packages", lambda: [_versions()]),
+        *_made("calls", lambda: [_calls()]),
         *_made("GPU", lambda: [_gpu()]),
         *_made("C compiler", lambda: [_compiler()]),
         *_made("ptxas", lambda: [_ptxas()]),
@@ -69,7 +71,29 @@ def _versions() -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             return _check("packages", False, f"no {package}", f"install it: pip install {package}")
-    return _check("packages", True, ", ".join([f"flashtune {flashtune.__version__}", *(f"{name} {v}" for name, v in found.items())]))
+    if (old := too_old(found.__getitem__)) is not None:
+        name, here = old
+        return _check("packages", False, f"{name} {here}, older than {LOWEST[name]}", f"update it: pip install '{name}>={LOWEST[name]}'")
+    said = ", ".join([f"flashtune {flashtune.__version__}", *(f"{name} {v}" for name, v in found.items())])
+    if (other := not_run(found.__getitem__)) is not None:
+        said += f"; flashtune wasn't run with {other} (docs/support.md)"
+    return _check("packages", True, said)
+
+
+def _calls() -> dict[str, Any]:
+    """A call of `dispatch.attention`, whose import needs the most of PyTorch."""
+    remedy = "install versions that flashtune was run with (docs/support.md), or report this"
+    try:
+        import torch
+
+        from flashtune import dispatch
+
+        x = torch.zeros(1, 1, 4, 16)
+        dispatch.attention(x, x, x, is_causal=True)
+    except Exception as error:
+        said = mask_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+        return _check("calls", False, f"dispatch.attention fails: {said}", remedy)
+    return _check("calls", True, "dispatch.attention imports and serves")
 
 
 def _gpu() -> dict[str, Any]:
@@ -118,7 +142,9 @@ def _machine_code() -> list[dict[str, Any]]:
         except FlashtuneError as error:
             found.append(_check("machine code", False, distribution(arch), str(error)))
             continue
-        without = f"{distribution(arch)} isn't installed, so Triton compiles kernels at first calls: pip install flashtune[kernels]"
+        folder = Path(flashtune.__file__).parents[1] / "kernels" / f"sm{arch}"
+        source = folder if folder.is_dir() else f"/path/to/flashtune/kernels/sm{arch}"
+        without = f"{distribution(arch)} isn't installed, so Triton compiles kernels at first calls: pip install {source}"
         found.append(_check("machine code", True, without if archive is None else str(archive.path)))
     return found
 

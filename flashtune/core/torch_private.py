@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 
 def found(path: str, otherwise: Any) -> Any:
-    """What this version of PyTorch has under a private name, `otherwise` where it has none."""
+    """Object under a private name in this version of PyTorch, `otherwise` where it has none."""
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
