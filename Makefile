@@ -4,14 +4,15 @@
 #   make test       all tests that need no GPU
 #   make check      what a reviewer runs: format, lint, types, layers, tests
 #   make docs       the documentation as a site, in site/
-#   make newest     whether every template compiles with the newest Triton, in an environment of its own
+#   make newest     calls, gradients, functions, a search and kernels with the newest PyTorch and Triton, in an environment of its own
 #
 # Variables: PYTHON (the interpreter to start from), VENV (the folder), NEWEST (the folder of `make newest`), TORCH (a requirement
-# such as torch==2.11.0), SEARCH (more arguments for `flashtune search`), PYTEST (more arguments for pytest).
+# such as torch==2.11.0), ALL (not empty: `make newest` compiles every kernel, for half an hour and more), SEARCH (more arguments for `flashtune search`), PYTEST (more arguments for pytest).
 
 VENV ?= .venv
 NEWEST ?= .venv-newest
 TORCH ?=
+ALL ?=
 SEARCH ?=
 PYTEST ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -60,11 +61,9 @@ golden: setup
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# constraints.txt holds for the first line only.
 newest:
-	@$(MAKE) --no-print-directory setup VENV=$(NEWEST)
-	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install -qq --upgrade --no-deps triton
-	@$(NEWEST)/bin/python benchmarks/run.py check_compiles
+	@$(MAKE) --no-print-directory setup VENV=$(NEWEST) TORCH=newest
+	@$(NEWEST)/bin/python tools/newest.py $(if $(ALL),--all)
 
 dist: setup
 	@$(BIN)/python -m build

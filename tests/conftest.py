@@ -29,6 +29,7 @@ settings.load_profile("flashtune")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files under tests/golden anew instead of comparing")
+    parser.addoption("--newest", action="store_true", help="also the tests that only `make newest` runs")
     parser.addoption("--table", metavar="FILE", help="write how many tests of each file passed and failed, and who served their calls")
 
 
@@ -37,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from served_table import ServedTable
 
         config.pluginmanager.register(ServedTable(Path(table)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--newest"):
+        left_out = [item for item in items if item.get_closest_marker("newest")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_unconfigure() -> None:

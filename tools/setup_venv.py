@@ -2,9 +2,10 @@
 
     python tools/setup_venv.py .venv [--torch torch==2.11.0]
 
-Which torch: the one asked for (remembered until another is); else the base interpreter's own where that one sees a GPU and comes with
-Triton 3.6 or newer, so that nothing large is downloaded; else, without an NVIDIA driver, the CPU build where pip finds it (about
-200 MB); else the build that brings its own CUDA and pins the very Triton that constraints.txt names.
+Which torch: the one asked for (remembered until another is; `newest` is looked for at every call, with the newest Triton); else the base
+interpreter's own where that one sees a GPU and comes with Triton 3.6 or newer, so that nothing large is downloaded; else, without an NVIDIA
+driver, the CPU build where pip finds it (about 200 MB); else the build that brings its own CUDA and pins the very Triton that
+constraints.txt names.
 Only the standard library is used here: this runs before anything is installed.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "torch==2.13.0+cpu"
 GPU_TORCH = "torch==2.11.0"
+NEWEST = "newest"
 USABLE = """
 import sys, torch, triton
 sys.exit(not (torch.cuda.is_available() and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)))
@@ -43,7 +45,7 @@ def main() -> int:
     stamp = folder / "flashtune-ready"
     installed, torch, base = (stamp.read_text().split("\n") + [""] * 3)[:3] if stamp.is_file() else ("", "", "")
     usable = installed != "" and base == interpreter() and given.torch in ("", torch)
-    if usable and installed == requirements():
+    if usable and installed == requirements() and NEWEST not in (given.torch, torch):
         return 0
     if folder.exists() and not stamp.is_file() and any(folder.iterdir()):
         print(f"{folder} is not an environment of flashtune's own: remove it, or name another with make VENV=...", file=sys.stderr)
@@ -98,9 +100,13 @@ def create(folder: Path, torch: str) -> str:
 def install(folder: Path, torch: str) -> None:
     """Install flashtune, its kernels and all it needs, with this torch; raises CalledProcessError after pip has said why."""
     # The base interpreter's torch came with its own Triton, which is not to be replaced.
-    wanted = [] if torch == "base" else ["-c", "constraints.txt", torch]
+    wanted = {"base": [], NEWEST: ["--upgrade", "torch"]}.get(torch, ["-c", "constraints.txt", torch])
     # Python compiles what is imported when it is; pip would take a minute to compile the 15 000 files that came with torch and the rest.
-    subprocess.run([*pip(folder), "install", "-qq", "--no-compile", *wanted, "-e", ".[dev]", "-e", "kernels/sm90"], cwd=ROOT, check=True)
+    command = [*pip(folder), "install", "-qq", "--no-compile"]
+    subprocess.run([*command, *wanted, "-e", ".[dev]", "-e", "kernels/sm90"], cwd=ROOT, check=True)
+    if torch == NEWEST:
+        # Releases of torch pin their own exactly.
+        subprocess.run([*command, "--upgrade", "--no-deps", "triton"], cwd=ROOT, check=True)
 
 
 def pip(folder: Path) -> list[str]:

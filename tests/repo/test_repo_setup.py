@@ -116,3 +116,50 @@ def test_bytecode_is_kept_whatever_the_environment_says() -> None:
     command = ["make", "--no-print-directory", "--eval", "asked: ; @echo [$$PYTHONDONTWRITEBYTECODE]", "asked"]
     said = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True)
     assert said.stdout == "[]\n", said.stderr
+
+
+def test_the_newest_is_looked_for_at_every_call(call: Calls, tmp_path: Path) -> None:
+    assert [call(tmp_path / "venv", torch) for torch in ("newest", "newest", "")] == [0, 0, 0]
+    assert call.installed == ["new", "newest", "newest", "newest"]
+
+
+def test_the_newest_is_of_torch_with_its_own_packages_and_of_triton(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(setup_venv.subprocess, "run", lambda command, **_: ran.append(command))
+    setup_venv.install(Path("venv"), "newest")
+    first, second = ran
+    assert {"--upgrade", "torch"} <= set(first) and "constraints.txt" not in first
+    assert second[-3:] == ["--upgrade", "--no-deps", "triton"]
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("newest", ROOT / "tools" / "newest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("every", "broken"), [(False, "calls"), (True, "kernels"), (False, None)])
+def test_all_parts_of_the_newest_run_and_those_that_fail_are_named(
+    every: bool, broken: str | None, newest: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command[1:])
+        fails = broken is not None and command[1:][: len(newest.PARTS[broken])] == list(newest.PARTS[broken])
+        return subprocess.CompletedProcess(command, int(fails))
+
+    monkeypatch.setattr(newest.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["newest.py", *["--all"] * every])
+    assert newest.main() == int(broken is not None)
+    assert len(ran) == len(newest.PARTS) and ("--sample" in ran[-1]) is not every
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"{len(ran) - (broken is not None)} parts passed" in last and last.endswith("failed" if broken is None else f"failed: {broken}")
+
+
+def test_parts_of_the_newest_are_files_that_there_are(newest: ModuleType) -> None:
+    paths = [word for words in newest.PARTS.values() for word in words if "/" in word]
+    assert paths and all((ROOT / path).exists() for path in paths)
