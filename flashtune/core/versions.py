@@ -21,6 +21,7 @@ RUNS = (
     Run("3.11", "2.13.0", "3.6.0", "5.24.0", "all tests"),
     Run("3.11", "2.14.1", "3.8.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
     Run("3.11", "2.15.0", "3.9.0", "5.24.0", "`make newest`"),
+    Run("3.13", "2.15.0", "3.9.0", "5.24.0", "install, imports, calls, gradients, traces of functions"),
 )
 """In the order of PyTorch's versions."""
 
@@ -40,9 +41,14 @@ def too_old(version_of: Callable[[str], str]) -> tuple[str, str] | None:
     return next(((name, found) for name, lowest in LOWEST.items() if minor(found := version_of(name)) < minor(lowest)), None)
 
 
+def python() -> str:
+    """Major and minor version of this Python."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
 def not_run(version_of: Callable[[str], str]) -> str | None:
     """The versions here that no run had, beside those that runs had, as a clause; None where runs had all."""
-    here = {"Python": ".".join(map(str, sys.version_info[:2])), "torch": version_of("torch"), "triton": version_of("triton")}
+    here = {"Python": python(), "torch": version_of("torch"), "triton": version_of("triton")}
     had = {"Python": [run.python for run in RUNS], "torch": [run.torch for run in RUNS], "triton": [run.triton for run in RUNS]}
     told = [
         f"{name} {found}, of which {shortest(had[name])} were run"

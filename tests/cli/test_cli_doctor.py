@@ -52,6 +52,7 @@ def test_a_call_that_fails_is_a_finding_in_a_sentence(monkeypatch: pytest.Monkey
     ],
 )
 def test_versions_outside_the_table_are_named(torch: str, triton: str, said: str | None, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "python", lambda: "3.11")
     usual = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": torch, "triton": triton}.get(name) or usual(name))
     found = checks()["packages"]
@@ -60,6 +61,11 @@ def test_versions_outside_the_table_are_named(torch: str, triton: str, said: str
         assert "wasn't run" not in found["found"]
     else:
         assert re.search(said, found["found"]), found["found"]
+
+
+def test_a_python_outside_the_table_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "python", lambda: "3.99")
+    assert re.search(r"wasn't run with Python 3\.99, of which 3\.11.* were run", checks()["packages"]["found"])
 
 
 @pytest.mark.parametrize("away", [False, True])

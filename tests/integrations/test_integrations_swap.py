@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -140,10 +141,19 @@ def test_a_compiled_model_is_served() -> None:
 def test_what_ours_refuses_and_torch_takes_is_torchs(served: list[str]) -> None:
     mask = torch.ones(12, 12, dtype=torch.bool).tril(5)
     mask[3] = False
-    wanted = F.scaled_dot_product_attention(Q, Q, Q, mask, is_causal=True)
+
+    def said(*words: Any, **more: Any) -> Any:
+        # PyTorch's CPU path takes both up to 2.13.
+        try:
+            return F.scaled_dot_product_attention(Q, Q, Q, mask, *words, **more)
+        except RuntimeError as error:
+            return str(error)
+
+    wanted = said(is_causal=True)
     with torchs_place():
-        torch.testing.assert_close(F.scaled_dot_product_attention(Q, Q, Q, mask, is_causal=True), wanted)
-        torch.testing.assert_close(F.scaled_dot_product_attention(Q, Q, Q, mask, 0.0, True), wanted)
+        found = said(is_causal=True), said(0.0, True)
+    for one in found:
+        assert one == wanted if isinstance(wanted, str) else torch.equal(one, wanted)
     assert len(served) == 2
 
 

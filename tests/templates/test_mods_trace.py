@@ -387,7 +387,7 @@ def test_nothing_that_is_kept_of_a_function_holds_what_it_reads(kind: str) -> No
 
 def test_objects_that_cannot_be_looked_at_have_no_key() -> None:
     nested: Any = None
-    for _ in range(600):
+    for _ in range(2500):
         nested = types.SimpleNamespace(nested=nested, factor=1.0)
 
     class Broken:
