@@ -239,8 +239,29 @@ def watched() -> dict[Any, Any]:
     return seen
 
 
+def types_of_masks() -> set[str]:
+    """Types of the masks of all loads, stores and additions from here on."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    seen: set[str] = set()
+
+    def watch(name: str, place: int) -> None:
+        run = getattr(builder, name)
+
+        def watched(*arguments: Any) -> Any:
+            seen.add(str(arguments[place].data.dtype))
+            return run(*arguments)
+
+        setattr(builder, name, watched)
+
+    watch("create_masked_load", 1)
+    watch("create_masked_store", 2)
+    watch("create_atomic_rmw", 3)
+    return seen
+
+
 def main() -> dict[str, Any]:
-    plans = watched()
+    plans, masks = watched(), types_of_masks()
     return {
         "cases": {name: report(case) for name, case in CASES.items()},
         "operations": {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()},
@@ -253,4 +274,5 @@ def main() -> dict[str, Any]:
         "lists": lists(),
         "layouts": layouts(),
         "plans": len(plans),
+        "masks": masks,
     }

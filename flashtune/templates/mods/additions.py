@@ -7,7 +7,7 @@ import torch
 
 from flashtune.templates.mods.graph import INDICES, MOST_FACTOR, Node, numbered, ordered
 from flashtune.templates.mods.operations import COMPARISONS
-from flashtune.templates.mods.writer import Writer
+from flashtune.templates.mods.writer import Writer, as_mask
 
 aten = torch.ops.aten
 
@@ -183,7 +183,7 @@ def _add(writer: Writer, load: Node, value: str, keep: str) -> None:
     """Write the addition of a value, or a tensor of them, at a load's place in its tensor's gradient."""
     if varies(load):
         offset, inside = writer.offset(load, "g")
-        condition = f"{inside} & {keep}" if keep else inside
+        condition = as_mask([inside, keep]) if keep else inside
         writer.lines.append(f"    add_at(g{load.captured}_ptr, {offset}, {value}, {condition})")
     else:
         place, inside = writer.place(load, "g")
@@ -201,4 +201,4 @@ def add_at(pointer, offsets, values, inside):
     at_last = inside & (offsets == last)
     tl.atomic_add(pointer + first, tl.sum(tl.where(at_first, values, 0.0)), mask=last >= 0, sem="relaxed")
     tl.atomic_add(pointer + last, tl.sum(tl.where(at_last, values, 0.0)), mask=last > first, sem="relaxed")
-    tl.atomic_add(pointer + offsets, values, mask=inside & (offsets != first) & (offsets != last), sem="relaxed")"""
+    tl.atomic_add(pointer + offsets, values, mask=(inside & (offsets != first) & (offsets != last)) != 0, sem="relaxed")"""

@@ -67,7 +67,7 @@ class Writer:
                 conditions.append(f"({name} >= 0)")
             conditions.append(f"({name} < {size})")
             terms.append(f"{name}.to(tl.int64) * {letter}{captured}_s{axis}")
-        return " + ".join(terms), " & ".join(conditions)
+        return " + ".join(terms), as_mask(conditions)
 
     def _operand(self, x: Any, dtype: torch.dtype) -> str:
         """An operand as a value of a type."""
@@ -166,6 +166,16 @@ class Writer:
         if not isinstance(base, Node) and base > 0 and wide is torch.float32:
             return f"tl.exp2({self._operand(exponent, wide)} * {math.log2(base)!r})"
         raise Unsupported("kernels have powers with a small whole exponent, 0.5 or a positive base that is a number alone")
+
+
+def as_mask(conditions: Iterable[str]) -> str:
+    """All of some conditions as a mask; "" for none.
+
+    The comparison changes nothing but its type in Triton's interpreter, where a scalar condition beside one of a tile makes integers,
+    which newer versions take for no mask.
+    """
+    found = [*conditions]
+    return f"(({' & '.join(found)}) != 0)" if len(found) > 1 else "".join(found)
 
 
 def _common(operands: Iterable[Any]) -> torch.dtype:
