@@ -1,10 +1,12 @@
 """PyTorch's own flex_attention, which serves what kernels can't, and matrices of all scores, which serve what that can't on a CPU."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flashtune.core import reference
 from flashtune.core.errors import InputError
@@ -13,6 +15,7 @@ from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch import inspection
 from flashtune.dispatch.context import current
+from flashtune.templates.mods.graph import INTEGERS
 
 
 def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
@@ -99,7 +102,10 @@ def _by_matrices(
     def at_all(function: Mod, *scores: Tensor) -> Tensor:
         for place in (3, 2, 1, 0):
             function = torch.vmap(function, in_dims=(*(0 for _ in scores), *(0 if dim == place else None for dim in range(4))))
-        return function(*scores, *places)
+        # A program that is exported without the compiler would have the values of indices.
+        exported = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        with _Indexing() if exported else nullcontext():
+            return function(*scores, *places)
 
     def mods(scores: Tensor) -> Tensor:
         hidden = torch.zeros((), dtype=torch.bool) if mask_mod is None else ~at_all(mask_mod)
@@ -116,6 +122,19 @@ def _by_matrices(
     with torch.autocast("cpu", enabled=False):
         out, lse = reference.attention(query, key, value, scale=factor, mods=mods, dtype=dtype)
     return out.to(query.dtype), lse
+
+
+class _Indexing(TorchFunctionMode):
+    """Indexing by scalar tensors as one operation on the whole tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args
+            places = index if isinstance(index, tuple) else (index,)
+            numbers = [torch.full((), y, device=x.device) if type(y) is int else y for y in places]
+            if all(isinstance(y, Tensor) and y.dtype in INTEGERS for y in numbers):
+                return torch.ops.aten.index.Tensor(x, numbers)
+        return func(*args, **(kwargs or {}))
 
 
 def _plain(*tensors: Any) -> bool:

@@ -99,6 +99,30 @@ def test_a_compiler_traces_a_call_without_a_break(name: str, backend: str) -> No
     agrees(name, backend=backend)
 
 
+@pytest.mark.parametrize("name", ["relative", "prefix", "used keys", "both in a window", "hidden"])
+def test_a_call_that_is_exported_without_the_compiler_serves_other_lengths(name: str) -> None:
+    given, functions, captured = made(name)
+    for x in captured:
+        # Constants of a program ask for no gradients.
+        x.requires_grad_(False)
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return given._replace(tensors=list(tensors[:3]), bounds=tensors[3:]).call()  # type: ignore[arg-type]
+
+    program = torch.export.export(Model(), (*given.tensors, *given.bounds), strict=False).module()
+    for lengths in (LENGTHS, tuple(one[::-1] for one in LENGTHS)):
+        other = made(name, lengths)[0]
+        out, lse = program(*other.tensors, *other.bounds)
+        right, right_lse, leaves, loss = wanted(other._replace(words=given.words), lengths, functions)
+        torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse.double(), right_lse, atol=2e-5, rtol=2e-5)
+        visible = lse.isfinite()
+        found = torch.autograd.grad((out * other.dout)[visible.T].sum() + (lse * other.dlse)[visible].sum(), other.tensors)
+        for x, y in zip(found, torch.autograd.grad(loss, leaves), strict=True):
+            torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["used keys", "both in a window"])
 def test_a_compiler_for_a_gpu_has_one_call_of_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, functions, _ = made(name)
