@@ -107,8 +107,9 @@ def fitted(
     marked: Collection[str] = (),
     note: str = "",
     blanks: int = 3,
+    folded: bool = False,
 ) -> Table:
-    """Table of one line a row, at most `width` characters wide: the first column is shortened, figures never are.
+    """Table of one line a row, at most `width` characters wide: the first column is shortened (or `folded` over lines), figures never are.
 
     Columns of `words` begin on the left, as the first does, and are broken where nothing else helps. Columns of `spared` are left out, in
     their order, where the first would have less than `least` characters, or its own width. Cells in `marked` are yellow. Columns are 1 or
@@ -124,7 +125,14 @@ def fitted(
     widths[0] = max(min(widths[0], LEAST), min(widths[0], room))
     for place in kept:
         worded = columns[place] in words
-        table.add_column(columns[place], justify="left" if worded or not place else "right", no_wrap=not worded, width=widths[place])
+        whole = not worded and not (folded and not place)
+        table.add_column(
+            columns[place],
+            justify="left" if worded or not place else "right",
+            no_wrap=whole,
+            overflow="ellipsis" if whole else "fold",
+            width=widths[place],
+        )
     for row in rows:
         table.add_row(*(Text(row[place], "yellow") if row[place] in marked else row[place] for place in kept))
     return table

@@ -1,11 +1,12 @@
 """`flashtune explain`: the record that would serve a call, and the reason."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
+from flashtune.core.problem import MAX_HEAD_DIM, unfit_head
 
 
 @click.command()
@@ -20,20 +21,28 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal
     """
-    from flashtune.dispatch import explain_problem
+    from flashtune.dispatch import Explanation, explain_problem
 
     target = gpu_of(gpu_name)
+    large = max(requested.d[0], requested.d_v or 0)
+    if large > MAX_HEAD_DIM:
+        # What else was given is checked with a size that a problem may have.
+        requested = replace(requested, d=(min(requested.d[0], MAX_HEAD_DIM),), d_v=requested.d_v and min(requested.d_v, MAX_HEAD_DIM))
     problem = requested.problems()[0]
     seen = problem.seen()
-    with using(location):
-        found = explain_problem(seen, target.slug)
+    if large > MAX_HEAD_DIM:
+        found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention serves it", gpu=target.slug)
+    else:
+        with using(location):
+            found = explain_problem(seen, target.slug)
     if as_json:
         row = asdict(found)
         row["config"] = None if found.config is None else found.config.as_dict()
         row["twin"] = None if found.twin is None else found.twin.as_dict()
         print_json(row)
         return
-    console().print(f"{seen.label()} on {target.slug}: {found.kind}", style="bold")
+    what = seen.label() if large <= MAX_HEAD_DIM else f"heads of {large}"
+    console().print(f"{what} on {target.slug}: {found.kind}", style="bold")
     if seen.features != problem.features:
         console().print(f"{problem.label()}: masks that hide no key at these sizes are left out, as in calls")
     console().print(found.reason)

@@ -269,7 +269,7 @@ _SOURCES: tuple[Decorator, ...] = (
     ),
 )
 _SIZES: tuple[Decorator, ...] = (
-    click.option("--d-v", "d_v", type=HEAD_SIZE, help="Head size of v, when it differs from --d."),
+    click.option("--d-v", "d_v", type=SIZE, help="Head size of v, when it differs from --d."),
     click.option("--n-q", "n_q", type=SIZE, help="Number of queries, when it differs from --n."),
     click.option("--heads", type=SIZE, help=f"Query heads (default {WIDTH} / D)."),
     click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads)."),
@@ -322,7 +322,7 @@ def problem_options(*, many: bool) -> Decorator:
         return {"type": each, "callback": lambda ctx, param, value: ((value,),) if listed else (value,), **settings}
 
     several = "; several with commas, blanks or by repeating" if many else ""
-    d, n = (given(each, listed=Numbers(each), required=True) for each in (HEAD_SIZE, SIZE))
+    d, n = (given(each, listed=Numbers(each), required=True) for each in (HEAD_SIZE if many else SIZE, SIZE))
     dtype = given(DTYPE, default="bf16", show_default=True)
     causal: dict[str, Any] = {"help": "Causal attention only (default: causal and full)."}
     if not many:

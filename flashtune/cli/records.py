@@ -135,7 +135,10 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
         lines = [{**line, "source": line["source"].partition(",")[0]} for line in lines]
     cells = [[line[name] for name in columns] for line in lines]
     marked = {line["source"] for line in lines} - {"measured"}
-    table = fitted(title, columns, cells, width=out.width, words=WORDS, marked=marked, blanks=1, spared=SPARED, least=WHOLE)
+    # Where problems of one label differ in batch and heads, that column stays, and what has no room goes on below.
+    alike = len({line["problem"] for line in lines}) < len(lines)
+    spared = [name for name in SPARED if not (alike and name == "B x H")]
+    table = fitted(title, columns, cells, width=out.width, words=WORDS, marked=marked, blanks=1, spared=spared, least=WHOLE, folded=True)
     out.print(table)
     return len(table.columns) == len(columns)
 

@@ -363,6 +363,11 @@ class Problem:
         return f"{n}{law}-{d}-{self.dtype}-{self.features.label()}{gqa}{direction}"
 
 
+def unfit_head(size: int) -> str:
+    """Reason why no kernel takes heads of this size."""
+    return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {size}"
+
+
 @lru_cache(maxsize=256)
 def _shapes(packed: Problem) -> tuple[tuple[Problem, int], ...]:
     plain = replace(packed, batch=1, lengths=None, features=packed.features.of_one)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.band import Band
 from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
-from flashtune.core.problem import MAX_HEAD_DIM, MaskKind, Problem
+from flashtune.core.problem import MAX_HEAD_DIM, MaskKind, Problem, unfit_head
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -109,7 +109,7 @@ class Call:
         if self.empty:
             return "there is nothing to compute"
         if self.problem is None and self.dtype in KERNEL_DTYPES:
-            return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {self.d_v if 0 < self.d <= MAX_HEAD_DIM else self.d}"
+            return unfit_head(self.d_v if 0 < self.d <= MAX_HEAD_DIM else self.d)
         if self.problem is None:
             return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(self.dtype).removeprefix('torch.')}"
         if self.problem.dtype == "bf16" and self.device.type == "cpu":

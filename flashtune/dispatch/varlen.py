@@ -83,8 +83,8 @@ def attention_varlen(
     Hkv, page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else
     in the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 for any query dtype, with
     `k_descale` and `v_descale`, float32 (Hkv,) or (sequences, Hkv), by which they are multiplied. With `num_splits` keys are split into so
-    many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, into as many as
-    keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
+    many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, or with 0, into
+    as many as keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
 
     `score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` are functions as `flex_attention` takes them, where b is
     the number of a sequence and positions count from the sequence's own first query and key. Beside them are `scale`, `is_causal`,
@@ -103,7 +103,7 @@ def attention_varlen(
         refuse_beside_functions(
             dict(zip(_NOT_BESIDE_FUNCTIONS, beside, strict=True)), _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions"
         )
-    _check_splits(num_splits)
+    num_splits = _splits(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
     if block_table is not None:
@@ -212,13 +212,13 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     functions = given["score_mod"], given["mask_mod"]
     if functions != (None, None):
         refuse_beside_functions(given, _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions")
-    _check_splits(given["num_splits"])
+    splits = _splits(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})
     if given["block_table"] is not None:
         names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes", "sinks", "k_descale", "v_descale")
         paged = _with_lengths(Paged(*(given[name] for name in names)), given["cu_seqlens_k"])
-        return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), given["num_splits"])
+        return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), splits)
     tensors = [given[name] for name in _NAMES]
     packed, numbers = _parsed(Packed(*_cast(*tensors[:3]), *tensors[3:]), options, given["max_seqlen_q"], given["max_seqlen_k"])
     if functions != (None, None):
@@ -298,10 +298,13 @@ _MOST_SPLITS = 65535
 """Most programs in the second dimension of a launch."""
 
 
-def _check_splits(splits: int | None) -> None:
-    """Refuse what is no number of splits."""
-    if splits is not None and not (isinstance(splits, (int, torch.SymInt, Integral)) and 1 <= splits <= _MOST_SPLITS):
-        raise InputError(f"num_splits={splits!r} is no number of splits: give 1 to {_MOST_SPLITS}, or None")
+def _splits(splits: int | None) -> int | None:
+    """A number of splits; None where it is left to the host, as 0 leaves it in other libraries. Raises InputError for any other value."""
+    if splits is None:
+        return None
+    if not (isinstance(splits, (int, torch.SymInt, Integral)) and 0 <= splits <= _MOST_SPLITS):
+        raise InputError(f"num_splits={splits!r} is no number of splits: give 1 to {_MOST_SPLITS}, or None or 0 for as many as suit")
+    return None if splits == 0 else splits
 
 
 def _check_lengths(cu_q: Tensor, cu_k: Tensor, used: Tensor | None) -> None:

@@ -209,6 +209,15 @@ def test_explain_names_the_record_that_a_search_stored(
     assert found["config"] == searched[1][0]["config"]
 
 
+@pytest.mark.parametrize("sizes", [("--d", "512"), ("--d", "64", "--d-v", "257"), ("--d", "4096", "--d-v", "8")])
+def test_explain_says_of_heads_that_no_kernel_takes_what_calls_say(sizes: tuple[str, ...]) -> None:
+    largest = max(int(word) for word in sizes if word.isdigit())
+    found = json.loads(flashtune("explain", "--gpu-name", "h200", "--n", "64", *sizes, "--json").stdout)
+    assert found["kind"] == "framework" and f"not {largest}, so PyTorch's own attention serves it" in found["reason"]
+    assert f"heads of {largest} on h200: framework" in flashtune("explain", "--gpu-name", "h200", "--n", "64", *sizes).stdout
+    assert flashtune("search", "--gpu-name", "h200", "--n", "64", *sizes, "--predict").exit_code == 2
+
+
 def test_explain_takes_switches_and_fp8() -> None:
     words = ("--gpu-name", "l4", "--d", "64", "--n", "1024", "--dtype", "float8_e4m3fn", "--alibi", "--sinks", "--json")
     result = flashtune("explain", *words)

@@ -68,7 +68,7 @@ KEYS = st.sampled_from(["password", "sslpassword", "passwd", "PWD", "client_secr
 
 
 def secrets_of(text: str) -> list[str]:
-    """What SQLAlchemy reads as passwords in a URL; none where it refuses the text."""
+    """Passwords that SQLAlchemy reads in a URL; none where it refuses the text."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):

@@ -71,6 +71,20 @@ def test_without_kernels_a_compiler_traces_one_operator() -> None:
     torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(query, **words), call(query, **words))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_splits_at_all_leave_their_number_to_the_host(compiled: bool) -> None:
+    given = inputs({"is_causal": True})
+    explained = [dispatch.explain_varlen(**given.arguments, num_splits=splits) for splits in (None, 0)]
+    assert explained[0] == explained[1]
+
+    def call(splits: int | None) -> torch.Tensor:
+        out: torch.Tensor = dispatch.attention_varlen(**given.arguments, num_splits=splits)[0]
+        return out
+
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    assert torch.equal(run(0), run(None))
+
+
 def test_switches_of_torchs_backends_and_its_modes_leave_the_meaning_alone() -> None:
     given = inputs({"is_causal": True})
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -106,7 +120,7 @@ def test_it_says_who_serves() -> None:
         ({"seqused_k": None}, "seqused_k"),
         ({"seqused_k": torch.zeros(9, dtype=torch.int32)}, "bounds"),
         ({"k_descale": torch.ones(2)}, "float8"),
-        ({"num_splits": 0}, "num_splits"),
+        ({"num_splits": -1}, "num_splits"),
         ({"num_splits": "2"}, "num_splits"),
         ({"num_splits": 10**6}, "num_splits"),
         ({"max_seqlen_q": None}, "max_seqlen_q must be an integer"),

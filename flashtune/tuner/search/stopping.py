@@ -36,10 +36,21 @@ _WORDS = {
 
 
 def sentence(ending: Ending) -> str:
-    """Short reason why a search stopped, with the expected gain of a longer one."""
-    why = _WORDS.get(ending.reason, ending.reason)
-    at_most = "" if ending.worst is None else f", in nine cases of ten at most {ending.worst:.1%}"
-    return why if ending.regret is None else f"{why}; {ending.regret:.1%} expected to be left{at_most}"
+    """Short reason why a search stopped, with the share of the best time that a longer one is expected to save, where that is known.
+
+    A regret of 1 stands for half of the time: no share is more than all of it. A bound below what is expected bounds nothing.
+    """
+    why, expected = _WORDS.get(ending.reason, ending.reason), ending.regret
+    if expected is None or not math.isfinite(expected):
+        return why
+    known = ending.worst is not None and math.isfinite(ending.worst) and ending.worst >= expected
+    at_most = f", in nine cases of ten at most {_saved(ending.worst or 0.0):.1%}" if known else ""
+    return f"{why}; a longer search is expected to save {_saved(expected):.1%} of the time{at_most}"
+
+
+def _saved(regret: float) -> float:
+    """Share of the present time that a regret, a share of the shorter time, stands for."""
+    return regret / (1 + regret)
 
 
 def ending_of(reason: Reason, regrets: "NDArray[np.float64] | None") -> Ending:
