@@ -4,6 +4,7 @@ The files are those of the command line. A database never names one: it holds th
 """
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -205,7 +206,7 @@ def _function(text: str, device: str) -> Callable[..., Any]:
     path, _, name = text.rpartition(":")
     if not path or not name:
         raise InputError(f"{text!r} names no function of a file: write FILE.py:NAME")
-    found = _variables(str(Path(path).resolve()), device).get(name)
+    found = _variables(os.path.realpath(path), device).get(name)
     if not callable(found):
         raise InputError(f"{path} has no function {name!r}: name one of its top level")
     function: Callable[..., Any] = found
@@ -218,7 +219,7 @@ def _variables(path: str, device: str) -> Mapping[str, Any]:
     if not Path(path).is_file():
         raise InputError(f"there is no file {path}: name the one with the function")
     # Compilers look a function's module up by name, and those of two devices have other tensors.
-    name = f"flashtune_functions_{device}_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+    name = f"flashtune_functions_{device}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
     module = ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module

@@ -1,6 +1,7 @@
 """Masks and scores as code from the command line to the record that serves: loaded, searched, checked, recorded, looked up."""
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,6 +14,7 @@ import db_samples as samples
 import pytest
 import torch
 from click.testing import CliRunner
+from commands import flashtune
 from hypothesis import given
 from hypothesis import strategies as st
 from mod_cases import oracle
@@ -205,6 +207,34 @@ def test_files_that_do_not_run_are_named_in_a_sentence(text: str, tmp_path: Path
 def test_names_of_no_file_are_refused(text: str, match: str) -> None:
     with pytest.raises(InputError, match=match):
         functions.loaded(Named(text), "cpu")
+
+
+def test_a_loop_of_links_is_no_file(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.py"
+    loop.symlink_to(loop)
+    with pytest.raises(InputError, match=r"there is no file .*loop\.py"):
+        functions.loaded(Named(f"{loop}:f"), "cpu")
+
+
+def test_a_files_name_may_be_any_bytes(file: Path) -> None:
+    odd = Path(os.fsdecode(bytes(file.parent) + b"/\xff.py"))
+    odd.write_bytes(file.read_bytes())
+    assert functions.loaded(Named(f"{odd}:relative"), "cpu").captured
+    result = flashtune("explain", "--gpu-name", "h100", "--d", "16", "--n", "32", "--score-mod", f"{odd}:missing")
+    assert result.exit_code == 2 and "has no function 'missing'" in result.output and not isinstance(result.exception, ValueError)
+
+
+@pytest.mark.parametrize("code", ["0", "3", "'why'"])
+def test_functions_that_end_their_process_are_refused_in_a_sentence(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "ends.py"
+    path.write_text(
+        f"import sys\n\ndef f(s, b, h, q, k):\n    sys.exit({code})\n\n"
+        f"def later(s, b, h, q, k):\n    return s * b if 'Fake' in type(s).__name__ else sys.exit({code})\n"
+    )
+    result = flashtune("explain", "--gpu-name", "h100", "--d", "16", "--n", "32", "--score-mod", f"{path}:f")
+    assert result.exit_code not in (0, 3) and "f can't be traced (line 4: sys.exit" in result.output
+    with pytest.raises(InputError, match="later can't be called: SystemExit: "):
+        functions.loaded(Named(f"{path}:later"), "cpu").scores(torch.zeros(3, 3), 0, 0, 0)
 
 
 def test_the_command_refuses_functions_in_a_sentence(file: Path) -> None:

@@ -166,7 +166,7 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
             graph = make_fx(called, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except (InputError, Unsupported):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Untraceable(_reason(name, mode, error)) from None
     for node in reversed(graph.graph.nodes):
         # What autograd keeps for its backward.
@@ -200,7 +200,7 @@ def _own_backward(result: torch.Tensor) -> str | None:
     return None
 
 
-def _reason(name: str, mode: _Indexing, error: Exception) -> str:
+def _reason(name: str, mode: _Indexing, error: BaseException) -> str:
     here, file = mode.line, None if mode.code is None else mode.code.co_filename
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == file:
@@ -282,8 +282,12 @@ def at_pairs(function: Callable[..., Any], score: torch.Tensor | None, *places: 
     before = () if score is None else (score,)
     first = (0,) * len(before)
     over_keys = torch.vmap(lambda *given: function(*given), in_dims=(*first, None, None, None, 0))
-    with _Indexing(getattr(function, "__name__", "a function"), None):
-        found: torch.Tensor = torch.vmap(over_keys, in_dims=(*first, None, None, 0, None))(*before, *places)
+    name = getattr(function, "__name__", "a function")
+    try:
+        with _Indexing(name, None):
+            found: torch.Tensor = torch.vmap(over_keys, in_dims=(*first, None, None, 0, None))(*before, *places)
+    except SystemExit as end:
+        raise Untraceable(f"{name} can't be called: SystemExit: {end.code}: it must return a value") from None
     return found
 
 
