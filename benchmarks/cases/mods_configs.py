@@ -62,12 +62,12 @@ class Configured:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """These kernels serve in the block."""
-        kept = flex_kernels._KERNELS, flex_kernels._config
-        flex_kernels._KERNELS, flex_kernels._config = self._kernels, self._config
+        kept = flex_kernels.kernels_here, flex_kernels._config
+        flex_kernels.kernels_here, flex_kernels._config = lambda: self._kernels, self._config
         try:
             yield
         finally:
-            flex_kernels._KERNELS, flex_kernels._config = kept
+            flex_kernels.kernels_here, flex_kernels._config = kept
 
 
 def line_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> str:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -184,8 +183,9 @@ def _call_of(
     call = with_kernel(functions, captured, tensors, scale, block_mask)
     try:
         foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
-    except NotBuilt as failed:
-        return str(failed)
+    except NotBuilt:
+        # Its next kernel.
+        return _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
     return FOREIGN if foreign else call
 
 
@@ -205,7 +205,7 @@ def with_kernel(
         sizes = octaves_of(Packed(*tensors, *sequences.bounds), sequences.numbers), sequences.bounds[0].shape
         flags = (*flags, *sequences.numbers[3:], *sizes, sequences.bounds[2] is None, sequences.deterministic)
     place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
-    known = _CHOSEN.setdefault(memo, {})
+    known = _chosen_in(memo)
     of, chosen = known.get(place, (None, ""))
     if of is not functions or (not isinstance(chosen, str) and chosen.failed):
         chosen = _kernels(functions, captured, tensors, trains, sequences)
@@ -218,8 +218,10 @@ def with_kernel(
     return FlexCall(functions=functions, captured=captured, kernels=chosen, scale=scale, mask_of=mask_of, sequences=sequences)
 
 
-_CHOSEN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, tuple[Functions, Kernels | str]]]" = weakref.WeakKeyDictionary()
-"""Kernels by what decides on them: functions, layout and device of the tensors, gradients, and settings."""
+def _chosen_in(memo: Memo) -> dict[Hashable, tuple[Functions | None, Kernels | str]]:
+    """Kernels by what decides on them: functions, layout and device of the tensors, gradients, and settings."""
+    found: dict[Hashable, tuple[Functions | None, Kernels | str]] = memo.packed.setdefault("functions", {})
+    return found
 
 
 def _kernels(
@@ -277,9 +279,6 @@ def explained(given: dict[str, Any]) -> Explanation:
     return Explanation(kind="framework" if torchs else "default", reason=said, gpu="")
 
 
-_BUILT_IN: "weakref.WeakKeyDictionary[Memo, dict[Hashable, bool]]" = weakref.WeakKeyDictionary()
-
-
 def _built_in(
     functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, wants_lse: bool
 ) -> dict[str, Any] | None:
@@ -296,7 +295,7 @@ def _built_in(
     numbers = tuple(x for x in words.values() if not isinstance(x, Tensor))
     wanted = tuple(trained and x is not None and x.requires_grad for x in (query, key, value, slopes))
     place = flex_kernels.layout((query, key, value, slopes)), query.device, numbers, wants_lse, wanted
-    known = _BUILT_IN.setdefault(current(), {})
+    known: dict[Hashable, bool] = current().packed.setdefault("built in", {})
     if place not in known:
         served = api.explain(query, key, value, return_lse=wants_lse, **words)
         known[place] = served.kind != "framework" and (not trained or served.backward is not None)

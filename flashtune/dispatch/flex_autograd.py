@@ -1,7 +1,10 @@
 """The autograd function of kernels with a mask and a score as code, of dense tensors and of packed sequences."""
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +13,14 @@ from torch import Tensor
 from flashtune.core.errors import InputError
 from flashtune.core.launches import copyable
 from flashtune.core.launching import operand
+from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_blocks import FlexCall, Kernels, blocks
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch
+from flashtune.dispatch.flex_torch import by_matrices, of_sequence
+from flashtune.dispatch.gradients import recording
+from flashtune.dispatch.packed import Packed
 from flashtune.templates.mods.emit import Captured, Mods, emitted
+from flashtune.templates.mods.scores import as_function
 
 
 def types_of(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captured, ...]:
@@ -103,32 +111,58 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if dout.dim() == 3 or not copyable(operand(0, dout)):
         # Gradients may be expanded scalars, or parts of others that begin anywhere.
         dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
-    kernel, mods = _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])
-    call = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))
-    # Sums of atomic additions start from 0, and are rounded once.
-    sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
-    more = [*captured, *_lists(call, kernel, query, key, backward=True), *sums.values()]
-    try:
-        launch(kernel, operands, more, call.scale, call.sequences)
-    except NotBuilt:
-        return _gradients(ctx, dout, dlse)
-    of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
-    wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, *of_captured
+    while (found := _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])) is not None:
+        kernel, mods = found
+        now = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))
+        # Sums of atomic additions start from 0, and are rounded once.
+        sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
+        # Its next kernel, where one can't be built.
+        with suppress(NotBuilt):
+            more = [*captured, *_lists(now, kernel, query, key, backward=True), *sums.values()]
+            launch(kernel, operands, more, call.scale, call.sequences)
+            of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
+            wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
+            return *wanted, None, *of_captured
+    return _recomputed(call, (query, key, value, *captured), ctx.needs_input_grad, lse, dout, dlse)
+
+
+def _recomputed(
+    call: FlexCall, tensors: Sequence[Tensor], wanted: Sequence[bool], lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of all arguments by matrices of all scores, differentiated, where no kernel computes them."""
+    asked = [*wanted[:3], *(need and x.is_floating_point() for need, x in zip(wanted[4:], tensors[3:], strict=True))]
+    with recording(), torch.enable_grad():
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, asked, strict=True)]
+        (query, key, value), captured = leaves[:3], leaves[3:]
+        score, mask = (None if x is None else as_function(x, captured) for x in (call.functions.score, call.functions.mask))
+        if call.sequences is None:
+            outputs = by_matrices(query, key, value, score, mask, call.scale)
+        else:
+            packed, numbers = Packed(query, key, value, *call.sequences.bounds), call.sequences.numbers
+            outputs = by_sequence(packed, numbers, 0, partial(of_sequence, by_matrices, score, mask))
+        grads = [dout] if dlse is None else [dout, dlse.masked_fill(lse == -math.inf, 0.0)]
+        needed = [x for x in leaves if x.requires_grad]
+        pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=False) if x.requires_grad]
+        given = iter(
+            torch.autograd.grad([x for x, _ in pairs], needed, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True)
+        )
+        found = [next(given) if x.requires_grad else None for x in leaves]
+    return *found[:3], None, *found[3:]
 
 
 def _of_gradients(
     call: FlexCall, tensors: tuple[Tensor, Tensor, Tensor], captured: Sequence[Tensor], trains: Sequence[bool]
-) -> tuple[ModKernel, Mods]:
-    """The kernel of gradients of query, key and value, and of the captured tensors that ask here, with its functions."""
+) -> tuple[ModKernel, Mods] | None:
+    """The kernel of gradients of query, key and value, and of the captured tensors that ask here, with its functions; None where none is
+    left that can be built."""
     kernel, mods = call.kernels.backward, call.kernels.trained
     if kernel is None or mods is None or kernel.failed or list(trains) != [x.requires_grad for x in captured]:
         mods = emitted(call.functions.score, call.functions.mask, types_of(captured, trains), backward=True)
         found = kernel_of("bwd", *tensors, mods, sequences=call.sequences)
         if isinstance(found, str):
-            raise InputError(f"no kernel computes these gradients ({found}): use torch.nn.attention.flex_attention for training")
+            return None
         kernel = found
     return kernel, mods
 

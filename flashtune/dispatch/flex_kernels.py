@@ -4,7 +4,8 @@ import gzip
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from flashtune.core.binaries import Binary, Manifest, machine_arch, source_diges
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
-from flashtune.core.problem import MAX_HEAD_DIM, ProblemKey
+from flashtune.core.problem import MAX_HEAD_DIM
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
@@ -33,6 +34,7 @@ from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
 
 Tensors = Sequence[Tensor | None]
+_Found = TypeVar("_Found")
 
 
 def served_here(device: torch.device, dtype: torch.dtype) -> bool:
@@ -45,7 +47,7 @@ def served_here(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class NotBuilt(Exception):
-    """A kernel that doesn't compile or load on this machine; `kernel_of` passes over it from then on."""
+    """A kernel that failed on this machine, as at a first call of a plan (`Kernels.tried`); `kernel_of` passes over it from then on."""
 
 
 class ModKernel:
@@ -62,51 +64,80 @@ class ModKernel:
         record: TuningRecord | None = None,
     ) -> None:
         """`origin` says where the config comes from; `record` is one of these functions."""
-        self.variant = kernels.variant(kind, spec, config)
+        self.variant, self.memo = kernels.variant(kind, spec, config), current()
         self.device, self.config, self.origin, self.record = device, config, origin, record
         self.loaded = kernels.load(kind, self.variant)
         steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in config.as_dict()]
         # Rows and columns of the tiles of each of its lists of blocks: those of the forward or of keys, then those of queries.
         self.tiles = [(config.number(f"{step}BLOCK_M"), config.number(f"{step}BLOCK_N")) for step in steps]
-        self._text, self.failed = "", ""
+        self._text = ""
         self._programs: dict[Hashable, Program] = {}
         self._manifest: Manifest | None = None
         self._codes: dict[str, bytes] = {}
-        if device.type == "cuda" and torch.version.cuda is not None:
+        if drivers.driven(device):
             from flashtune.templates import rendering
 
             self._text = rendering.render(kind, self.variant)
             with suppress(EnvironmentProblem):
                 self._manifest = kernels.manifest(self.variant, target.arch)
 
+    @property
+    def failed(self) -> str | None:
+        """Reason why it isn't tried, where it failed before."""
+        return self.memo.kernels.failure(self.variant, self.device)
+
     def run(self, key: Hashable, tensors: Tensors, plan: Callable[[], Plan]) -> None:
-        """Launch on the current stream; equal keys have equal plans but for the tensors, which come in the order of the plan's sources."""
+        """Launch on the current stream; equal keys have equal plans but for the tensors, which come in the order of the plan's sources.
+
+        Raises NotBuilt where the kernel fails at a first launch.
+        """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if self.device.type != "cuda" or torch.version.cuda is None:
-                made = plan()
-                arguments = launching.Arguments(made)
-                for one in made.launches:
-                    function = getattr(self.loaded, one.kernel)
-                    function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
+            if not drivers.driven(self.device):
+                self._tried(lambda: None, lambda: self._through_triton(plan()))
                 return
-            if key not in self._programs:
-                if len(self._programs) >= MOST_PROGRAMS:
-                    # Packed sequences have another number of rows at every step.
-                    self._programs.clear()
-                try:
-                    self._programs[key] = self.program(plan())
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    self.failed = f"{self.variant.template} can't be built here ({type(error).__name__}: {str(error)[:200]})"
-                    raise NotBuilt(self.failed) from error
-            program = self._programs[key]
+            program = self._programs.get(key) or self.prepared(key, plan)
             held = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in program.temporaries]
             addresses = [0 if x is None else x.data_ptr() for x in (*tensors, *held)]
             program.run(addresses, C._cuda_getCurrentRawStream(self.device.index))
 
+    def _through_triton(self, plan: Plan) -> bool:
+        arguments = launching.Arguments(plan)
+        for one in plan.launches:
+            function = getattr(self.loaded, one.kernel)
+            function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
+        return True
+
+    def prepared(self, key: Hashable, plan: Callable[[], Plan]) -> Program:
+        """Launches prepared for the key, at whose first call they are built; the current device must be the kernel's."""
+
+        def build() -> None:
+            if key not in self._programs:
+                if len(self._programs) >= MOST_PROGRAMS:
+                    # Packed sequences have another number of rows at every step.
+                    self._programs.clear()
+                self._programs[key] = self.program(plan())
+
+        with self.memo.lock:
+            return self._tried(build, lambda: self._programs[key])
+
+    def _tried(self, build: Callable[[], None], run: Callable[[], _Found]) -> _Found:
+        found = self.memo.kernels.tried(self.variant, self.device, build, run)
+        if found is None:
+            raise NotBuilt(f"{self.variant.template} can't be built here ({self.failed})")
+        return found
+
     def program(self, plan: Plan) -> Program:
         """Launches prepared for tensors of a plan's layout; the current device must be the kernel's."""
+        try:
+            return self._program(plan)
+        except EnvironmentProblem as error:
+            if self._manifest is None:
+                raise
+            self.memo.warn_once(f"flashtune: {error}; until then Triton compiles it")
+            self._manifest = None
+            return self._program(plan)
+
+    def _program(self, plan: Plan) -> Program:
         index = self.device.index
         major, minor = torch.cuda.get_device_capability(index)
         arch = machine_arch(10 * major + minor)
@@ -173,8 +204,11 @@ class Sequences(NamedTuple):
         return self.numbers.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-_KERNELS: dict[tuple[str, KernelSpec, torch.device, tuple[Config, ProblemKey] | None], ModKernel | str] = {}
-"""Kernels by what is compiled in and the functions' record; without one the config is the default, or of another feature's record."""
+def kernels_here() -> dict[Hashable, ModKernel | str]:
+    """Kernels of this context by what is compiled in and the functions' record; without one the config is the default, or of another
+    feature's record."""
+    found: dict[Hashable, ModKernel | str] = current().packed.setdefault("kernels of functions", {})
+    return found
 
 
 def kernel_of(
@@ -205,14 +239,17 @@ def kernel_of(
     repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
     if sequences is not None:
         query, key, value = (rows_last(x.detach()) for x in (query, key, value))
+    made = kernels_here()
     for kind, own in choices(spec, record, unmeasured=unmeasured, repeatable=repeatable):
         # Two records may name one config: each has its own times beside PyTorch's.
         place = kind.name, spec, query.device, None if own is None else (own.config, own.record.key)
-        if place not in _KERNELS:
-            _KERNELS[place] = _made(kind, spec, query.device, own)
-        found = _KERNELS[place]
-        if isinstance(found, str) or found.failed:
-            why = found if isinstance(found, str) else found.failed
+        if place not in made:
+            made[place] = _made(kind, spec, query.device, own)
+        found = made[place]
+        if isinstance(found, str):
+            why = found
+        elif found.failed:
+            why = f"{found.variant.template} can't be built here ({found.failed})"
         elif found.loaded.accepts(query, key, value, None):
             return found
         else:
@@ -235,10 +272,24 @@ def _recorded(spec: KernelSpec, query: Tensor, key: Tensor, value: Tensor, seque
 def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> ModKernel | str:
     target = devices.target_of(device)
     if own is not None:
-        return ModKernel(kind, spec, own.config, origin_of(own.record), device, target, own.record)
+        return loaded_kernel(kind, spec, own.config, origin_of(own.record), device, target, own.record)
     if (why := refusal(kind, spec, target)) is not None:
         return why
-    return ModKernel(kind, spec, *_config(kind, spec, device, target), device, target)
+    return loaded_kernel(kind, spec, *_config(kind, spec, device, target), device, target)
+
+
+def loaded_kernel(
+    kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target, record: TuningRecord | None = None
+) -> ModKernel | str:
+    """The kernel with a config, or the reason why it can't be loaded."""
+    made, variant, known = (
+        partial(ModKernel, kind, spec, config, origin, device, target, record),
+        kernels.variant(kind, spec, config),
+        current(),
+    )
+    why = known.kernels.failure(variant, device)
+    found = known.kernels.tried(variant, device, lambda: None, made) if why is None else None
+    return found or known.kernels.failure(variant, device) or "it can't be loaded"
 
 
 def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:

@@ -1,6 +1,7 @@
 """PyTorch's own flex_attention, which serves what kernels can't, and matrices of all scores, which serve what that can't on a CPU."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 from flashtune.core import reference
 from flashtune.core.errors import InputError
-from flashtune.core.flex_attention import Mod
+from flashtune.core.flex_attention import Mod, within
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch import inspection
 from flashtune.dispatch.context import current
+from flashtune.dispatch.packed import Numbers
 from flashtune.templates.mods.graph import INTEGERS
 
 
@@ -25,11 +27,7 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
     if _empty(query, key, value) or lacks(query, key, value, return_lse, return_aux) is not None:
         check_shapes(query, key, value, block_mask, enable_gqa)
-        if _empty(query, key, value):
-            out = query.new_zeros((*query.shape[:3], value.shape[3])) + zero_of(score_mod, query, key, value)
-            lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-        else:
-            out, lse = _by_matrices(query, key, value, score_mod, getattr(block_mask, "mask_mod", block_mask), scale)
+        out, lse = by_matrices(query, key, value, score_mod, getattr(block_mask, "mask_mod", block_mask), scale)
         if return_aux is not None:
             return out, module.AuxOutput(lse=lse if return_aux.lse else None, max_scores=lse if return_aux.max_scores else None)
         return (out, lse) if return_lse else out
@@ -93,10 +91,13 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, ena
         )
 
 
-def _by_matrices(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, mask_mod: Mod | None, scale: float | None
+def by_matrices(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, mask_mod: Mod | None, scale: float | None, *_: bool
 ) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, L, Ev) and LSE (B, Hq, L) by matrices of all scores."""
+    if not (query.numel() and key.numel() and value.numel()):
+        out = query.new_zeros((*query.shape[:3], value.shape[3])) + zero_of(score_mod, query, key, value)
+        return out, query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     places = [torch.arange(size, device=query.device) for size in (*query.shape[:3], key.shape[2])]
 
     def at_all(function: Mod, *scores: Tensor) -> Tensor:
@@ -135,6 +136,41 @@ class _Indexing(TorchFunctionMode):
             if all(isinstance(y, Tensor) and y.dtype in INTEGERS for y in numbers):
                 return torch.ops.aten.index.Tensor(x, numbers)
         return func(*args, **(kwargs or {}))
+
+
+def in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:
+    """True for keys in the band of a packed call around the key on a query's diagonal."""
+    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
+    return within(diagonal - key, left, right)
+
+
+def of_sequence(
+    attend: Callable[..., Any],
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    tensors: list[Tensor],
+    numbers: Numbers,
+    seed: int,
+    index: int,
+    *_: None,
+) -> tuple[Tensor, Tensor]:
+    """Output (1, Hq, N_q, D_v) and LSE of the packed sequence with this index, by `flex_attention` or `by_matrices`."""
+    query, key, value = tensors
+    # Captured, so that compiled functions are those of other sequences.
+    places = torch.tensor([index, (key.shape[2] - query.shape[2]) * numbers.bottom_right], device=query.device)
+
+    def score(x: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert score_mod is not None, "only functions that a caller gives are called"
+        return score_mod(x, places[b], h, q_idx, kv_idx)
+
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        found = in_band(numbers, q_idx + places[b + 1], kv_idx)
+        return found if mask_mod is None else found & mask_mod(places[b], h, q_idx, kv_idx)
+
+    masked = mask_mod is not None or max(numbers.left, numbers.right) >= 0
+    functions = None if score_mod is None else score, visible if masked else None
+    out, lse = attend(query, key, value, *functions, numbers.scale, query.shape[1] != key.shape[1], True)
+    return out, lse
 
 
 def _plain(*tensors: Any) -> bool:

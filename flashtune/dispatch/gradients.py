@@ -104,7 +104,7 @@ class GradientPlan(ModulePlan):
         """Load or compile machine code for calls like this one; an exception here is the kernels' own fault."""
         call = self.call
         self._layout = Layout((inputs.query, inputs.key, inputs.value))
-        if call.device.type != "cuda" or torch.version.cuda is None or self.module.counts_needed(inputs.query, inputs.key):
+        if not launch.driven(call.device) or self.module.counts_needed(inputs.query, inputs.key):
             return
         parameters = inputs.parameters(call)
         if self.module.host is not None:

@@ -109,6 +109,8 @@ class Kernels:
 
     def failure(self, variant: Variant, device: torch.device) -> str | None:
         """Reason why a kernel isn't tried on a device, where it failed before."""
+        if not (self.broken or self.faults):
+            return None
         kernel = (variant.id, str(device))
         return self.broken.get(kernel) or self.faults.get(kernel)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -134,13 +135,14 @@ class Served(NamedTuple):
 
 
 class PackedPlan:
-    """A decided call: its kernels, its numbers, and, once it ran on a GPU, the launches that are prepared for its tensors' layout."""
+    """A decided call: its kernel, its numbers, and, once it ran on a GPU, the launches that are prepared for its tensors' layout."""
 
-    __slots__ = ("backward", "fixed", "forward", "heads_outside", "memo", "numbers")
+    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers", "trains")
 
-    def __init__(self, memo: Memo, forward: Served, backward: Served | None, numbers: Numbers, heads_outside: bool = False) -> None:
-        """`backward` computes the gradients, where they are needed; with `heads_outside` the output is (Hq, T_q, D_v) in memory."""
-        self.memo, self.forward, self.backward, self.numbers, self.heads_outside = memo, forward, backward, numbers, heads_outside
+    def __init__(self, memo: Memo, forward: Served, numbers: Numbers, *, trains: bool = False, heads_outside: bool = False) -> None:
+        """With `trains` kernels compute the gradients, which are needed; with `heads_outside` the output is (Hq, T_q, D_v) in memory."""
+        self.memo, self.numbers, self.trains, self.heads_outside = memo, numbers, trains, heads_outside
+        self.forward: Served | None = forward
         self.fixed: Prepared | None = None
 
 
@@ -172,7 +174,9 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
         if (problem, device) not in memo.packed:
             memo.packed[problem, device] = list(_loaded(memo, problem, device))
         found: list[Served] = memo.packed[problem, device]
-    return next((one for one in found if _takes(one, packed, numbers, direction)), None)
+    # A pinned kernel, which has no variant, isn't passed over.
+    usable = (one for one in found if one.variant is None or memo.kernels.failure(one.variant, device) is None)
+    return next((one for one in usable if _takes(one, packed, numbers, direction)), None)
 
 
 def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
@@ -193,20 +197,29 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Serv
         variant = variant_of(family, problem.spec(), config)
         code = memo.kernels.code(family, variant, device, target)
         if isinstance(code, Code):
-            yield Served(variant, record, code.module if code.whole is None else code.whole(), {})
+            whole = code.module if code.whole is None else memo.kernels.tried(variant, device, _nothing, code.whole)
+            if whole is not None:
+                yield Served(variant, record, whole, {})
+
+
+def _nothing() -> None:
+    """Build nothing."""
 
 
 def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
     """Explanation of the choice of a call. `why_torch` is the reason why no kernel serves, if there is one."""
-    device = packed.query.device
-    found = None if why_torch is not None else served(packed, numbers, direction)
-    gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
-    if found is None:
-        reason = why_torch or "no kernel takes packed sequences of this kind here"
-        return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu)
+    device, memo = packed.query.device, context.current()
     problem = problem_of(packed, numbers, direction)
+    found = None if why_torch is not None else served(packed, numbers, direction, memo)
+    gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
+    failed: list[Served] = memo.packed.get((problem, device), [])
+    reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
+    refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
+    if found is None:
+        reason = why_torch or (refused[0] if refused else "no kernel takes packed sequences of this kind here")
+        return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu, refused=refused)
     assert problem is not None and found.variant is not None, "a kernel that isn't pinned serves it"
-    return explanation(problem, gpu, found.variant, found.record)
+    return replace(explanation(problem, gpu, found.variant, found.record), refused=refused)
 
 
 def rows_last(x: Tensor) -> Tensor:
@@ -216,31 +229,41 @@ def rows_last(x: Tensor) -> Tensor:
     return x.as_strided((1, heads, rows, columns), (0, of_heads, of_rows, of_columns))
 
 
-def forward(found: Served, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor]:
-    """Output (T_q, Hq, D_v) and LSE (Hq, T_q), float32: 0 and -inf in rows that no sequence has. With a `plan` for tensors of this layout
-    its launches aren't looked up."""
+def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor] | None:
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q), float32: 0 and -inf in rows that no sequence has; None where no kernel serves.
+
+    With a `plan` for tensors of this layout nothing is looked up; it gets the kernel that serves in place of a failed one.
+    """
+    found = served(packed, numbers, "fwd", memo) if plan is None else plan.forward
     query, key, value = packed[:3]
     rows, heads, _ = query.shape
     size = rows, heads, value.shape[2]
     strides = (size[2], rows * size[2], 1) if plan is not None and plan.heads_outside else (heads * size[2], size[2], 1)
     out = torch.empty_strided(size, strides, dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    _launch(found, (query, key, value, out, lse), packed, numbers, seed, plan)
-    return out, lse
+    while found is not None and not _launch(memo, found, (query, key, value, out, lse), packed, numbers, seed, plan):
+        found = served(packed, numbers, "fwd", memo)
+        if plan is not None:
+            plan.forward = found
+    return None if found is None else (out, lse)
 
 
 def backward(
-    found: Served, packed: Packed, numbers: Numbers, seed: int, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used."""
+    memo: Memo, packed: Packed, numbers: Numbers, seed: int, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used; None where no kernel serves."""
+    found = served(packed, numbers, "bwd", memo)
+    if found is None:
+        return None
     query, key, value = packed[:3]
     dq, dk, dv = (torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     # Gradients may be expanded scalars, or parts of others that begin anywhere.
     if dout.data_ptr() % 16 or dout.stride() != out.stride():
         dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
     operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), dq, dk, dv)
-    _launch(found, operands, packed, numbers, seed)
-    return dq, dk, dv
+    while found is not None and not _launch(memo, found, operands, packed, numbers, seed):
+        found = served(packed, numbers, "bwd", memo)
+    return None if found is None else (dq, dk, dv)
 
 
 def _dense(x: Tensor) -> bool:
@@ -249,31 +272,59 @@ def _dense(x: Tensor) -> bool:
 
 
 def _launch(
-    found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None
-) -> None:
-    """Launch a kernel on the tensors' device and its current stream; operands are (T, H, D), and numbers of rows (H, T)."""
+    memo: Memo,
+    found: Served,
+    operands: Sequence[Tensor | None],
+    packed: Packed,
+    numbers: Numbers,
+    seed: int,
+    plan: PackedPlan | None = None,
+) -> bool:
+    """Launch a kernel on the tensors' device and its current stream; False where it failed, as at a first call of a plan (`Kernels.tried`).
+
+    Operands are (T, H, D), and numbers of rows (H, T).
+    """
     device = packed.query.device
-    if device.type != "cuda" or torch.version.cuda is None:
-        launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
-        return
+    if not launch.driven(device):
+
+        def run() -> bool:
+            launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
+            return True
+
+        return memo.kernels.tried(found.variant, device, _nothing, run) or _dropped(memo, found)
     with torch.cuda.device(device) if C._cuda_getDevice() != device.index else contextlib.nullcontext():
-        known = _known(found, operands, packed, numbers) if plan is None or plan.fixed is None else plan.fixed
+        known = _known(memo, found, operands, packed, numbers) if plan is None or plan.fixed is None else plan.fixed
+        if known is None:
+            return _dropped(memo, found)
         if plan is not None:
             plan.fixed = known
         _run(found, known, operands, packed, numbers, seed)
+    return True
 
 
-def _known(found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
-    """Launches that are prepared once for tensors of these sizes and strides."""
+def _dropped(memo: Memo, found: Served) -> bool:
+    """Choose anew for the calls that a kernel served which failed."""
+    with memo.lock:
+        for place in [place for place, one in memo.packed.items() if one is found]:
+            del memo.packed[place]
+    return False
+
+
+def _known(memo: Memo, found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared | None:
+    """Launches that are prepared once for tensors of these sizes and strides; None where the kernel can't be built here."""
     tensors = named(operands, None, packed)
     signature = (numbers[2:], *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
     known = found.launches.get(signature)
-    if known is None:
-        known = _prepared(found.kernel, operands, packed, numbers)
+    if known is not None:
+        return known
+
+    def build() -> None:
         if len(found.launches) >= MOST_PROGRAMS:
             found.launches.clear()
-        found.launches[signature] = known
-    return known
+        found.launches[signature] = _prepared(found.kernel, operands, packed, numbers)
+
+    with memo.lock:
+        return memo.kernels.tried(found.variant, packed.query.device, build, lambda: found.launches[signature])
 
 
 def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:

@@ -1,8 +1,7 @@
 """Packed calls in PyTorch: a call of `attention` for each sequence, the autograd function of kernels, and operators for compilers."""
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from flashtune.core.band import Sides
 from flashtune.core.errors import InputError
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
-from flashtune.dispatch.calls import meet_packed, part_of_packed
+from flashtune.dispatch.by_sequence import by_sequence
+from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.gradients import recording, sink_gradients
 from flashtune.dispatch.operators import define_lazily
-from flashtune.dispatch.packed import Numbers, Packed, problem_of, served
+from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, problem_of, served
 from flashtune.dispatch.parse import signed
 from flashtune.dispatch.plan import capturing, random_bits
 
@@ -31,39 +31,9 @@ def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:
     return random_bits(seed, packed.query.device)[0]
 
 
-def by_sequence(
-    packed: Packed,
-    numbers: Numbers,
-    seed: int,
-    of_sequence: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    zero: Callable[[], Tensor | float] = float,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE by a call of `attention` for each sequence, or of a function like `_of_sequence`; lengths are read by the host.
-
-    `zero` makes a 0 in whose graph is what gets gradients beside the tensors of `packed`.
-    """
-    query, key, value, cu_q, cu_k, used, slopes, sinks = packed
-    of_q, of_k = cu_q.tolist(), cu_k.tolist()
-    for name, bounds, x in (("cu_seqlens_q", of_q, query), ("cu_seqlens_k", of_k, key)):
-        if bounds[0] != 0 or bounds[-1] > len(x) or bounds != sorted(bounds):
-            raise InputError(f"{name} has bounds that don't rise from 0 to at most the {len(x)} rows: give each sequence's first row")
-    some = [stop - start for start, stop in itertools.pairwise(of_k)] if used is None else used.tolist()
-    outs, lses = [], []
-    for b, ((start, stop), (first, end)) in enumerate(zip(itertools.pairwise(of_q), itertools.pairwise(of_k), strict=True)):
-        if stop > start:
-            keys = slice(first, min(end, first + some[b]))
-            tensors = [x.transpose(0, 1)[None] for x in (query[start:stop], key[keys], value[keys])]
-            with part_of_packed():
-                out, lse = (of_sequence or _of_sequence)(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)
-            outs.append(out[0].transpose(0, 1))
-            lses.append(lse[0])
-    rows, heads, _ = query.shape
-    beside = rows - of_q[-1]
-    # Where no sequence has queries the output is part of the graph all the same: every parallel rank needs its gradients.
-    nothing = 0.0 if outs else sum([x[:0].sum() for x in (query, key, value, slopes, sinks) if x is not None], zero())
-    outs.append(query.new_zeros((beside, heads, value.shape[2])) + nothing)
-    lses.append(query.new_full((heads, beside), -math.inf, dtype=torch.float32) + nothing)
-    return torch.cat(outs), torch.cat([x.to(torch.float32) for x in lses], 1)
+def by_attention(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Tensor]:
+    """Output and LSE by a call of `attention` for each sequence."""
+    return by_sequence(packed, numbers, seed, _of_sequence)
 
 
 def _of_sequence(
@@ -94,6 +64,11 @@ def _of_sequence(
     return out.to(q.dtype), lse
 
 
+def by_kernels(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor]:
+    """Output and LSE by the best kernel that can be built here, else by a call for each sequence."""
+    return kernels.forward(memo, packed, numbers, seed, plan) or by_attention(packed, numbers, seed)
+
+
 def _recomputed(
     wanted: Sequence[bool], packed: Packed, numbers: Numbers, seed: int, dout: Tensor, dlse: Tensor | None
 ) -> list[Tensor | None]:
@@ -101,7 +76,7 @@ def _recomputed(
     names = [name for name, want in zip(_NAMES, wanted, strict=True) if want]
     with recording(), torch.enable_grad():
         leaves = {name: getattr(packed, name).detach().requires_grad_() for name in names}
-        out, lse = by_sequence(packed._replace(**leaves), numbers, seed)
+        out, lse = by_attention(packed._replace(**leaves), numbers, seed)
         pairs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse.masked_fill(lse == -math.inf, 0.0))]
         outputs, grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True) if out.requires_grad else ((), ())
         given = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True, materialize_grads=True) if outputs else ()
@@ -118,7 +93,7 @@ class Attention(torch.autograd.Function):
         *tensors, seed, plan = given
         packed = Packed(*tensors)
         bits = dropout_bits(packed, plan.numbers, seed)
-        out, lse = kernels.forward(plan.forward, packed, plan.numbers, bits, plan)
+        out, lse = by_kernels(plan.memo, packed, plan.numbers, bits, plan)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.given = plan, bits
         ctx.set_materialize_grads(False)
@@ -159,9 +134,9 @@ def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     count = len(Packed._fields)
     packed, numbers = Packed(*given[:count]), Numbers(*given[count + 1 :])
     meet_packed(current(), problem_of(packed, numbers, exact=True), None, False)
-    bits, found = dropout_bits(packed, numbers, given[count]), served(packed, numbers)
+    bits = dropout_bits(packed, numbers, given[count])
     with torch.no_grad():
-        out, lse = by_sequence(packed, numbers, bits) if found is None else kernels.forward(found, packed, numbers, bits)
+        out, lse = by_kernels(current(), packed, numbers, bits)
     return out.contiguous(), lse.contiguous(), torch.tensor([signed(bits)] if numbers.dropout_p else [], dtype=torch.int64)
 
 
@@ -194,14 +169,16 @@ def _gradients(
     seed: int,
 ) -> list[Tensor | None]:
     """Requested gradients, by kernels or a call for each sequence."""
-    dout = torch.zeros_like(out) if dout is None else dout
+    dout, memo = torch.zeros_like(out) if dout is None else dout, memo or current()
     of_slopes, of_sinks = requested[3:]
-    found = None if of_slopes else served(packed, numbers, "bwd", memo)
+    found: Sequence[Tensor | None] | None = None
+    if any(requested[:3]) and not of_slopes:
+        found = kernels.backward(memo, packed, numbers, seed, out, lse, dout, dlse)
+    elif not of_slopes and served(packed, numbers, "bwd", memo) is not None:
+        found = [None] * 3
     if found is None:
         return _recomputed(requested, packed, numbers, seed, dout, dlse)
-    grads: list[Tensor | None] = [None] * len(requested)
-    if any(requested[:3]):
-        grads[:3] = kernels.backward(found, packed, numbers, seed, out, lse, dout, dlse)
+    grads: list[Tensor | None] = [*found, None, None]
     if of_sinks and packed.sinks is not None:
         rows = [x.transpose(0, 1)[None] for x in (out, dout)]
         [of_heads] = sink_gradients(packed.sinks[None], rows[0], lse[None], rows[1], None if dlse is None else dlse[None])

@@ -15,14 +15,15 @@ from flashtune.core.launches import LaunchInputs, Operand, Pages, Scratch
 from flashtune.core.launching import Plan, operand
 from flashtune.core.torch_private import C
 from flashtune.dispatch import context
+from flashtune.dispatch import launch as drivers
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
-from flashtune.dispatch.flex_kernels import ModKernel, layout, served_here
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, layout, loaded_kernel, served_here
 from flashtune.dispatch.inspection import GRADIENTS, is_distributed, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.launch import Program
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
-from flashtune.dispatch.packed_ops import by_sequence
+from flashtune.dispatch.packed_ops import by_attention
 from flashtune.dispatch.plan import placed
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.paged import flash_paged
@@ -121,8 +122,16 @@ def attend(paged: Paged, numbers: Numbers, splits: int | None) -> tuple[Tensor, 
     why_torch = _why_torch(paged)
     if (torch.compiler.is_compiling() or perhaps_fake(why_torch, paged.query)) and not transformed():
         return *torch.ops.flashtune_paged.attention(*paged, *numbers, splits), None
-    plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
-    return (*gathered(paged, numbers), None) if plan is None else (*run(plan, paged), plan)
+    return served(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else (*gathered(paged, numbers), None)
+
+
+def served(paged: Paged, numbers: Numbers, splits: int | None) -> tuple[Tensor, Tensor, PagedPlan | None]:
+    """Output and LSE by the plan of kernels, and that plan, or by gathered copies where none serves or its kernel can't be built here."""
+    plan = plan_of(paged, numbers, splits)
+    if plan is not None:
+        with contextlib.suppress(NotBuilt):
+            return *run(plan, paged), plan
+    return *gathered(paged, numbers), None
 
 
 def _why_torch(paged: Paged) -> str | None:
@@ -136,7 +145,8 @@ def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config |
     numbers = numbers._replace(max_q=bound[0], max_k=bound[1])
     plans: dict[Hashable, PagedPlan | None] = memo.packed.setdefault("paged", {})
     key = layout(paged), paged.query.device, numbers, splits, config
-    if key not in plans:
+    known = plans.get(key)
+    if key not in plans or (known is not None and known.kernel.failed):
         kernel = _kernel(memo, paged, numbers, splits, config)
         if len(plans) >= MOST_PROGRAMS:
             plans.clear()
@@ -159,24 +169,26 @@ def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, conf
     config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
     place = "paged kernel", spec, config, query.device
     if place not in memo.packed:
-        memo.packed[place] = ModKernel(family, spec, config, "the family's default", query.device, target)
-    kernel: ModKernel = memo.packed[place]
+        memo.packed[place] = loaded_kernel(family, spec, config, "the family's default", query.device, target)
+    kernel: ModKernel | str = memo.packed[place]
+    if isinstance(kernel, str) or kernel.failed:
+        return None
     return kernel if kernel.loaded.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else None
 
 
 def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
-    """Output (T_q, Hq, D_v) and LSE (Hq, T_q) of tensors of the plan's layout, on the current stream."""
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q) of tensors of the plan's layout, on the current stream; raises NotBuilt at a first call."""
     query, value = paged.query, paged.value
     rows, heads, _ = query.shape
     out = torch.empty((rows, heads, value.shape[3]), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
     tensors = (*paged, out, lse)
-    if not query.is_cuda or torch.version.cuda is None:
+    if not drivers.driven(query.device):
         plan.kernel.run(plan.key, tensors, lambda: _launches(plan, tensors))
         return out, lse
     with torch.cuda.device(query.device) if C._cuda_getDevice() != query.device.index else contextlib.nullcontext():
         if plan.program is None:
-            program = plan.kernel.program(_launches(plan, tensors))
+            program = plan.kernel.prepared(plan.key, lambda: _launches(plan, tensors))
             plan.offsets, plan.scratch = placed(program.temporaries)
             plan.program = program
         scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=query.device) if plan.scratch else None
@@ -243,7 +255,7 @@ def gathered(paged: Paged, numbers: Numbers) -> tuple[Tensor, Tensor]:
     cu_k = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
     factors = paged.expanded()[8:]
     packed = paged.packed(all_of(paged.key, factors[0]), all_of(paged.value, factors[1]), cu_k)
-    out, lse = by_sequence(packed._replace(query=query), numbers, 0)
+    out, lse = by_attention(packed._replace(query=query), numbers, 0)
     return out.to(paged.query.dtype), lse
 
 
@@ -253,7 +265,8 @@ def explained(paged: Paged, numbers: Numbers, splits: int | None) -> Explanation
     plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
     gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
     if plan is None:
-        reason = why_torch or "no kernel takes pages of this kind here"
+        failed = [one.failed for one in context.current().packed.values() if isinstance(one, ModKernel) and one.failed]
+        reason = why_torch or (failed[0] if failed else "no kernel takes pages of this kind here")
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is gathered and a call of its own", gpu=gpu)
     variant = plan.kernel.variant
     reason = "paged keys and values take the family's default config"
@@ -273,8 +286,7 @@ def _define() -> None:
     def eager(*given: Any) -> tuple[Tensor, Tensor]:
         count = len(Paged._fields)
         paged, numbers = Paged(*given[:count]), Numbers(*given[count:-1])
-        plan = plan_of(paged, numbers, given[-1])
-        out, lse = gathered(paged, numbers) if plan is None else run(plan, paged)
+        out, lse, _ = served(paged, numbers, given[-1])
         return out.contiguous(), lse.contiguous()
 
     operator = torch.library.custom_op("flashtune_paged::attention", eager, mutates_args=(), schema=_SCHEMA)

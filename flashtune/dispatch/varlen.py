@@ -17,7 +17,6 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.lengths import spread
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch import context
-from flashtune.dispatch import packed as kernels
 from flashtune.dispatch import paged as pages
 from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call import PerHead
@@ -26,7 +25,7 @@ from flashtune.dispatch.context import STACK
 from flashtune.dispatch.flex import refuse_beside_functions
 from flashtune.dispatch.inspection import GRADIENTS, autocast, is_distributed, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
-from flashtune.dispatch.packed_ops import Attention, by_sequence, dropout_bits
+from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.paged import Paged
 from flashtune.dispatch.parse import Options, scalars, seed_bits, signed
 from flashtune.dispatch.resolve import Explanation
@@ -361,8 +360,8 @@ def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max
 
 def _planned(plan: PackedPlan, packed: Packed, seed: int | None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a decided call."""
-    if plan.backward is None:
-        return kernels.forward(plan.forward, packed, plan.numbers, dropout_bits(packed, plan.numbers, seed), plan)
+    if not plan.trains:
+        return by_kernels(plan.memo, packed, plan.numbers, dropout_bits(packed, plan.numbers, seed), plan)
     out, lse = Attention.apply(*packed, seed, plan)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -383,9 +382,9 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
         found = served(packed, numbers)
         trains = found is not None and why_torch is not None and _trains(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
-            plan = PackedPlan(memo, found, served(packed, numbers, "bwd") if trains else None, numbers, heads_outside)
+            plan = PackedPlan(memo, found, numbers, trains=trains, heads_outside=heads_outside)
             outputs = _planned(plan, packed, seed)
-            if signature is not None:
+            if signature is not None and plan.forward is not None:
                 memo.keep(signature, plan)  # type: ignore[arg-type]
             return outputs
-    return by_sequence(packed, numbers, dropout_bits(packed, numbers, seed))
+    return by_attention(packed, numbers, dropout_bits(packed, numbers, seed))

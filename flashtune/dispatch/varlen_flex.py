@@ -10,16 +10,16 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.errors import InputError
-from flashtune.core.flex_attention import Mod, within
+from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
 from flashtune.dispatch import flex, flex_functions
+from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_configs import kind_of, source_note
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences
-from flashtune.dispatch.flex_torch import zero_of
+from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
 from flashtune.dispatch.packed import Numbers, Packed, problem_of
-from flashtune.dispatch.packed_ops import by_sequence
 from flashtune.dispatch.resolve import Explanation, said_of
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
@@ -107,35 +107,11 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
         return _at_once(packed, numbers, score_mod, mask_mod)
     try:
         zero = functools.partial(zero_of, score_mod, packed.query)
-        return by_sequence(packed, numbers, 0, functools.partial(_of_sequence, score_mod, mask_mod), zero)
+        return by_sequence(packed, numbers, 0, functools.partial(of_sequence, flex.flex_attention, score_mod, mask_mod), zero)
     except InputError:
         # Of the caller's own functions the error names the line, not of those around them.
         flex_functions.functions_of(score_mod, mask_mod, packed.query.device, ())
         raise
-
-
-def _of_sequence(
-    score_mod: Mod | None, mask_mod: Mod | None, tensors: list[Tensor], numbers: Numbers, seed: int, index: int, *_: None
-) -> tuple[Tensor, Tensor]:
-    """Output (1, Hq, N_q, D_v) and LSE of the sequence with this index, by `flex_attention`."""
-    query, key, value = tensors
-    # Captured, so that compiled functions are those of other sequences.
-    places = torch.tensor([index, (key.shape[2] - query.shape[2]) * numbers.bottom_right], device=query.device)
-
-    def score(x: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert score_mod is not None, "only functions that a caller gives are called"
-        return score_mod(x, places[b], h, q_idx, kv_idx)
-
-    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found = _in_band(numbers, q_idx + places[b + 1], kv_idx)
-        return found if mask_mod is None else found & mask_mod(places[b], h, q_idx, kv_idx)
-
-    masked = mask_mod is not None or max(numbers.left, numbers.right) >= 0
-    gqa = query.shape[1] != key.shape[1]
-    found = flex.flex_attention(
-        query, key, value, None if score_mod is None else score, visible if masked else None, numbers.scale, gqa, return_lse=True
-    )
-    return found[0], found[1]
 
 
 _ONE_STAGE = {"fwd_num_stages": 1, "bwd_num_stages": 1}
@@ -177,7 +153,7 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
     def visible(_: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         together, b, i, j = places(q_idx, kv_idx)
         found = together & (j < limits[q_idx]) & (True if mask_mod is None else mask_mod(b, h, i, j))
-        return found & _in_band(numbers, i + shifts[q_idx], j)
+        return found & in_band(numbers, i + shifts[q_idx], j)
 
     # Zeros for rows of no sequence and unused keys: PyTorch multiplies what is hidden by 0, and 0 times NaN is NaN.
     unused, outside = ((of_k >= packed.sequences) | (at_k >= n_kv[owner]))[:, None, None], of_q >= packed.sequences
@@ -188,12 +164,6 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
     out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, **words)
     # Gradients of theirs may be NaN, too.
     return out[0].transpose(0, 1).masked_fill(outside[:, None, None], 0.0), lse[0].masked_fill(outside, -math.inf)
-
-
-def _in_band(numbers: Numbers, diagonal: Tensor, key: Tensor) -> Tensor:
-    """True for keys in the band of a call around the key on a query's diagonal."""
-    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
-    return within(diagonal - key, left, right)
 
 
 def explained(call: FlexCall | str, packed: Packed) -> Explanation:

@@ -12,6 +12,7 @@ from typing import Any
 import pretended_gpu
 import pytest
 import torch
+from interpreting import interpreted
 from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, config_of, save
 from triton.runtime.errors import OutOfResources
 
@@ -22,6 +23,19 @@ from flashtune.templates import families
 from flashtune.templates.family import Family
 
 machine = pretended_gpu.machine
+
+
+@pytest.mark.parametrize("way", ["dense", "packed", "functions", "packed functions"])
+def test_kernels_that_do_not_compile_give_way_in_every_way_in(way: str) -> None:
+    report = interpreted("interpret_failures", *(f"{way}: {directions}" for directions in ("fwd", "bwd", "fwd bwd")))
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) == 3
+
+
+def test_faults_pass_and_what_is_no_kernels_fault_is_raised_in_every_way_in() -> None:
+    report = interpreted("interpret_failures")
+    assert {name: failure for name, failure in report.items() if failure} == {}
+    assert len(report) == 4
 
 
 def test_a_kernel_that_fails_is_warned_of_once_and_the_next_serves_from_then_on(machine: Machine, own_database: Path) -> None:

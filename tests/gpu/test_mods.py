@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.tolerances import TOLERANCES
+from flashtune.dispatch.context import current
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -155,14 +156,15 @@ def test_another_length_compiles_nothing_anew() -> None:
         found: torch.Tensor = dispatch.flex_attention(q, k, v, relative, causal)
         return found
 
-    from flashtune.dispatch import flex_kernels
+    def manifests() -> dict[object, object]:
+        made = current().packed["kernels of functions"]
+        return {place: kernel._manifest for place, kernel in made.items() if not isinstance(kernel, str)}
 
     call(512)
-    kernels = {place: kernel._manifest for place, kernel in flex_kernels._KERNELS.items() if not isinstance(kernel, str)}
+    kernels = manifests()
     for n in (777, 1024, 1031):
         call(n)
-    after = {place: kernel._manifest for place, kernel in flex_kernels._KERNELS.items() if not isinstance(kernel, str)}
-    assert after == kernels
+    assert manifests() == kernels
 
 
 CHILD = """

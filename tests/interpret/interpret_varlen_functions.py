@@ -15,7 +15,7 @@ from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, 
 
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex, flex_kernels, packed, packed_ops, varlen, varlen_flex
+from flashtune.dispatch import context, flex, flex_autograd, flex_kernels, packed, packed_ops, varlen_flex
 from flashtune.templates import family
 
 warnings.filterwarnings("ignore")
@@ -31,7 +31,7 @@ def _kernels_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen_flex, "by_sequence", fails)
         patch.setattr(packed_ops, "by_sequence", fails)
-        patch.setattr(varlen, "by_sequence", fails)
+        patch.setattr(flex_autograd, "by_sequence", fails)
         yield
 
 
@@ -55,9 +55,9 @@ def of_neighbours() -> None:
 def of_other_lengths() -> None:
     """Another batch of sequences takes the same kernels."""
     agrees("prefix", ((3, 9), (3, 9)))
-    count = len(flex_kernels._KERNELS)
+    count = len(flex_kernels.kernels_here())
     agrees("prefix", ((20, 0, 1, 30), (17, 2, 0, 5)), padding=3)
-    assert len(flex_kernels._KERNELS) == count
+    assert len(flex_kernels.kernels_here()) == count
 
 
 def _parsed_of(name: str) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def of_equal_calls() -> None:
     """Kernels are chosen once for equal calls, whose longest sequences may differ within an octave, and again for others."""
     chosen: list[object] = []
     choose = flex._kernels
-    flex._CHOSEN.clear()
+    context.current().forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_kernels", lambda *words: chosen.append(words) or choose(*words))
         given, _, _ = made("causal relative")

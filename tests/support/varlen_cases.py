@@ -15,7 +15,7 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Sides
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch import packed_ops, varlen
+from flashtune.dispatch import packed, packed_ops, varlen
 from flashtune.dispatch.context import current
 
 SEED = 11
@@ -180,7 +180,7 @@ def forced(branch: Branch) -> Iterator[None]:
             assert found is not None or branch == "torch", "no kernel takes the call"
             return found
 
-        for module in (varlen, packed_ops):
+        for module in (varlen, packed_ops, packed):
             patch.setattr(module, "served", served)
         yield
 

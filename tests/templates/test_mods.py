@@ -424,8 +424,9 @@ def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch
 
 def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = SimpleNamespace(accepts=lambda *given: True)
-    made = {name: SimpleNamespace(name=name, failed="", loaded=loaded) for name in ("flash_fwd_hopper", "flash_fwd")}
-    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    names = ("flash_fwd_hopper", "flash_fwd")
+    made = {name: SimpleNamespace(variant=SimpleNamespace(template=name), failed=None, loaded=loaded) for name in names}
+    dispatch.reload()
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made[kind.name])
     functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
     mods = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
@@ -434,7 +435,7 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     made["flash_fwd_hopper"].failed = "no compiler"
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd"]
     made["flash_fwd"].failed = "no driver"
-    assert flex_kernels.kernel_of("fwd", q, k, v, mods) == "no driver"
+    assert flex_kernels.kernel_of("fwd", q, k, v, mods) == "flash_fwd can't be built here (no driver)"
 
 
 def test_a_compiler_traces_a_call_without_a_break() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import random
-import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flashtune import dispatch
 from flashtune.core.target import find_target
 from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels
-from flashtune.dispatch.flex_kernels import ModKernel
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
 
@@ -223,7 +221,7 @@ def test_slopes_are_rounded_where_scalars_are(score: Mod) -> None:
 def test_built_in_features_serve_where_attention_has_kernels(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
-    monkeypatch.setattr(flex, "_BUILT_IN", weakref.WeakKeyDictionary())
+    dispatch.reload()
     answer = SimpleNamespace(kind="exact" if served else "framework", backward=None, template="t", reason="r")
     monkeypatch.setattr(flex.api, "explain", lambda *given, **words: answer)
     q, k, v = (torch.randn(2, 4, 130, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
@@ -256,10 +254,8 @@ def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex.devices, "target_of", lambda device: find_target("h100"))
     monkeypatch.setattr(torch, "__version__", version)
-    kernel = ModKernel.__new__(ModKernel)
-    kernel.loaded, kernel.failed, kernel.record = SimpleNamespace(accepts=lambda *given: True), "", None  # type: ignore[assignment]
-    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
-    monkeypatch.setattr(flex, "_CHOSEN", weakref.WeakKeyDictionary())
+    kernel = SimpleNamespace(loaded=SimpleNamespace(accepts=lambda *given: True), failed=None, record=None)
+    dispatch.reload()
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: "no Gluon" if "hopper" in kind.name else kernel)
     q, k, v = (torch.zeros(1, 2, 32, d) for _ in range(3))
     table = torch.zeros(2, 65, requires_grad=learned)

@@ -488,7 +488,7 @@ def test_a_call_takes_the_config_of_its_record(
 
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", surroundings)
-    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
     q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4096, 4096))
     with dispatch.use(path, alone=True):
@@ -580,7 +580,7 @@ def test_two_records_with_one_config_keep_their_own_times(file: Path, tmp_path: 
 
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
-    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
     with dispatch.use(path, alone=True):
         for n, of in ((4096, problem), (1024, short)):

@@ -294,9 +294,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
-    monkeypatch.setattr(flex_kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "ModKernel", kernel)
-    monkeypatch.setattr(flex, "_CHOSEN", type(flex._CHOSEN)())
+    monkeypatch.setattr(flex, "_chosen_in", lambda memo, chosen={}: chosen)
     monkeypatch.setattr(flex, "why_torch", lambda *given, **words: None)
 
 

@@ -1,14 +1,14 @@
 """Known structures of a traced score: a factor, a soft cap and ALiBi, for which there are kernels of their own."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from flashtune.templates.mods import structure
-from flashtune.templates.mods.graph import INTEGERS, Node, loads, numbered, ordered
+from flashtune.templates.mods.graph import INDICES, INTEGERS, Node, loads, numbered, ordered
 
 aten = torch.ops.aten
 
@@ -196,6 +196,17 @@ def slopes_of(score: Score, captured: Sequence[torch.Tensor], batch: int, heads:
             product = product * _evaluated(value, captured, indices).float()
         total = total + product
     return total
+
+
+def as_function(output: Node, captured: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A traced function as a caller's own was: of scalars, by position."""
+
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        inputs = dict(zip(INDICES if len(given) == len(INDICES) else ("score", *INDICES), given, strict=True))
+        found: torch.Tensor = _evaluated(output, captured, inputs)
+        return found.reshape(())
+
+    return function
 
 
 def _evaluated(output: Node, captured: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -1,0 +1,152 @@
+"""Packed and paged calls against a stand-in for the driver: every launch of a call gets that call's own tensors, also at repeated calls."""
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from driven import Driven, drive, serve_by
+from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
+from triton.runtime.errors import OutOfResources
+
+from flashtune import dispatch
+from flashtune.dispatch import context
+
+BOUNDS = (0, 100, 230)
+FAMILIES = {"hopper": ("flash_fwd_hopper", "flash_bwd_hopper"), "pointers": ("flash_fwd", "flash_bwd")}
+HANDED_ON: set[str] = {"delta", "lse_2", "sums", "part_out", "part_sums"}
+"""Scratch memory that one launch of a call writes and another one reads."""
+
+
+@pytest.fixture
+def driven(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driven]:  # noqa: F811
+    yield drive(library, monkeypatch)
+    monkeypatch.undo()
+    context.current().forget()
+
+
+def packed(rows: int, *names: str) -> dict[str, torch.Tensor]:
+    """Tensors of a call by their names in kernels, with these beside those that all calls have."""
+    found = {
+        "q": torch.zeros(rows, 4, 64).half().requires_grad_(), "k": torch.zeros(240, 2, 64).half().requires_grad_(),
+        "v": torch.zeros(240, 2, 64).half().requires_grad_(), "cu_q": torch.tensor(BOUNDS), "cu_k": torch.tensor(BOUNDS).int(),
+    }  # fmt: skip
+    more = {"used_k": torch.tensor([100, 7]), "slopes": torch.zeros(2, 4), "sinks": torch.zeros(4, requires_grad=True)}
+    return found | {name: more[name] for name in names}
+
+
+def attend(given: dict[str, torch.Tensor], **words: Any) -> Any:
+    named = {"seqused_k": "used_k", "alibi_slopes": "slopes", "sinks": "sinks"}
+    words |= {word: given[name] for word, name in named.items() if name in given}
+    tensors = [given[name] for name in ("q", "k", "v", "cu_q", "cu_k")]
+    return dispatch.attention_varlen(*tensors, 130, 130, enable_gqa=True, return_lse=True, **words)
+
+
+def checked(launches: list[tuple[str, dict[str, int]]], given: dict[str, torch.Tensor], *, copied: str = "") -> set[str]:
+    """The tensors that launches got, all of them the call's own but for one that is `copied`. What launches hand on to each other is the
+    same memory for all, and no tensor's."""
+    handed_on = HANDED_ON if len(launches) > 1 else set[str]()
+    known, scratch = {name: x.data_ptr() for name, x in given.items()}, dict[str, int]()
+    found: set[str] = set()
+    for kernel, addresses in launches:
+        for parameter, address in addresses.items():
+            name = parameter.removesuffix("_ptr").removesuffix("_desc")
+            # Hopper's backward reads the LSE that its first kernel padded.
+            name = "lse_2" if (kernel, parameter) == ("flash_bwd_hopper", "lse_desc") else name
+            assert address, f"{parameter} has no address"
+            found.add(name)
+            if name in handed_on:
+                assert scratch.setdefault(name, address) == address, f"{parameter} isn't handed on"
+            if name in handed_on or name == copied:
+                assert address not in known.values(), f"{parameter} is a tensor's"
+            elif name in known:
+                assert address == known[name], f"{parameter} isn't the call's"
+    assert len(set(scratch.values())) == len(scratch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "words"), [((), {}), (("sinks",), {"is_causal": True}), (("used_k", "slopes"), {}), ((), {"scale": -0.5})], ids=str
+)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_packed_launches_get_the_tensors_of_their_call(
+    driven: Driven, kind: str, names: tuple[str, ...], words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_by(monkeypatch, *FAMILIES[kind])
+    if kind == "hopper" and names == ("used_k", "slopes"):
+        names = ("sinks",)
+    # The third call has another number of rows, and the last one the first one's plan, with gradients and without.
+    for rows in (230, 230, 250, 230):
+        for trains in (True, False):
+            given = packed(rows, *names)
+            with torch.set_grad_enabled(trains):
+                (out, lse), launches = driven.since(partial(attend, given, **words))
+                # Forwards need a positive scale: the sign goes into a copy.
+                moved = "q" if "scale" in words else ""
+            assert checked(launches, given | {"out": out, "lse": lse}, copied=moved) >= {
+                "q",
+                "k",
+                "v",
+                "out",
+                "lse",
+                "cu_q",
+                "cu_k",
+                *names,
+            }
+            if not trains:
+                continue
+            dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+            asked = [given[name] for name in ("q", "k", "v")]
+            grads, launches = driven.since(partial(torch.autograd.grad, (out, lse), asked, (dout, dlse)))
+            made = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            tensors = given | {"out": out, "lse": lse, "dout": dout, "dlse": dlse} | made
+            assert checked(launches, tensors) >= {"q", "k", "v", "out", "dout", "lse", "dlse", "cu_q", "cu_k", *made}
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_paged_launches_get_the_tensors_of_their_call(driven: Driven, splits: int | None) -> None:
+    for narrow in (False, True, False):
+        for _ in range(2):
+            dtype = torch.float8_e4m3fn if narrow else torch.float16
+            given = {"q": torch.zeros(2, 4, 64).half(), "k": torch.zeros(9, 16, 2, 64).to(dtype), "v": torch.zeros(9, 16, 2, 64).to(dtype)}
+            given |= {
+                "cu_q": torch.arange(3),
+                "table": torch.zeros(2, 300).int(),
+                "used_k": torch.tensor([4000, 9]),
+                "sinks": torch.zeros(4),
+            }
+            factors = {"k_descale": torch.ones(2, 2), "v_descale": torch.ones(2)} if narrow else {}
+            words: dict[str, Any] = {"seqused_k": given["used_k"], "block_table": given["table"], "sinks": given["sinks"], **factors}
+            tensors, words["num_splits"] = [given[name] for name in ("q", "k", "v", "cu_q")], splits
+
+            call = partial(dispatch.attention_varlen, *tensors, None, 1, 4800, enable_gqa=True, return_lse=True, **words)
+            (out, lse), launches = driven.since(call)
+            known = given | factors | {"out": out, "lse": lse}
+            found = checked(launches, known)
+            assert found >= {"q", "k", "v", "out", "lse", "cu_q", "table", "used_k", "sinks", *factors}
+            assert (splits == 1) or {"part_out", "part_sums"} <= found
+
+
+def test_a_kernel_that_cannot_be_built_gives_way_to_the_next_family_and_is_remembered(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_by(monkeypatch, *FAMILIES["hopper"], *FAMILIES["pointers"])
+    driven.fails |= dict.fromkeys(("flash_fwd_hopper", "flash_bwd_hopper"), OutOfResources(300_000, 232_448, "shared memory"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for rows in (230, 230, 250):
+            given = packed(rows)
+            (out, lse), launches = driven.since(partial(attend, given))
+            assert [name for name, _ in launches] == ["attention_forward"]
+            checked(launches, given | {"out": out, "lse": lse})
+            asked = [given[name] for name in ("q", "k", "v")]
+            _, launches = driven.since(partial(torch.autograd.grad, out.sum(), asked))
+            assert [name for name, _ in launches] == ["row_deltas", "key_gradients", "query_gradients"]
+    said = [str(one.message) for one in warned if "flashtune" in str(one.message)]
+    assert len(said) == 2 and all("failed on cpu and is skipped from now on: OutOfResources" in one for one in said)
+    assert driven.tried.count("flash_fwd_hopper") == 1
+    found = dispatch.explain_varlen(*[given[name] for name in ("q", "k", "v", "cu_q", "cu_k")], 130, 130, enable_gqa=True)
+    assert found.template == "flash_fwd" and "out of resource" in found.refused[0]
+    assert found.backward is not None and found.backward.template == "flash_bwd"

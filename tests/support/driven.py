@@ -1,0 +1,82 @@
+"""Whole calls on CPU tensors whose kernels are launched through a stand-in for the driver: the addresses that each launch was given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_dispatch_gradient_plans import Decoding
+
+from flashtune.core import devices
+from flashtune.core.binaries import Binary, Parameter, TensorMap
+from flashtune.core.target import find_target
+from flashtune.dispatch import context, launch, packed
+from flashtune.templates import family
+
+
+def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Any) -> tuple[Binary, bytes]:
+    """In place of Triton's compiler: machine code that is never run, with the kernel's own parameters."""
+    found = []
+    for position, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
+        if parameter.is_constexpr:
+            continue
+        tensor_map, kind = None, "i64"
+        if isinstance(x, torch.Tensor):
+            kind = "pointer"
+        elif hasattr(x, "block_shape"):
+            kind, tensor_map = (
+                "tensor_map",
+                TensorMap(element_type=9, element_bytes=x.base.element_size(), box=tuple(x.block_shape), swizzle=3),
+            )
+        elif isinstance(x, float):
+            kind = "fp32"
+        found.append(Parameter(name=parameter.name, position=position, kind=kind, tensor_map=tensor_map))
+    words: dict[str, Any] = {"threads": 128, "shared_bytes": 0, "cluster": 1, "launch_pdl": False, "cooperative": False}
+    words |= {"global_scratch_bytes": 0, "profile_scratch_bytes": 0, "conditions": (), "sha256": f"{kernel.__name__} {len(found)}"}
+    name = kernel.__name__
+    return Binary(kernel=name, specialization="", entry=name, arch="sm_90a", triton="", parameters=tuple(found), **words), b""
+
+
+class Driven:
+    """The launches so far, each a kernel's name and its addresses by parameter; `fails` are the kernels that don't compile, and why."""
+
+    def __init__(self, library: Decoding) -> None:
+        self.library, self.fails, self.tried = library, dict[str, BaseException](), list[str]()
+
+    @property
+    def launches(self) -> list[tuple[str, dict[str, int]]]:
+        return [one for calls in self.library.calls.values() for one in calls]
+
+    def since(self, work: Callable[[], Any]) -> tuple[Any, list[tuple[str, dict[str, int]]]]:
+        """Result of some work, and its launches; backwards may launch from another thread."""
+        before = len(self.launches)
+        found = work()
+        return found, self.launches[before:]
+
+    def compiled(self, kernel: Any, *given: Any) -> tuple[Binary, bytes]:
+        self.tried.append(kernel.__name__)
+        if kernel.__name__ in self.fails:
+            raise self.fails[kernel.__name__]
+        return compiled(kernel, *given)
+
+
+def drive(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Driven:
+    """Serve CPU tensors as if they were on an H200, by kernels that the stand-in `library` launches."""
+    found = Driven(library)
+    monkeypatch.setattr(launch, "driven", lambda device: True)
+    monkeypatch.setattr(launch, "compiled", found.compiled)
+    monkeypatch.setattr(devices, "INTERPRETING", True)
+    monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
+    context.current().forget()
+    return found
+
+
+def serve_by(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Serve packed calls by the default configs of these families, in their order."""
+
+    def configs(memo: Any, problem: Any, target: Any, **_: Any) -> Any:
+        for kind in map(family, names):
+            if kind.refusal(problem, problem.spec(), target) is None:
+                yield kind, kind.default(problem.spec(), target), None
+
+    monkeypatch.setattr(packed, "configs_of", configs)
