@@ -107,7 +107,7 @@ class Table(NamedTuple):
 
 
 def _sound(read: Callable[..., _Read], parts: Iterable[tuple[Any, ...]], flaws: list[str]) -> Iterator[_Read]:
-    """What `read` makes of each part that it can read; the others' errors become flaws."""
+    """Results of `read` for the parts that it can read; the others' errors become flaws."""
     for part in parts:
         try:
             yield read(*part)

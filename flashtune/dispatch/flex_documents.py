@@ -36,13 +36,13 @@ class Read(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What was decided by numbers of documents, by all else that it depends on."""
+    """Decisions by numbers of documents, by all else that they depend on."""
 
     read: Read
     found: dict[Hashable, Any]
 
     def get(self, place: Hashable, make: Callable[[], Any]) -> Any:
-        """What was decided at a place, or is now."""
+        """The decision at a place, made now where there is none."""
         if place not in self.found:
             found = make()
             if len(self.found) >= MOST_LISTS:

@@ -1,4 +1,4 @@
-"""What a record can't truly say gives it no precedence: dates ahead of now, versions that don't exist, findings about others' records."""
+"""Claims that can't be true give a record no precedence: dates ahead of now, versions that don't exist, findings about others' records."""
 
 import itertools
 from dataclasses import replace

@@ -56,7 +56,9 @@ def test_distributed_tensors_beside_others_are_refused_in_a_sentence(q: Any) -> 
                 call(*given)
 
 
-@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"score_mod": lambda score, b, h, i, j: score * 2}], ids=["plain", "causal", "score"])
+@pytest.mark.parametrize(
+    "words", [{}, {"is_causal": True}, {"score_mod": lambda score, b, h, i, j: score * 2}], ids=["plain", "causal", "score"]
+)
 def test_packed_and_paged_calls_name_the_tensor(q: Any, mesh: Any, words: dict[str, Any]) -> None:
     rows = distribute_tensor(torch.zeros(16, 4, 32), mesh, [Shard(1)])
     bounds, plain = distribute_tensor(BOUNDS, mesh, [Replicate()]), torch.zeros(16, 4, 32)

@@ -222,7 +222,7 @@ LAYER = Layer()
 
 
 class Settings:
-    """What no code reads by its name."""
+    """Names that no code has."""
 
     width_1 = 1.0
 

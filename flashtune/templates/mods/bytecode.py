@@ -1,4 +1,4 @@
-"""What a function's code reads: names, attributes of its variables, and whether it reads what can't be followed."""
+"""Reads of a function's code: names, attributes of its variables, and whether it reads what can't be followed."""
 
 import dis
 import functools

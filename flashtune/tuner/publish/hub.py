@@ -177,7 +177,7 @@ def _known(slug: str) -> Target | None:
 
 
 def _gpu(slug: str) -> dict[str, Any]:
-    """What the launcher tells a GPU by; a card that is unknown here only by its slug, which its driver's name gives."""
+    """Names by which the launcher tells a GPU; a card that is unknown here only by its slug, which its driver's name gives."""
     target = _known(slug)
     names = (slug,) if target is None else (target.slug, target.name, *target.aliases, *target.driver_names)
     plain = {"".join(plain_words(name)) for name in names}
