@@ -145,7 +145,7 @@ def test_a_missing_matplotlib_is_one_sentence_with_the_remedy(tmp_path: Path, mo
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
-    path.write_text("old")
+    path.write_text("<!DOCTYPE html>old")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -153,7 +153,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr("os.replace", full)
     result = flashtune(*PROFILE, "--plot", str(path))
     assert result.exit_code == 4 and "can't be read or written (No space left on device)" in result.stderr
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "<!DOCTYPE html>old" and list(tmp_path.iterdir()) == [path]
 
 
 @both

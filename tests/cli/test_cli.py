@@ -86,7 +86,6 @@ BAD_INPUT = {
     "tf32 in words of options": ((*EXPLAIN, "--tf32"), "drop tf32 or change the dtype"),
     "no heads": ((*EXPLAIN, "--heads", "0"), "'--heads': 0 is not in the range"),
     "no queries": ((*EXPLAIN, "--n-q", "0"), "'--n-q': 0 is not in the range"),
-    "wide values": ((*EXPLAIN, "--d-v", "300"), "'--d-v': 300 is not in the range 1<=x<=256"),
     "key heads that don't divide": ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "make heads a multiple of kv_heads"),
     "explain without a gpu": (("explain", "--d", "64", "--n", "512"), "--gpu-name"),
 }

@@ -211,7 +211,7 @@ def changed(**words: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"seqused_k": torch.zeros(9, dtype=torch.int32)}, "bounds"),
         ({"cu_seqlens_k": [0, 5]}, "tensor"),
         ({"block_table": torch.zeros(1, dtype=torch.int32)}, "caches"),
-        ({"num_splits": 0}, "num_splits"),
+        ({"num_splits": -1}, "num_splits"),
         ({"max_seqlen_k": torch.tensor(99)}, "max_seqlen_k must be an integer"),
         ({"cu_seqlens_k": None}, "cu_seqlens_k must be a tensor"),
         ({"seqused_k": [1, 2]}, "seqused_k must be a tensor"),

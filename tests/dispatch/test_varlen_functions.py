@@ -166,7 +166,7 @@ def test_the_lse_comes_on_request_with_functions_too() -> None:
         ({"sinks": torch.ones(4)}, "sinks is no argument beside score_mod and mask_mod"),
         ({"dropout_p": 0.1}, "dropout_p is no argument beside score_mod and mask_mod: leave it out, and call without functions"),
         ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table is no argument beside score_mod and mask_mod"),
-        ({"num_splits": 0}, "num_splits=0"),
+        ({"num_splits": -1}, "num_splits=-1"),
     ],
     ids=str,
 )
