@@ -20,7 +20,7 @@ from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
-from flashtune.dispatch.flex_torch import check_shapes, lacks, options_note, torchs
+from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, options_note, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.emit import emitted
@@ -154,6 +154,7 @@ def _call_of(
 ) -> FlexCall | PackedCall | dict[str, Any] | str:
     """The call for kernels with its functions, that of packed sequences or arguments for `attention` where these kernels serve it, or the
     reason why PyTorch serves."""
+    check_types(query, key, value)
     if (why := _why_torch(query, key, value, scale, return_aux)) is not None:
         return why
     check_shapes(query, key, value, block_mask, enable_gqa)

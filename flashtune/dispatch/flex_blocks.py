@@ -136,7 +136,8 @@ def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: 
         rows, columns = (cdiv(n, step) for n, step in list(zip(sizes[2:], tile, strict=True))[::turn])
         if mask is not None:
             first, second = (size // step for size, step in list(zip(call.mask_of.BLOCK_SIZE, tile, strict=True))[::turn])
-            return lists_of_mask(kernel, mask, (first, second), rows, columns)
+            # One block may be longer than all queries or keys.
+            return lists_of_mask(kernel, mask, (min(first, rows), min(second, columns)), rows, columns)
         return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
     place = call.mods.hash, sizes, tile, of_keys, query.device

@@ -74,6 +74,20 @@ def lacks(query: Any, key: Any, value: Any, return_lse: bool, return_aux: Any) -
     return "an LSE in torch.compile" if compiling and (return_lse or return_aux is not None) else None
 
 
+_WHOLE = 1 << 30
+"""Rows and columns of the one block of PyTorch's empty BlockMask, which is for any lengths."""
+
+
+def check_types(query: Any, key: Any, value: Any) -> None:
+    """Raise InputError for tensors of several types, unless autocast makes them one; keys and values alone may have 8 bits."""
+    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in (query, key, value)):
+        return
+    types = query.dtype, key.dtype, value.dtype
+    narrow = key.dtype is value.dtype and key.dtype.itemsize == 1
+    if len(set(types)) > 1 and not narrow and not torch.is_autocast_enabled(query.device.type):
+        raise InputError(f"query, key and value have the dtypes {types[0]}, {types[1]} and {types[2]}: give them one")
+
+
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
     """Raise InputError for shapes that don't fit together."""
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -85,7 +99,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, ena
     if heads % kv_heads:
         raise InputError(f"{heads} query heads can't share {kv_heads} key heads: make Hq a multiple of Hkv")
     lengths = getattr(block_mask, "seq_lengths", None)
-    if lengths is not None and tuple(lengths) != (query.shape[2], key.shape[2]):
+    if lengths is not None and tuple(block_mask.BLOCK_SIZE) != (_WHOLE, _WHOLE) and tuple(lengths) != (query.shape[2], key.shape[2]):
         raise InputError(
             f"block_mask is for {tuple(lengths)} queries and keys, and these are {query.shape[2]} and {key.shape[2]}: make a new one"
         )

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from mod_cases import CASES, oracle
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flashtune import dispatch
+from flashtune.core.errors import InputError
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
 
 SIZES = {"query": (2, 4, 50, 16), "key": (2, 2, 70, 16), "value": (2, 2, 70, 24)}
@@ -109,3 +110,25 @@ def test_what_pytorch_refuses_is_refused_with_gradients_too() -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, 2, 4, 50, 64, device="cpu")
     with pytest.raises(ValueError, match=r"block_mask is for .* make a new one"):
         dispatch.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_pytorchs_empty_block_mask_is_for_all_lengths(trained: bool) -> None:
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    query, key, value = (x.requires_grad_(trained) for x in (x.detach() for x in tensors(torch.float32)))
+    mask = BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
+    out = dispatch.flex_attention(query, key, value, None, mask, enable_gqa=True)
+    right, _ = oracle(query.double(), key.double(), value.double(), None, None)
+    torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("trained", [False, True])
+def test_several_types_are_refused_in_a_sentence(which: int, trained: bool) -> None:
+    given = [x.detach().requires_grad_(trained) for x in tensors(torch.float32)]
+    given[which] = given[which].detach().half()
+    words = {"enable_gqa": True, "score_mod": lambda s, b, h, q, k: s * 2}
+    with pytest.raises(InputError, match=r"query, key and value have the dtypes .*torch\.float16.*: give them one"):
+        dispatch.flex_attention(*given, **words)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert dispatch.flex_attention(*(x.detach() for x in given), **words).shape == (2, 4, 50, 24)

@@ -224,6 +224,46 @@ def layouts() -> float:
     return max(found)
 
 
+def learned() -> list[float]:
+    """Errors of gradients of learned biases in float16 over those of rounding once: each is a sum over many pairs of queries and keys, none
+    of which is rounded by itself. The right ones are of the output that was given, whose rounding PyTorch's gradients have, too."""
+    generator, found = torch.Generator().manual_seed(8), []
+    q, k, v, weights = (torch.randn(2, 4, 128, 16, generator=generator).half() for _ in range(4))
+    places = torch.meshgrid(*map(torch.arange, (2, 4, 128, 128)), indexing="ij")
+    for make, size in (
+        (lambda x: lambda s, b, h, q, k: s + x[(q - k).clamp(-4, 4) + 4], (9,)),
+        (lambda x: lambda s, b, h, q, k: s + (x[(q - k).clamp(-2, 2) + 2] * 1.5).float(), (5,)),
+        (lambda x: lambda s, b, h, q, k: s + 2 * x[k % 4 + h], (7,)),
+    ):
+        table = torch.randn(size, generator=generator).half().requires_grad_()
+        out = dispatch.flex_attention(q, k, v, make(table))
+        assert dispatch.explain_flex(q, k, v, make(table)).startswith("flash_fwd")
+        [ours] = torch.autograd.grad(out, table, weights)
+        twin = table.detach().double().requires_grad_()
+        scores = make(twin)(q.double() @ k.double().mT / 4, *places).double()
+        delta = (weights.double() * out.detach().double()).sum(-1, keepdim=True)
+        of_scores = scores.softmax(-1) * (weights.double() @ v.double().mT - delta)
+        [theirs] = torch.autograd.grad(scores, twin, of_scores.detach())
+        found.append(float((ours.double() - theirs).abs().mean() / (theirs.half().double() - theirs).abs().mean()))
+    return found
+
+
+def empty() -> list[float]:
+    """Errors under a BlockMask of one block without an end, as PyTorch makes it of no mask, and of a mask in it."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    one, found = torch.ones(1, 1, 1, dtype=torch.int32), []
+    given = [torch.randn(2, 2, n, 16, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (40, 70, 70)]
+    doubles = [x.detach().double().requires_grad_() for x in given]
+    for mask_mod in (None, lambda b, h, q, k: (q + k) % 3 > 0):
+        mask = BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=1 << 30, mask_mod=mask_mod, seq_lengths=(1, 1))
+        for score in (None, lambda s, b, h, q, k: s + torch.sin(q - k + 0.5)):
+            out, right = dispatch.flex_attention(*given, score, mask), oracle(*doubles, score, mask_mod)[0]
+            pairs = zip(torch.autograd.grad(out.sum(), given), torch.autograd.grad(right.sum(), doubles), strict=True)
+            found += [gap(out, right), *(gap(x, y) for x, y in pairs)]
+    return found
+
+
 def watched() -> dict[Any, Any]:
     """Launches of every plan from here on by kernel and key: equal keys have equal ones, and tensors come in the order of the plan's."""
     seen: dict[Any, Any] = {}
@@ -273,6 +313,8 @@ def main() -> dict[str, Any]:
         "built_in": built_in(),
         "lists": lists(),
         "layouts": layouts(),
+        "learned": learned(),
+        "empty": empty(),
         "plans": len(plans),
         "masks": masks,
     }

@@ -148,6 +148,14 @@ def test_a_diagonals_functions_take_what_they_share() -> None:
     assert "tl.load(c1_ptr" in lines["diagonal_score"] and "tl.load(c0_ptr" in lines["score_gradient"]
 
 
+def test_gradients_of_learned_biases_are_rounded_once() -> None:
+    assert max(reports()["learned"]) <= 1.1
+
+
+def test_an_empty_block_mask_is_for_all_lengths() -> None:
+    assert max(reports()["empty"]) <= BOUND
+
+
 def test_hidden_blocks_are_not_read() -> None:
     """Keys and values of blocks that nobody sees are NaN, and gradients stay finite."""
     assert reports()["poisoned"]

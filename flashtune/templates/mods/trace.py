@@ -245,7 +245,18 @@ def gradients(output: Node) -> tuple[Node, list[tuple[Node, Node]]]:
         graph = make_fx(backward, decomposition_table=table, tracing_mode="fake")(torch.ones((), dtype=output.dtype), *values)
     read = Reader("the gradient of score_mod", graph)
     of_score, *of_loads = read.all(["grad", *leaves, *others])
-    return of_score, list(zip(leaves[1:], of_loads, strict=True))
+    return of_score, list(zip(leaves[1:], _widened(of_loads), strict=True))
+
+
+def _widened(of_loads: Sequence[Node]) -> list[Node]:
+    """Gradients of loads in float32: those of many pairs are added up, and rounded to a load's type once."""
+    made: dict[Node, Node] = {}
+    for node in ordered(of_loads):
+        given = tuple(made[x] if isinstance(x, Node) else x for x in node.arguments)
+        narrow = "grad" in node.reads and node.dtype in FLOATS and node.dtype is not torch.float32
+        same = not narrow and all(x is y for x, y in zip(given, node.arguments, strict=True))
+        made[node] = node if same else replace(node, arguments=given, dtype=torch.float32 if narrow else node.dtype)
+    return [made[x] for x in of_loads]
 
 
 def _evaluated(node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor:
