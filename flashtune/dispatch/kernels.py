@@ -43,7 +43,9 @@ def compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> boo
 
 
 def load(family: Family, chosen: Variant) -> LoadedKernel:
-    """Kernel of this variant, with the module that Triton compiles."""
+    """Kernel of this variant, with the module that Triton compiles; raises ImportError where the installed one can't."""
+    if (why := family.uncompilable(chosen.spec, chosen.config)) is not None:
+        raise ImportError(why)
     let_triton_write()
     from flashtune.templates import rendering
 

@@ -81,6 +81,8 @@ class Family:
     `repeatable` is True if launches on equal inputs write equal bits, wherever scores are within float32 of one another (decision 0009):
     not with atomic sums in memory, whose order varies. Verification checks it, and deterministic calls require it.
     `host` makes the host side of its kernels; None for a template whose text defines that itself (`flashtune.templates.loading`).
+    `uncompilable` returns the reason why the installed Triton can't compile a kernel, or None where it can. Machine code that there is
+    serves in any case.
     `expected` estimates the compiler's resource usage of a config; searches order candidates by it.
     """
 
@@ -101,6 +103,7 @@ class Family:
     path_axes: tuple[str, ...] = field(default=())
     host: Callable[[KernelSpec, Config], Host] | None = None
     repeatable: bool = True
+    uncompilable: Callable[[KernelSpec, Config], str | None] = lambda spec, config: None
     expected: Callable[[Config, KernelSpec, Target], CompileFacts | None] = lambda config, spec, target: None
 
     def __reduce__(self) -> tuple[Callable[[str], "Family"], tuple[str]]:

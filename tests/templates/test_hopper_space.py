@@ -12,20 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from hopper_kernels import H200, problem, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.dtypes import DType
+from flashtune.core.errors import InputError
 from flashtune.core.problem import MASK_KINDS, Features, Problem
+from flashtune.core.results import Fate
 from flashtune.core.target import find_target, targets
+from flashtune.dispatch import kernels
+from flashtune.templates.backward.hopper.flash_bwd_hopper_split import FAMILY as SPLIT
 from flashtune.templates.cost import predict_us
 from flashtune.templates.expected import log_us
+from flashtune.templates.family import Family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import tiles_of
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.children import tasks
+from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.propose.space import SearchSpace
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +94,41 @@ def test_every_supported_spec_has_starts_that_break_no_constraint(dtype: DType, 
 def test_it_says_why_it_refuses(gpu: str, changes: dict[str, Any]) -> None:
     spec = KernelSpec(**{**problem().spec().as_dict(), **changes})
     assert "flash_fwd_hopper" in (FAMILY.supports(spec, find_target(gpu)) or "")
+
+
+TILES_IN_CHUNKS = [
+    (FAMILY, problem(192, d_v=128), FAMILY.default(problem(192, d_v=128).spec(), H200)),
+    (SPLIT, replace(problem(192), direction="bwd"), SPLIT.default(replace(problem(192), direction="bwd").spec(), H200)),
+]
+
+
+@pytest.mark.parametrize(("family", "wanted", "chosen"), TILES_IN_CHUNKS, ids=["forward", "backward"])
+@pytest.mark.parametrize("version", ["3.8.0", "3.9.1", "3.10.0+git", "4.0.0"])
+def test_tiles_in_chunks_arent_compiled_by_versions_of_triton_whose_views_end_with_their_memory(
+    family: Family, wanted: Problem, chosen: Config, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    variant = variant_of(family, wanted.spec(), chosen)
+    reply = tasks.compile_candidate(Source.of(family, variant), wanted, H200)
+    assert (reply.fate, reply.reason) == (Fate.CONSTRAINT, family.uncompilable(wanted.spec(), chosen))
+    assert version in reply.reason
+    with pytest.raises(InputError, match=re.escape(version)):
+        SearchSpace({family.name: family}, wanted, H200, only_suited=False)
+    with pytest.raises(ImportError, match=re.escape(version)):
+        kernels.load(family, variant)
+    # Machine code that there is serves: it breaks no constraint.
+    assert family.unfit(chosen, wanted.spec(), H200) is None
+    assert family.uncompilable(replace(wanted, d=128, d_v=128).spec(), chosen) is None
+
+
+@pytest.mark.parametrize(("family", "wanted", "chosen"), TILES_IN_CHUNKS, ids=["forward", "backward"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_tiles_in_chunks_are_compiled_by_earlier_versions(
+    family: Family, wanted: Problem, chosen: Config, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert family.uncompilable(wanted.spec(), chosen) is None
+    assert SearchSpace({family.name: family}, wanted, H200, only_suited=False).families
 
 
 def drawn_text(choose: Any) -> str:

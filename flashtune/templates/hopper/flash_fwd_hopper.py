@@ -332,4 +332,5 @@ FAMILY = Family(
         "v_columns",
     ),
     host=HopperForwardHost,
+    uncompilable=lambda spec, config: HopperLayout.of(spec, config).uncompilable,
 )

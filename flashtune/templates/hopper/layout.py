@@ -26,6 +26,10 @@ CONSUMER_REGISTERS = {(1, 1): 248, (2, 1): 240, (3, 1): 160, (4, 1): 120, (1, 2)
 """Registers of a consumer thread, by (warpgroups, programs on an SM): the register file less the producer's share."""
 
 
+VIEWS_END_WITH_THEIR_MEMORY = (3, 8)
+"""First version of Triton that takes no view of shared memory with more columns than are there, though products read no more than these."""
+
+
 @dataclass(frozen=True, slots=True)
 class HopperTiles:
     """Base of both passes' layouts: tiles' columns, and parameters of a spec's features."""
@@ -86,6 +90,18 @@ class HopperTiles:
     def chunked(self) -> bool:
         """True if tiles are swizzle-width in shared memory, as many as the head size needs, in place of a power of two of columns."""
         return False
+
+    @property
+    def uncompilable(self) -> str | None:
+        """The reason why the installed Triton can't compile these tiles, or None where it can."""
+        import triton
+
+        if not self.chunked or tuple(map(int, triton.__version__.split(".")[:2])) < VIEWS_END_WITH_THEIR_MEMORY:
+            return None
+        return (
+            f"Triton {triton.__version__} takes no views that end behind their memory, which tiles of head sizes {self.spec.d} and "
+            f"{self.spec.d_v} need: use a version before {'.'.join(map(str, VIEWS_END_WITH_THEIR_MEMORY))}"
+        )
 
     @property
     def chunk(self) -> int:

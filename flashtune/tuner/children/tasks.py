@@ -32,18 +32,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Rendered candidate: its text, the stem of its file, and `repeats`, True where its launches write identical bits every time."""
+    """Rendered candidate: its text, the stem of its file, `repeats`, True where its launches write identical bits every time, and
+    `uncompilable`, the reason why the installed Triton can't compile it, or None."""
 
     text: str
     stem: str
     repeats: bool = True
     variant_id: str = ""
+    uncompilable: str | None = None
 
     @classmethod
     def of(cls, family: Family, variant: Variant) -> "Source":
         """The source of a variant, rendered by its template."""
         stem = f"{variant.template}_{variant.id}"
-        return cls(text=_text(family, variant), stem=stem, repeats=family.repeatable, variant_id=variant.id)
+        why = family.uncompilable(variant.spec, variant.config)
+        return cls(text=_text(family, variant), stem=stem, repeats=family.repeatable, variant_id=variant.id, uncompilable=why)
 
 
 @lru_cache(maxsize=64)
@@ -59,6 +62,8 @@ def compile_candidate(source: Source, problem: Problem, target: Target, known: C
     """
     from flashtune.tuner.children.compile import build_launchers, compiled_kernels, facts_of, machine_code_of
 
+    if source.uncompilable is not None and known is None:
+        return Failed(fate=Fate.CONSTRAINT, reason=source.uncompilable)
     try:
         manifest = None if known is None else machine_code_of(source.variant_id, source.text, target)
         kernels = compiled_kernels(source.text, source.stem, problem, target, manifest)

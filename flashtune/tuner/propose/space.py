@@ -47,7 +47,9 @@ class SearchSpace:
         spec = problem.spec()
         mine = {name: family for name, family in families.items() if family.direction == problem.direction} or families
         refusals = {
-            name: family.refusal(problem, spec, target) if only_suited else family.supports(spec, target) for name, family in mine.items()
+            name: (family.refusal(problem, spec, target) if only_suited else family.supports(spec, target))
+            or _uncompilable(family, spec, target)
+            for name, family in mine.items()
         }
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
         self.spec, self.target, self.problem = spec, target, problem
@@ -81,6 +83,12 @@ class SearchSpace:
             for config in family.configs(self.spec, self.target):
                 if family.resized(config, self.problem, self.target) == config:
                     yield Candidate(family=family, config=config)
+
+
+def _uncompilable(family: Family, spec: KernelSpec, target: Target) -> str | None:
+    """The reason why the installed Triton compiles none of a family's starting points; None where it compiles some."""
+    reasons = [family.uncompilable(spec, config) for config in family.starts(spec, target)]
+    return reasons[0] if reasons and None not in reasons else None
 
 
 def transfer_candidates(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord], source: Source) -> list[Candidate]:

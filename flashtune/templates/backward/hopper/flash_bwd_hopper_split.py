@@ -109,5 +109,6 @@ FAMILY = Family(
     resized=divided,
     path_axes=("BLOCK_M", "num_stages", "held_columns", "DQ_BLOCK_M", "DQ_BLOCK_N", "DQ_num_stages", "divided_queries"),
     host=BackwardHopperSplitHost,
+    uncompilable=lambda spec, config: SplitLayout.of(spec, config).uncompilable,
 )
 """Attention backward for Hopper in two kernels."""
