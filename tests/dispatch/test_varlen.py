@@ -242,3 +242,23 @@ def test_bounds_that_make_no_sequences_are_refused_where_they_are_read(name: str
     given = {"cu_seqlens_q": right, "cu_seqlens_k": right, name: torch.tensor(bounds, dtype=torch.int32)}
     with pytest.raises(InputError, match=f"{name} has bounds that don't rise from 0 to at most the 8 rows"):
         dispatch.attention_varlen(x, x, x, **given, max_seqlen_q=8, max_seqlen_k=8)
+
+
+def test_used_keys_with_a_stride_are_read_with_it_at_every_call() -> None:
+    given = inputs({}, ((6, 6, 6), (10, 10, 10)), padding=0)
+    wide = torch.tensor([3, 9, 7, 9, 10, 9], dtype=torch.int32)
+    with torch.no_grad():
+        right = given._replace(words=given.words | {"seqused_k": wide[::2].contiguous()}).call()[0]
+        for _ in range(3):
+            found = given._replace(words=given.words | {"seqused_k": wide[::2]}).call()[0]
+            torch.testing.assert_close(found, right, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("sequences", [1, 127, 128, 129])
+def test_rows_behind_the_last_sequence_are_empty_for_any_number_of_sequences(sequences: int) -> None:
+    bounds = torch.arange(0, 2 * sequences + 1, 2, dtype=torch.int32)
+    query, key, value = (torch.randn(2 * sequences + more, 1, 16) for more in (300, 0, 0))
+    with torch.no_grad():
+        out, lse = dispatch.attention_varlen(query, key, value, bounds, bounds, 2, 2, return_lse=True)
+    assert (out[2 * sequences :] == 0).all() and (lse[:, 2 * sequences :] == -float("inf")).all()
+    assert lse[:, : 2 * sequences].isfinite().all()
