@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from flashtune.core.errors import EnvironmentProblem
 
 NO_CONTEXT = (3, 201)
@@ -69,6 +71,11 @@ def library() -> ctypes.CDLL:
     found.cuLaunchKernelEx.argtypes = (pointer, pointer, pointer, pointer)
     found.cuTensorMapReplaceAddress.argtypes = (pointer, pointer)
     return found
+
+
+def driven(device: torch.device) -> bool:
+    """True where CUDA's driver launches kernels; elsewhere Triton does."""
+    return device.type == "cuda" and torch.version.cuda is not None
 
 
 def checked(call: str, *arguments: Any) -> None:

@@ -20,8 +20,8 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.core.torch_private import C
-from flashtune.dispatch import kernels
-from flashtune.dispatch import launch as drivers
+from flashtune.dispatch import driver, kernels
+from flashtune.dispatch import launch as launches
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_configs import UNMEASURED, Recorded, choices, origin_of, problem_of, recorded_with, refusal, usual
 from flashtune.dispatch.launch import Program
@@ -74,7 +74,7 @@ class ModKernel:
         self._programs: dict[Hashable, Program] = {}
         self._manifest: Manifest | None = None
         self._codes: dict[str, bytes] = {}
-        if drivers.driven(device):
+        if driver.driven(device):
             from flashtune.templates import rendering
 
             self._text = rendering.render(kind, self.variant)
@@ -84,7 +84,8 @@ class ModKernel:
     @property
     def failed(self) -> str | None:
         """Reason why it isn't tried, where it failed before."""
-        return self.memo.kernels.failure(self.variant, self.device)
+        why = self.memo.kernels.failure(self.variant, self.device)
+        return None if why is None else f"{self.variant.template} can't be built here ({why})"
 
     def run(self, key: Hashable, tensors: Tensors, plan: Callable[[], Plan]) -> None:
         """Launch on the current stream; equal keys have equal plans but for the tensors, which come in the order of the plan's sources.
@@ -92,7 +93,7 @@ class ModKernel:
         Raises NotBuilt where the kernel fails at a first launch.
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if not drivers.driven(self.device):
+            if not driver.driven(self.device):
                 self._tried(lambda: None, lambda: self._through_triton(plan()))
                 return
             program = self._programs.get(key) or self.prepared(key, plan)
@@ -123,7 +124,7 @@ class ModKernel:
     def _tried(self, build: Callable[[], None], run: Callable[[], _Found]) -> _Found:
         found = self.memo.kernels.tried(self.variant, self.device, build, run)
         if found is None:
-            raise NotBuilt(f"{self.variant.template} can't be built here ({self.failed})")
+            raise NotBuilt(self.failed)
         return found
 
     def program(self, plan: Plan) -> Program:
@@ -145,11 +146,11 @@ class ModKernel:
         for one in plan.launches:
             binary = None if self._manifest is None else self._manifest.matching(one.kernel, one.arguments)
             if binary is None or binary.arch != arch:
-                binary, code = drivers.compiled(getattr(self.loaded, one.kernel), one.grid, launching.Arguments(plan).of(one), one.options)
+                binary, code = launches.compiled(getattr(self.loaded, one.kernel), one.grid, launching.Arguments(plan).of(one), one.options)
                 self._codes[binary.sha256], new = code, True
                 self._manifest = added(self._manifest, self.variant, self._text, binary)
             binaries.append(binary)
-            functions.append(drivers._function(binary, lambda binary=binary: self._code(binary), index))  # type: ignore[misc]
+            functions.append(launches._function(binary, lambda binary=binary: self._code(binary), index))  # type: ignore[misc]
         if new and self._manifest is not None:
             # What can't be kept is compiled again by the next process.
             with suppress(EnvironmentProblem):
@@ -246,10 +247,8 @@ def kernel_of(
         if place not in made:
             made[place] = _made(kind, spec, query.device, own)
         found = made[place]
-        if isinstance(found, str):
-            why = found
-        elif found.failed:
-            why = f"{found.variant.template} can't be built here ({found.failed})"
+        if isinstance(found, str) or found.failed:
+            why = found if isinstance(found, str) else str(found.failed)
         elif found.loaded.accepts(query, key, value, None):
             return found
         else:
@@ -282,14 +281,11 @@ def loaded_kernel(
     kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target, record: TuningRecord | None = None
 ) -> ModKernel | str:
     """The kernel with a config, or the reason why it can't be loaded."""
-    made, variant, known = (
-        partial(ModKernel, kind, spec, config, origin, device, target, record),
-        kernels.variant(kind, spec, config),
-        current(),
-    )
-    why = known.kernels.failure(variant, device)
-    found = known.kernels.tried(variant, device, lambda: None, made) if why is None else None
-    return found or known.kernels.failure(variant, device) or "it can't be loaded"
+    variant, known = kernels.variant(kind, spec, config), current().kernels
+    if (why := known.failure(variant, device)) is not None:
+        return why
+    made = known.tried(variant, device, lambda: None, partial(ModKernel, kind, spec, config, origin, device, target, record))
+    return made or known.failure(variant, device) or "it can't be loaded"
 
 
 def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:

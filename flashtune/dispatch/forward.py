@@ -197,7 +197,7 @@ class KernelPlan(ModulePlan, Plan):
     def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Load or compile machine code for calls like this one; an exception here is the kernel's own fault."""
         call = self.call
-        if not launch.driven(call.device):
+        if not driver.driven(call.device):
             return
         with torch.cuda.device(call.device):
             operands, parameters = self._given(query, key, value, mask, per_head)

@@ -14,7 +14,7 @@ from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import out_strides, readable
 from flashtune.core.torch_private import C
-from flashtune.dispatch import launch
+from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.forward import ModulePlan
 from flashtune.dispatch.plan import placed
@@ -104,7 +104,7 @@ class GradientPlan(ModulePlan):
         """Load or compile machine code for calls like this one; an exception here is the kernels' own fault."""
         call = self.call
         self._layout = Layout((inputs.query, inputs.key, inputs.value))
-        if not launch.driven(call.device) or self.module.counts_needed(inputs.query, inputs.key):
+        if not driver.driven(call.device) or self.module.counts_needed(inputs.query, inputs.key):
             return
         parameters = inputs.parameters(call)
         if self.module.host is not None:

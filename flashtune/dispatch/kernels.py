@@ -16,7 +16,7 @@ from flashtune.core.folders import let_triton_write
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive, shipped_index, shipped_manifest
 from flashtune.core.target import Target
-from flashtune.dispatch.driver import NO_RESOURCES, DriverError
+from flashtune.dispatch.driver import NO_RESOURCES, DriverError, driven
 from flashtune.templates.family import Family
 from flashtune.templates.loading import load_kernel, loaded
 
@@ -123,7 +123,7 @@ class Kernels:
         name = (variant.id, target.arch)
         if name not in self._code:
             whole = functools.partial(load, family, variant)
-            shipped = self.machine_code(family, variant, target) if device.type == "cuda" and torch.version.cuda else None
+            shipped = self.machine_code(family, variant, target) if driven(device) else None
             try:
                 self._code[name] = Code(whole()) if shipped is None else Code(*shipped, whole)
             except (OSError, ImportError) as error:

@@ -218,11 +218,6 @@ Operands = Sequence[Any]
 """Tensors of a pass in the order of flashtune.core.passes; None for those that a launch doesn't have."""
 
 
-def driven(device: torch.device) -> bool:
-    """True where CUDA's driver launches kernels; elsewhere Triton does."""
-    return device.type == "cuda" and torch.version.cuda is not None
-
-
 def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Plan | None:
     """Launches of a call with tensors like these; None for kernels whose text contains their host side.
 

@@ -18,7 +18,7 @@ from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Probl
 from flashtune.core.results import TuningRecord
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.core.torch_private import C
-from flashtune.dispatch import context, launch
+from flashtune.dispatch import context, driver, launch
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernels import Code
 from flashtune.dispatch.kernels import variant as variant_of
@@ -285,7 +285,7 @@ def _launch(
     Operands are (T, H, D), and numbers of rows (H, T).
     """
     device = packed.query.device
-    if not launch.driven(device):
+    if not driver.driven(device):
 
         def run() -> bool:
             launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())

@@ -14,8 +14,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.launches import LaunchInputs, Operand, Pages, Scratch
 from flashtune.core.launching import Plan, operand
 from flashtune.core.torch_private import C
-from flashtune.dispatch import context
-from flashtune.dispatch import launch as drivers
+from flashtune.dispatch import context, driver
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, layout, loaded_kernel, served_here
@@ -30,6 +29,8 @@ from flashtune.templates.paged import flash_paged
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types of caches that are dequantised."""
+
+NO_KERNEL = "no kernel takes pages of this kind here"
 
 
 class Paged(NamedTuple):
@@ -140,9 +141,7 @@ def _why_torch(paged: Paged) -> str | None:
 
 def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config | None = None) -> PagedPlan | None:
     """The plan for tensors of this layout, with a `config` of one's own or by default; None where no kernel takes them."""
-    memo, bound = context.current(), [1 << max(0, x - 1).bit_length() for x in numbers[:2]]
-    # Bounds in powers of two, so that growing lengths share plans.
-    numbers = numbers._replace(max_q=bound[0], max_k=bound[1])
+    memo, numbers = context.current(), _bounded(numbers)
     plans: dict[Hashable, PagedPlan | None] = memo.packed.setdefault("paged", {})
     key = layout(paged), paged.query.device, numbers, splits, config
     known = plans.get(key)
@@ -150,21 +149,28 @@ def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config |
         kernel = _kernel(memo, paged, numbers, splits, config)
         if len(plans) >= MOST_PROGRAMS:
             plans.clear()
-        plans[key] = None if kernel is None else PagedPlan(kernel, key, numbers, splits)
+        plans[key] = None if isinstance(kernel, str) else PagedPlan(kernel, key, numbers, splits)
     return plans[key]
 
 
-def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, config: Config | None) -> ModKernel | None:
+def _bounded(numbers: Numbers) -> Numbers:
+    """The numbers with bounds of lengths in powers of two, so that growing lengths share plans."""
+    of_q, of_k = (1 << max(0, x - 1).bit_length() for x in numbers[:2])
+    return numbers._replace(max_q=of_q, max_k=of_k)
+
+
+def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, config: Config | None) -> ModKernel | str:
+    """The kernel for tensors of this layout, or the reason why none takes them."""
     query, key, value = paged[:3]
     problem = problem_of(paged.packed(key[:, 0], value[:, 0], paged.cu_q), numbers)
     if problem is None or not served_here(query.device, query.dtype) or 0 in (*query.shape, paged.table.shape[1], len(key)):
-        return None
+        return NO_KERNEL
     target, family = devices.target_of(query.device), flash_paged.FAMILY
     spec = problem.spec()
     if (key.dtype == NARROW[0] and not target.has_e4m3) or (key.dtype == NARROW[1] and target.vendor != "nvidia"):
-        return None
+        return NO_KERNEL
     if family.supports(spec, target) is not None or not family.starts(spec, target):
-        return None
+        return NO_KERNEL
     rows = None if splits is not None else min(numbers.max_q, len(query)) * problem.gqa_ratio
     config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
     place = "paged kernel", spec, config, query.device
@@ -172,8 +178,8 @@ def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, conf
         memo.packed[place] = loaded_kernel(family, spec, config, "the family's default", query.device, target)
     kernel: ModKernel | str = memo.packed[place]
     if isinstance(kernel, str) or kernel.failed:
-        return None
-    return kernel if kernel.loaded.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else None
+        return kernel if isinstance(kernel, str) else str(kernel.failed)
+    return kernel if kernel.loaded.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else NO_KERNEL
 
 
 def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
@@ -183,7 +189,7 @@ def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
     out = torch.empty((rows, heads, value.shape[3]), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
     tensors = (*paged, out, lse)
-    if not drivers.driven(query.device):
+    if not driver.driven(query.device):
         plan.kernel.run(plan.key, tensors, lambda: _launches(plan, tensors))
         return out, lse
     with torch.cuda.device(query.device) if C._cuda_getDevice() != query.device.index else contextlib.nullcontext():
@@ -265,8 +271,7 @@ def explained(paged: Paged, numbers: Numbers, splits: int | None) -> Explanation
     plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
     gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
     if plan is None:
-        failed = [one.failed for one in context.current().packed.values() if isinstance(one, ModKernel) and one.failed]
-        reason = why_torch or (failed[0] if failed else "no kernel takes pages of this kind here")
+        reason = why_torch or _kernel(context.current(), paged, _bounded(numbers), splits, None)
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is gathered and a call of its own", gpu=gpu)
     variant = plan.kernel.variant
     reason = "paged keys and values take the family's default config"

@@ -10,7 +10,7 @@ from test_dispatch_gradient_plans import Decoding
 from flashtune.core import devices
 from flashtune.core.binaries import Binary, Parameter, TensorMap
 from flashtune.core.target import find_target
-from flashtune.dispatch import context, launch, packed
+from flashtune.dispatch import context, driver, launch, packed
 from flashtune.templates import family
 
 
@@ -63,7 +63,7 @@ class Driven:
 def drive(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Driven:
     """Serve CPU tensors as if they were on an H200, by kernels that the stand-in `library` launches."""
     found = Driven(library)
-    monkeypatch.setattr(launch, "driven", lambda device: True)
+    monkeypatch.setattr(driver, "driven", lambda device: True)
     monkeypatch.setattr(launch, "compiled", found.compiled)
     monkeypatch.setattr(devices, "INTERPRETING", True)
     monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))

@@ -10,6 +10,7 @@ from typing import Self
 from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
 from flashtune.core.dtypes import ITEMSIZE
 from flashtune.core.problem import Problem, padded
+from flashtune.core.versions import minor
 from flashtune.templates.mods.known import functions_of
 
 ROWS = 64
@@ -96,7 +97,7 @@ class HopperTiles:
         """The reason why the installed Triton can't compile these tiles, or None where it can."""
         import triton
 
-        if not self.chunked or tuple(map(int, triton.__version__.split(".")[:2])) < VIEWS_END_WITH_THEIR_MEMORY:
+        if not self.chunked or minor(triton.__version__) < VIEWS_END_WITH_THEIR_MEMORY:
             return None
         return (
             f"Triton {triton.__version__} takes no views that end behind their memory, which tiles of head sizes {self.spec.d} and "
