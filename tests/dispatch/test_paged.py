@@ -14,7 +14,7 @@ from flashtune.core.config import Config, KernelSpec
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
-from flashtune.dispatch import paged
+from flashtune.dispatch import context, paged
 from flashtune.dispatch.flex_kernels import ModKernel
 from flashtune.dispatch.packed import Numbers
 from flashtune.templates.paged import flash_paged
@@ -197,3 +197,12 @@ def test_caches_in_fp8_compile_for_every_gpu_that_has_it(gpu: str) -> None:
 def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
     # Two blocks of 64 keys and values in 16 bits; loads of the table between them would leave one.
     assert facts("h200", page=page, rows=1).shared_bytes >= 2 * 64 * (128 + 128) * 2
+
+
+def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = object.__new__(ModKernel)
+    monkeypatch.setattr(ModKernel, "failed", "flash_paged can't be built here (too many registers)")
+    memo = context.current()
+    monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)
+    said = dispatch.explain_varlen(**inputs({}).arguments)
+    assert said.kind == "framework" and said.reason.startswith("no kernel takes pages of this kind here")
