@@ -201,6 +201,7 @@ def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
 
 def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = object.__new__(ModKernel)
+    monkeypatch.setattr(paged, "_why_torch", lambda _: None)
     monkeypatch.setattr(ModKernel, "failed", "flash_paged can't be built here (too many registers)")
     memo = context.current()
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)
