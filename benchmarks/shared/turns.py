@@ -95,12 +95,12 @@ def described(plan: Any) -> str:
     """Description of a plan: `framework`, or a kernel's module, its launches a call and where its machine code is from."""
     if not isinstance(plan, KernelPlan):
         return "framework" if isinstance(plan, TorchPlan) else "kernels with gradients"
-    name = plan.module.name
+    name = plan.code.module.name
     if plan.program is None:
         return f"{name} by Triton's launcher"
     source = "compiled here"
-    if plan.manifest is not None and (plan.manifest.archive or plan.manifest.folder) is not None:
-        source = "cache" if plan.manifest.archive is None else "package"
+    if plan.code.manifest is not None and (plan.code.manifest.archive or plan.code.manifest.folder) is not None:
+        source = "cache" if plan.code.manifest.archive is None else "package"
     return f"{name}, {len(plan.program.planned)} launches, {source}"
 
 

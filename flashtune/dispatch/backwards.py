@@ -19,6 +19,7 @@ from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.choose import Choice, Pool, rank
 from flashtune.dispatch.context import MOST_PLANS, Memo
 from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.torch_times import HOST_BACKWARD_US, backward_kind, reads_matrix, scaled_backward_us
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -149,12 +150,12 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
     written = operand_names(pinned.host.spec) if pinned is not None and pinned.host is not None else ()
     writes_all = written[len(BACKWARD.operands) :] == inputs.requested
     if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
-        yield None, GradientPlan(call, pinned)
+        yield None, GradientPlan(call, Code(pinned))
     for choice in measured_gradients(problem, target, records, _allowed(known, call.deterministic), framework_serves=False):
         if choice.family is not None and (variant := choice.variant) is not None:
             code = memo.kernels.code(choice.family, variant, call.device, target)
             if not isinstance(code, str) and code.module.accepts(inputs.query, inputs.key, inputs.value, mask):
-                yield variant, GradientPlan(call, **code._asdict(), warn=memo.warn_once)
+                yield variant, GradientPlan(call, code)
 
 
 def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:

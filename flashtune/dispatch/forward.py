@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import math
 import threading
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,16 +12,14 @@ import torch
 from torch import Tensor
 
 from flashtune.core import launching
-from flashtune.core.binaries import Manifest
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import out_strides
 from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.launch import Program
+from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.plan import Plan, capturing, padded, placed, random_bits
 from flashtune.dispatch.pytorch import TorchPlan
 
@@ -96,39 +93,6 @@ class Mispredictions:
 MISPREDICTIONS = Mispredictions()
 
 
-class ModulePlan:
-    """Base of plans that launch a kernel: through the driver where its launches are prepared (`program`), else by Triton's own launcher."""
-
-    __slots__ = ("_warn", "_whole", "call", "manifest", "module", "program")
-
-    def __init__(
-        self,
-        call: Call,
-        module: LoadedKernel,
-        *,
-        manifest: Manifest | None = None,
-        whole: Callable[[], LoadedKernel] | None = None,
-        warn: Callable[[str], None] = warnings.warn,
-    ) -> None:
-        """`manifest` describes the machine code, where there is any. `whole` loads the kernel with its module where `module` is its host
-        side alone. `warn` is called with a message about damaged machine code."""
-        self.call, self.module, self.manifest, self._whole, self._warn = call, module, manifest, whole, warn
-        self.program: Program | None = None
-
-    def _prepared(
-        self, operands: launch.Operands, parameters: CallParameters, *, compiles: bool, misses: tuple[int, int] | None = None
-    ) -> Program | None:
-        """Prepared launches; damaged machine code is replaced by what Triton compiles."""
-        try:
-            return launch.program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
-        except EnvironmentProblem as error:
-            if self.manifest is None:
-                raise
-            self._warn(f"flashtune: {error}; until then Triton compiles it")
-            self.manifest = None
-            return launch.program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
-
-
 class Fallback(NamedTuple):
     """Kernel that serves in a plan's place, for mispredicted softmax or in CUDA graphs: a config of the same family, and a factory of its
     plan, which may fail or return None."""
@@ -137,7 +101,7 @@ class Fallback(NamedTuple):
     plan: Callable[[], "KernelPlan | None"]
 
 
-class KernelPlan(ModulePlan, Plan):
+class KernelPlan(Plan):
     """Plan that launches a forward's kernel, or its fallback kernel once the softmax was mispredicted (`misprediction`)."""
 
     __slots__ = (
@@ -156,23 +120,26 @@ class KernelPlan(ModulePlan, Plan):
         "_rest",
         "_scratch",
         "_temporaries",
+        "call",
+        "code",
         "fallback",
         "misprediction",
+        "program",
     )  # fmt: skip
 
     def __init__(
         self,
         call: Call,
-        module: LoadedKernel,
+        code: Code,
         q_strides: tuple[int, ...],
         *,
         fallback: Fallback | None = None,
         in_graphs: Fallback | None = None,
-        **others: Any,
     ) -> None:
         """`q_strides` are those of q (B, Hq, N_q, D) as the kernel takes it: the output's dimensions have its memory order, as in PyTorch.
-        `others` are the arguments of ModulePlan."""
-        super().__init__(call, module, **others)
+        Launches go through the driver where they are prepared (`program`), else through Triton's own launcher."""
+        self.call, self.code = call, code
+        self.program: Program | None = None
         self.fallback = fallback
         self._other: KernelPlan | None = None
         self._in_graphs: Fallback | KernelPlan | None = in_graphs
@@ -202,10 +169,10 @@ class KernelPlan(ModulePlan, Plan):
         with torch.cuda.device(call.device):
             operands, parameters = self._given(query, key, value, mask, per_head)
             q, k, *_ = operands
-            if (host := self.module.host) is not None:
+            if (host := self.code.module.host) is not None:
                 self._copies_mask = launching.bias_copy(host, parameters.mask) is not None
                 self._moves_sign = host.positive_scale and call.scale <= 0.0
-            self._counters = self.module.counts_needed(q, k)
+            self._counters = self.code.module.counts_needed(q, k)
             if call.factors is not None:
                 factors = launch.resident_factors(call.device, call.factors)
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
@@ -213,10 +180,7 @@ class KernelPlan(ModulePlan, Plan):
                 self._rest = (0, *self._heads, 0)
             misprediction = self._counts(q.device.index)
             misses = None if misprediction is None else misprediction.addresses
-            self.program = self._prepared(operands, parameters, compiles=self._whole is None, misses=misses)
-            if self.program is None and self._whole is not None:
-                self.module = self._whole()
-                self.program = self._prepared(operands, parameters, compiles=True, misses=misses)
+            self.program = self.code.program(operands, parameters, misses)
             if self.program is not None:
                 if misprediction is not None:
                     misprediction.programs, self.misprediction = self.program.programs, misprediction
@@ -236,7 +200,7 @@ class KernelPlan(ModulePlan, Plan):
     def _counts(self, device: int) -> Misprediction | None:
         """Counts of the kernel's mispredicting programs; None where they would have no effect."""
         # Deterministic calls are always served by the same kernel.
-        if self.fallback is None or self.call.deterministic or not self.module.counts_misses:
+        if self.fallback is None or self.call.deterministic or not self.code.module.counts_misses:
             return None
         return MISPREDICTIONS.of(device, (self.fallback.config, self.call))
 
@@ -266,7 +230,7 @@ class KernelPlan(ModulePlan, Plan):
             if other is None or other.program is None:
                 raise EnvironmentProblem("its launches can't be prepared here")
         except Exception as error:
-            self._warn(f"flashtune: {why} {wanted.config.label()} can't serve: {error}")
+            self.code.warn(f"flashtune: {why} {wanted.config.label()} can't serve: {error}")
             return None
         return other
 
@@ -303,8 +267,8 @@ class KernelPlan(ModulePlan, Plan):
             return self._through_triton(query, key, value, mask, bits, per_head)
         if not call.identity:
             query, key, value = call.views(query, key, value)
-        if self._moves_sign and self.module.host is not None:
-            query, _ = launching.positive_scale(self.module.host, query, call.scale)
+        if self._moves_sign and self.code.module.host is not None:
+            query, _ = launching.positive_scale(self.code.module.host, query, call.scale)
         shape, strides, lse_shape, lse_strides = self._layout
         out = torch.empty_like(query) if self._like_query else torch.empty_strided(shape, strides, dtype=call.out_dtype, device=device)
         stream, counts, scratch, rest = C._cuda_getCurrentRawStream(index), 0, 0, self._rest
@@ -345,8 +309,8 @@ class KernelPlan(ModulePlan, Plan):
         enqueued."""
         call, views, heads = self.call, None, self._heads
         full, bias = call.full_mask(mask), None
-        if self._copies_mask and self.module.host is not None:
-            bias = launching.bias_copy(self.module.host, full)
+        if self._copies_mask and self.code.module.host is not None:
+            bias = launching.bias_copy(self.code.module.host, full)
         if per_head is not None:
             views = per_head.views(call)
             heads = [known if x is None else x.data_ptr() for x, known in zip(views, heads, strict=True)]
@@ -379,7 +343,7 @@ class KernelPlan(ModulePlan, Plan):
         if bits:
             parameters = replace(parameters, seed=bits[0], offset=bits[1])
         with torch.cuda.device(call.device) if call.device.type == "cuda" else contextlib.nullcontext():
-            launching.launcher(self.module)(*operands, **parameters.keywords())
+            launching.launcher(self.code.module)(*operands, **parameters.keywords())
         return call.restored(operands[launch.OUT]), call.restored(operands[launch.LSE]) if call.return_lse else None
 
     def _given(

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from flashtune.core import devices, launching, reference
-from flashtune.core.launching import LoadedKernel
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import out_strides, readable
 from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call
-from flashtune.dispatch.forward import ModulePlan
+from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.plan import placed
 from flashtune.dispatch.pytorch import no_autocast
 
@@ -88,13 +87,14 @@ class Layout:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-class GradientPlan(ModulePlan):
+class GradientPlan:
     """Plan that launches a backward's kernels."""
 
-    __slots__ = ("_all", "_copies_mask", "_layout", "_scratch", "_temporaries")
+    __slots__ = ("_all", "_copies_mask", "_layout", "_scratch", "_temporaries", "call", "code", "program")
 
-    def __init__(self, call: Call, module: LoadedKernel, **others: Any) -> None:
-        super().__init__(call, module, **others)
+    def __init__(self, call: Call, code: Code) -> None:
+        self.call, self.code = call, code
+        self.program: Program | None = None
         # True where all gradients are computed, requested or not: machine code is shipped for that alone.
         self._all = self._copies_mask = False
         self._temporaries: tuple[int, ...] = ()
@@ -104,19 +104,19 @@ class GradientPlan(ModulePlan):
         """Load or compile machine code for calls like this one; an exception here is the kernels' own fault."""
         call = self.call
         self._layout = Layout((inputs.query, inputs.key, inputs.value))
-        if not driver.driven(call.device) or self.module.counts_needed(inputs.query, inputs.key):
+        if not driver.driven(call.device) or self.code.module.counts_needed(inputs.query, inputs.key):
             return
         parameters = inputs.parameters(call)
-        if self.module.host is not None:
-            self._copies_mask = launching.bias_copy(self.module.host, parameters.mask) is not None
+        if self.code.module.host is not None:
+            self._copies_mask = launching.bias_copy(self.code.module.host, parameters.mask) is not None
         with torch.cuda.device(call.device):
-            self.program = self._prepared(self._operands(inputs), parameters, compiles=self._whole is None)
+            self.program = self.code.shipped(self._operands(inputs), parameters)
             if self.program is None and not devices.TRITON:
                 self._all = True
-                self.program = self._prepared(self._operands(inputs), parameters, compiles=False)
-            if self.program is None and self._whole is not None:
-                self._all, self.module = False, self._whole()
-                self.program = self._prepared(self._operands(inputs), parameters, compiles=True)
+                self.program = self.code.shipped(self._operands(inputs), parameters)
+            if self.program is None:
+                self._all = False
+                self.program = self.code.program(self._operands(inputs), parameters)
         if self.program is not None:
             self._temporaries, self._scratch = placed(self.program.temporaries)
 
@@ -135,8 +135,8 @@ class GradientPlan(ModulePlan):
         scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
         start = scratch.data_ptr()
         bias = None
-        if self._copies_mask and self.module.host is not None:
-            bias = launching.bias_copy(self.module.host, call.full_mask(mask))
+        if self._copies_mask and self.code.module.host is not None:
+            bias = launching.bias_copy(self.code.module.host, call.full_mask(mask))
         addresses = [0 if x is None else x.data_ptr() for x in operands]
         addresses += [
             # Counters, which backwards don't have.
@@ -187,7 +187,7 @@ class GradientPlan(ModulePlan):
         """Requested gradients by the module's own launcher."""
         operands = self._operands(inputs)
         with torch.cuda.device(self.call.device) if self.call.device.type == "cuda" else contextlib.nullcontext():
-            launching.launcher(self.module)(*operands, **inputs.parameters(self.call).keywords())
+            launching.launcher(self.code.module)(*operands, **inputs.parameters(self.call).keywords())
         return self._requested(inputs, operands)
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from threading import Timer
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -16,7 +16,9 @@ from flashtune.core.folders import let_triton_write
 from flashtune.core.launching import LoadedKernel
 from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive, shipped_index, shipped_manifest
 from flashtune.core.target import Target
-from flashtune.dispatch.driver import NO_RESOURCES, DriverError, driven
+from flashtune.dispatch import driver
+from flashtune.dispatch.driver import NO_RESOURCES, DriverError
+from flashtune.dispatch.launch import Code
 from flashtune.templates.family import Family
 from flashtune.templates.loading import load_kernel, loaded
 
@@ -91,14 +93,6 @@ def host_code(family: Family, chosen: Variant) -> LoadedKernel:
     return loaded(family, chosen.spec, chosen.config)
 
 
-class Code(NamedTuple):
-    """Module of a kernel and its machine code, with a loader of the whole kernel where the module is host code alone."""
-
-    module: LoadedKernel
-    manifest: Manifest | None = None
-    whole: Callable[[], LoadedKernel] | None = None
-
-
 class Kernels:
     """Loaded kernels of a dispatch state, and those that failed on a device: `broken` for good, `faults` by this machine's fault."""
 
@@ -123,9 +117,9 @@ class Kernels:
         name = (variant.id, target.arch)
         if name not in self._code:
             whole = functools.partial(load, family, variant)
-            shipped = self.machine_code(family, variant, target) if driven(device) else None
+            shipped = self.machine_code(family, variant, target) if driver.driven(device) else None
             try:
-                self._code[name] = Code(whole()) if shipped is None else Code(*shipped, whole)
+                self._code[name] = Code(whole(), warn=self._warn) if shipped is None else Code(*shipped, whole, self._warn)
             except (OSError, ImportError) as error:
                 if not devices.TRITON:
                     return "Triton is not installed, and no machine code was shipped for it"

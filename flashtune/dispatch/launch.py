@@ -4,6 +4,7 @@ import ctypes
 import functools
 import math
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from flashtune.core.binaries import (
     Parameter,
     machine_arch,
 )
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.folders import let_triton_write
 from flashtune.core.launches import Descriptor, Launch, Operand, Resident, Varying
 from flashtune.core.launching import LoadedKernel, Plan
@@ -272,6 +274,44 @@ def program(
     # Temporaries have no address yet; any aligned one will do for encoding.
     addresses += [operands[OUT].data_ptr() // 256 * 256] * len(plan.scratch)
     return Program(plan, binaries, functions, index, addresses)
+
+
+class Code:
+    """Code of a kernel: its host side, its machine code where there is any, and what Triton compiles in place of missing code."""
+
+    __slots__ = ("manifest", "module", "warn", "whole")
+
+    def __init__(
+        self,
+        module: LoadedKernel,
+        manifest: Manifest | None = None,
+        whole: Callable[[], LoadedKernel] | None = None,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        """`manifest` describes the machine code. `whole` loads the kernel with its module where `module` is its host side alone. `warn` is
+        called with a message about damaged machine code."""
+        self.module, self.manifest, self.whole, self.warn = module, manifest, whole, warn
+
+    def program(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
+        """Prepared launches, as `launch.program`: by machine code, else compiled."""
+        found, whole = self.shipped(operands, parameters, misses), self.whole
+        if found is None and whole is not None:
+            self.module = whole()
+            self.whole = None
+            found = self.shipped(operands, parameters, misses)
+        return found
+
+    def shipped(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
+        """Prepared launches; None where only the whole kernel has them. Damaged machine code is replaced by what Triton compiles."""
+        compiles = self.whole is None
+        try:
+            return program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
+        except EnvironmentProblem as error:
+            if self.manifest is None:
+                raise
+            self.warn(f"flashtune: {error}; until then Triton compiles it")
+            self.manifest = None
+            return program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Binary, bytes]:

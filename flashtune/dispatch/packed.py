@@ -11,18 +11,16 @@ from torch import Tensor
 from flashtune.core import devices, launching
 from flashtune.core.band import Band
 from flashtune.core.config import Direction, Variant
-from flashtune.core.launching import LoadedKernel
 from flashtune.core.lengths import Lengths, spread
 from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.core.torch_private import C
-from flashtune.dispatch import context, driver, launch
+from flashtune.dispatch import context, driver
 from flashtune.dispatch.context import Memo
-from flashtune.dispatch.kernels import Code
 from flashtune.dispatch.kernels import variant as variant_of
-from flashtune.dispatch.launch import Program
+from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.packed_configs import configs_of, explanation
 from flashtune.dispatch.plan import placed
 from flashtune.dispatch.resolve import Explanation
@@ -130,7 +128,7 @@ class Served(NamedTuple):
 
     variant: Variant | None
     record: TuningRecord | None
-    kernel: LoadedKernel
+    code: Code
     launches: dict[Hashable, Prepared]
 
 
@@ -167,7 +165,7 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
     problem = problem_of(packed, numbers, direction)
     if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
         return None
-    if device.type == "cpu" and problem.dtype == "bf16":
+    if device.type == "cpu" and problem.dtype == "bf16" and not driver.driven(device):
         # Triton's interpreter can't multiply it.
         return None
     with memo.lock:
@@ -185,21 +183,19 @@ def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction
     # Kernels whose bits vary know no unused keys either.
     if varies and (packed.used is not None or numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
         return False
-    return found.kernel.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
+    return found.code.module.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
 
 
 def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:
     """Kernels of a problem that can be loaded, best first."""
     target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
     if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
-        yield Served(None, None, pinned, {})
+        yield Served(None, None, Code(pinned), {})
     for family, config, record in configs_of(memo, problem, target, tuned=device.type == "cuda"):
         variant = variant_of(family, problem.spec(), config)
         code = memo.kernels.code(family, variant, device, target)
         if isinstance(code, Code):
-            whole = code.module if code.whole is None else memo.kernels.tried(variant, device, _nothing, code.whole)
-            if whole is not None:
-                yield Served(variant, record, whole, {})
+            yield Served(variant, record, code, {})
 
 
 def _nothing() -> None:
@@ -288,7 +284,7 @@ def _launch(
     if not driver.driven(device):
 
         def run() -> bool:
-            launching.launcher(found.kernel)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
+            launching.launcher(found.code.module)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
             return True
 
         return memo.kernels.tried(found.variant, device, _nothing, run) or _dropped(memo, found)
@@ -321,7 +317,7 @@ def _known(memo: Memo, found: Served, operands: Sequence[Tensor | None], packed:
     def build() -> None:
         if len(found.launches) >= MOST_PROGRAMS:
             found.launches.clear()
-        found.launches[signature] = _prepared(found.kernel, operands, packed, numbers)
+        found.launches[signature] = _prepared(found.code, operands, packed, numbers)
 
     with memo.lock:
         return memo.kernels.tried(found.variant, packed.query.device, build, lambda: found.launches[signature])
@@ -331,8 +327,8 @@ def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], pack
     """Launch by the driver."""
     query = packed.query
     counts = launching.counts_of(query.device, known.counts) if known.counts else None
-    if numbers.scale <= 0.0 and found.kernel.host is not None:
-        query, _ = launching.positive_scale(found.kernel.host, query, numbers.scale)
+    if numbers.scale <= 0.0 and found.code.module.host is not None:
+        query, _ = launching.positive_scale(found.code.module.host, query, numbers.scale)
     # From a graph's pool under capture: nothing outlives the call.
     scratch = torch.empty(known.scratch, dtype=torch.uint8, device=query.device) if known.scratch else None
     start = 0 if scratch is None else scratch.data_ptr()
@@ -341,12 +337,12 @@ def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], pack
     known.program.run(addresses, C._cuda_getCurrentRawStream(query.device.index), (seed, 0))
 
 
-def _prepared(kernel: LoadedKernel, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
+def _prepared(code: Code, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
     views = viewed(operands)
-    program = launch.program(kernel, None, views, parameters_of(packed, numbers, 0), compiles=True)
+    program = code.program(views, parameters_of(packed, numbers, 0))
     assert program is not None, "families of packed sequences have host code"
     offsets, size = placed(program.temporaries)
-    return Prepared(program, kernel.counts_needed(views[0], views[1]), offsets, size)
+    return Prepared(program, code.module.counts_needed(views[0], views[1]), offsets, size)
 
 
 def viewed(operands: Sequence[Tensor | None]) -> tuple[Any, ...]:

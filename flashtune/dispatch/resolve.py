@@ -21,6 +21,7 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_configs import choice_of
 from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
 from flashtune.dispatch.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of
@@ -312,7 +313,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
-        yield Candidate(plan=KernelPlan(call, pinned, q.stride()), kind="exact", said=said)
+        yield Candidate(plan=KernelPlan(call, Code(pinned), q.stride()), kind="exact", said=said)
     words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
     words["compiled"] = functools.partial(kernels.compiled, arch=target.arch)
     surroundings = (problem, target, records, known)
@@ -337,7 +338,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
             fallback, in_graphs = (
                 _beside(memo, call, choice, config, target, q.stride()) for config in (choice.fallback, choice.in_graphs)
             )
-            plan = KernelPlan(call, q_strides=q.stride(), **code._asdict(), fallback=fallback, in_graphs=in_graphs, warn=memo.warn_once)
+            plan = KernelPlan(call, code, q.stride(), fallback=fallback, in_graphs=in_graphs)
             yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
             why = memo.kernels.failure(variant, call.device)
             if why is None:
@@ -356,7 +357,7 @@ def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, targe
     def plan() -> KernelPlan | None:
         with memo.lock:
             code = memo.kernels.code(family, kernels.variant(family, choice.spec, config), call.device, target)
-            return None if isinstance(code, str) else KernelPlan(call, q_strides=q_strides, **code._asdict(), warn=memo.warn_once)
+            return None if isinstance(code, str) else KernelPlan(call, code, q_strides)
 
     return Fallback(config=config, plan=plan)
 

@@ -16,6 +16,7 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import backwards, resolve
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.dispatch.plan import random_bits
 
@@ -75,7 +76,7 @@ def test_a_call_draws_once_wherever_its_device_is(generator: Generator, monkeypa
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     call = parse(Arguments(Q, Q, Q), Options(dropout_p=0.5))
-    plan = KernelPlan(call, SimpleNamespace(), Q.stride())  # type: ignore[arg-type]
+    plan = KernelPlan(call, Code(SimpleNamespace()), Q.stride())  # type: ignore[arg-type]
     # Tensors of the CPU stand for the GPU's.
     monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, **_: torch.zeros(shape))
     values = {name: getattr(call, name) for name in call.__slots__} | {"device": GPU}

@@ -22,6 +22,7 @@ from flashtune.core.target import find_target
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
@@ -97,9 +98,7 @@ def built(
     """The plan of calls like this one, with machine code for a GPU."""
     host = host_of_shipped(kernel)
     call = parse(Arguments(one.query, one.key, one.value), Options(is_causal=causal))
-    plan = GradientPlan(
-        replace(call, device=torch.device("cuda", 0)), host, manifest=manifest, whole=lambda: pytest.fail("all of it loaded")
-    )
+    plan = GradientPlan(replace(call, device=torch.device("cuda", 0)), Code(host, manifest, lambda: pytest.fail("all of it loaded")))
     plan.build(one)
     plan.call = call
     return plan
@@ -160,7 +159,7 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
     bias, slopes = torch.zeros(2, 3, 200, 200, dtype=torch.bfloat16), torch.zeros(2, 3)
     one = given()._replace(mask=bias, slopes=slopes, of_mask=True, of_slopes=True)
     call = parse(Arguments(one.query, one.key, one.value, bias, per_head=PerHead(alibi_slopes=slopes)), Options())
-    plan = GradientPlan(call, module)
+    plan = GradientPlan(call, Code(module))
     plan.build(one)
     met: list[list[int]] = []
     plan.program = types.SimpleNamespace(run=lambda addresses, *_: met.append(addresses))  # type: ignore[assignment]

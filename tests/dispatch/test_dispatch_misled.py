@@ -20,6 +20,7 @@ from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.choose import choose
 from flashtune.dispatch.forward import SHARE, WINDOW, Fallback, KernelPlan, Misprediction, Mispredictions
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
@@ -147,7 +148,7 @@ def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[S
     q = torch.zeros(1, 1, 64, 64)
     warn = ([] if warned is None else warned).append
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
-    found = Settled(call, module, q.stride(), fallback=Fallback(config=CONFIG, plan=plan), warn=warn)  # type: ignore[arg-type]
+    found = Settled(call, Code(module, warn=warn), q.stride(), fallback=Fallback(config=CONFIG, plan=plan))  # type: ignore[arg-type]
     counts = Counts()
     found.misprediction = counts.misprediction
     return found, counts
@@ -216,8 +217,8 @@ def test_a_call_that_asks_for_the_same_bits_has_no_count() -> None:
     settling = SimpleNamespace(launches=hopper_kernels.rendered(hopper_kernels.problem(64).spec(), maximum="first").launches)
     q, fallback = torch.zeros(1, 1, 64, 64), Fallback(config=CONFIG, plan=lambda: None)
     call = parse(Arguments(q, q, q), Options())
-    assert KernelPlan(replace(call, deterministic=True), settling, q.stride(), fallback=fallback)._counts(0) is None  # type: ignore[arg-type]
-    assert KernelPlan(call, settling, q.stride())._counts(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(replace(call, deterministic=True), Code(settling), q.stride(), fallback=fallback)._counts(0) is None  # type: ignore[arg-type]
+    assert KernelPlan(call, Code(settling), q.stride())._counts(0) is None  # type: ignore[arg-type]
 
 
 def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import family
 from flashtune.templates.loading import host_of, load_kernel
@@ -130,7 +131,7 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     q = torch.zeros(2, 4, 9, 64, dtype=torch.float8_e4m3fn)
     given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
-    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), LoadedKernel(None), q.stride())  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), Code(LoadedKernel(None)), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
@@ -150,7 +151,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     kernel = hopper(Features(mask="bias"))
     q, k = torch.zeros(2, 4, 9, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 21, 64, dtype=torch.bfloat16)
-    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), kernel, q.stride())
+    plan = KernelPlan(parse(Arguments(q, k, k, torch.zeros(shape, dtype=q.dtype)), Options()), Code(kernel), q.stride())
     copied: list[torch.Tensor] = []
     known = launching.bias_copy
 
@@ -193,7 +194,7 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
     taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
     monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
     q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
-    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), LoadedKernel(None), q.stride())  # type: ignore[arg-type]
+    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), Code(LoadedKernel(None)), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
     plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)

@@ -10,6 +10,7 @@ from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 
 from flashtune.dispatch import driver
 from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
 
 MASKED = next(
@@ -28,9 +29,9 @@ def masked() -> tuple[torch.Tensor, torch.Tensor]:
 def plan_of(x: torch.Tensor, mask: torch.Tensor) -> KernelPlan:
     """The plan of a call whose mask a kernel packs ahead of the kernel that reads it, with machine code for a GPU."""
     host = host_of_shipped(MASKED)
-    plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), host, x.stride(), manifest=code_of(MASKED))
+    plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), Code(host, code_of(MASKED)), x.stride())
     operands, parameters = plan._given(x, x, x, mask, None)
-    plan.program = plan._prepared(operands, parameters, compiles=False)
+    plan.program = plan.code.program(operands, parameters)
     assert plan.program is not None and [one.kernel for one in plan.program.planned] == ["pack_mask", "flash_fwd_hopper"]
     plan._take_memory_for(plan.program)
     return plan

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from driven import Driven, drive, serve_by
+from launched import RECORDS
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
-from flashtune.dispatch import context
+from flashtune.dispatch import context, kernels
+from flashtune.dispatch import packed as packed_calls
+from flashtune.templates import family
 
 BOUNDS = (0, 100, 230)
 FAMILIES = {"hopper": ("flash_fwd_hopper", "flash_bwd_hopper"), "pointers": ("flash_fwd", "flash_bwd")}
@@ -103,6 +106,33 @@ def test_packed_launches_get_the_tensors_of_their_call(
             made = dict(zip(("dq", "dk", "dv"), grads, strict=True))
             tensors = given | {"out": out, "lse": lse, "dout": dout, "dlse": dlse} | made
             assert checked(launches, tensors) >= {"q", "k", "v", "out", "dout", "lse", "dlse", "cu_q", "cu_k", *made}
+
+
+def test_packed_calls_take_shipped_machine_code_and_compile_what_it_does_not_take(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [one for one in RECORDS if one.problem.features.packed and one.problem.features.causal and one.problem.d == 64]
+    chosen = [next(one for one in records if one.problem.direction == direction) for direction in ("fwd", "bwd")]
+
+    def configs(memo: Any, problem: Any, target: Any, **_: Any) -> Any:
+        for one in chosen:
+            if one.problem.direction == problem.direction:
+                yield family(one.outcome.template), one.outcome.config, one
+
+    def loaded(*_: object) -> Any:
+        loads.append(None)
+        return load(*_)
+
+    load, loads = kernels.load, list[None]()
+    monkeypatch.setattr(kernels, "load", loaded)
+    monkeypatch.setattr(packed_calls, "configs_of", configs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    # Code is shipped for 32-bit bounds alone.
+    for dtype, compiles in ((torch.int32, False), (torch.int32, False), (torch.int64, True)):
+        bounds = torch.tensor([0, 100, 512], dtype=dtype)
+        q, k, v = (torch.zeros(512, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        (out, _), launches = driven.since(partial(attend, {"q": q, "k": k, "v": v, "cu_q": bounds, "cu_k": bounds}, is_causal=True))
+        _, others = driven.since(partial(torch.autograd.grad, out.sum(), (q, k, v)))
+        assert "flash_fwd_hopper" in dict(launches) and "flash_bwd_hopper" in dict(others)
+        assert bool(driven.tried) == bool(loads) == compiles
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3])
