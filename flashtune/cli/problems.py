@@ -51,7 +51,7 @@ def worth_searching(
     notes = notes or messages()
     for line in left_out:
         notes.print(f"left out {line}")
-    known_records = {(record.key, record.outcome.source) for record in stored(location) if not record.tunes_flex}
+    known_records = {(record.key, record.outcome.source) for record in stored(location)}
 
     def priority(problem: Problem) -> tuple[bool, bool]:
         key = problem.key(target.slug)

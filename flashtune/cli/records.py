@@ -98,8 +98,6 @@ def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
     """Records of kernels that this version can serve; the others are listed with the reason on standard error."""
     found = []
     for record in records:
-        if record.tunes_flex:
-            continue
         if why := unservable(record):
             messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
         else:

@@ -38,7 +38,7 @@ def run_requalify(
     filters = {**filters, "gpu": target.slug}
     library = Library.of(location) if location else Library.default()
     here = provenance(command=command_line(["flashtune", "verify", "--requalify"]), seed=seed, measured=True, target=target)
-    records = [record for record in library.records(**filters) if record.outcome.source == "measured" and not record.tunes_flex]
+    records = [record for record in library.records(**filters) if record.outcome.source == "measured"]
     if not records:
         raise NoKernelFound(f"no measured records of {target.slug} match, so nothing was timed: loosen the filters, or search first")
     chosen = worst_first(records, here)[:most]

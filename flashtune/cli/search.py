@@ -114,13 +114,6 @@ class SearchOptions:
     help="Search only these template families, at any sizes (default: all families, each at the sizes that suit it).",
 )
 @click.option(
-    "--implementation",
-    type=click.Choice(["flashtune", "flex"]),
-    default="flashtune",
-    show_default=True,
-    help="Kernels to tune: flashtune's, or those of PyTorch's FlexAttention (flex), whose options serve where it does; on the GPU alone.",
-)
-@click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
     help="Makes a predicted search repeatable; without it, inputs and samples differ each time.",
@@ -140,7 +133,6 @@ def search(
     *,
     requested: ProblemOptions,
     gpu_name: str | None,
-    implementation: str,
     until: str,
     budget: str | None,
     quiet: bool,
@@ -160,7 +152,6 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
     flashtune search --gpu-name h200 --d 128 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
-    flashtune search --implementation flex --d 64 --n 1024 --batch 16 --packed equal --direction bwd --budget 5m
     flashtune search --d 64 --n 4096 --mask-mod masks.py:dilated --score-mod masks.py:relative
     flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod masks.py:prefix_lm
 
@@ -171,15 +162,8 @@ def search(
     Commands are the same if GPU, problems, templates, --trials, --until, --sampler, --pruner and --seed are; the others (--budget, --jobs,
     --gpus, --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
 
-    With --implementation flex the kernels of PyTorch's FlexAttention are tuned: their options serve where it does. --trials, --budget,
-    --jobs, --seed and --db apply; an interruption keeps the problems that ended.
-
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
-    if implementation == "flex":
-        from flashtune.cli.flex import require_gpu
-
-        require_gpu()
     target = gpu_of(gpu_name)
     problems = requested.problems()
     budget_s = None if budget is None else seconds_of(budget)
@@ -187,12 +171,7 @@ def search(
     _refuse_files(log, options, requested.calls)
     with nullcontext() if log is None else log_of(log) as lines:
         notes = lines or (silent() if quiet else messages())
-        with _logged(lines, resumes=implementation != "flex"):
-            if implementation == "flex":
-                from flashtune.cli.flex import search_flex
-
-                search_flex(target, problems, options, notes=notes, out=not quiet, as_json=as_json)
-                return
+        with _logged(lines):
             records = _found(target, problems, requested, options, quiet=lines is None and (quiet or as_json), notes=notes)
         if as_json:
             from flashtune.cli.records import record_row
@@ -239,13 +218,13 @@ def _print(records: list[TuningRecord], target: Target, location: str | None, ou
 
 
 @contextmanager
-def _logged(log: "Console | None", *, resumes: bool) -> Iterator[None]:
-    """Context of a search that adds the error that ends it to the log, if there is one, and says whether an interrupted one resumes."""
+def _logged(log: "Console | None") -> Iterator[None]:
+    """Context of a search that adds the error that ends it to the log, if there is one, and says that an interrupted one resumes."""
     try:
         yield
     except KeyboardInterrupt:
         # Printed after the live display has ended, which would hide it.
-        said = "interrupted; results are kept" + ", and the same command resumes from here" * resumes
+        said = "interrupted; results are kept, and the same command resumes from here"
         click.echo(f"flashtune: {said}", err=True)
         if log is not None:
             log.print(said)

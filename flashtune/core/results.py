@@ -122,12 +122,10 @@ class Outcome:
     """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
 
     @classmethod
-    def of_provider(
-        cls, name: str, variant_id: str, time_us: Measurement, *, config: Config | None = None, rank: int | None = None
-    ) -> "Outcome":
-        """Outcome of another provider's whole calls; `config` are tuned options of FlexAttention."""
-        words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id, "rank": rank}
-        words |= {"config": config or Config.of(), "call_us": time_us.median_us}
+    def of_provider(cls, name: str, variant_id: str, time_us: Measurement) -> "Outcome":
+        """Outcome of another provider's whole calls."""
+        words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id}
+        words |= {"config": Config.of(), "call_us": time_us.median_us}
         return cls(**words, fate=Fate.CORRECT, source="measured", measurement=time_us, finalist=True)
 
 
@@ -268,13 +266,8 @@ class TuningRecord:
     refuted: str = ""
     """Cause of a later failure of its kernel on its GPU (`Finding`), because of which it doesn't serve."""
 
-    @property
-    def tunes_flex(self) -> bool:
-        """True for a run that tuned FlexAttention's options and timed nothing else: it says nothing of who is the fastest."""
-        return self.outcome.template == "flex" and bool(self.outcome.config.items)
-
     def provider_times(self) -> dict[str, float]:
-        """Microseconds of whole calls by provider, the shortest of each: FlexAttention's options and its defaults are two outcomes."""
+        """Microseconds of whole calls by provider, the shortest of each."""
         found: dict[str, float] = {}
         for one in self.providers:
             found[one.template] = min(found.get(one.template, math.inf), one.call_us or math.inf)

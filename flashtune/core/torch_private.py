@@ -2,7 +2,7 @@
 
 import contextlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,11 +163,3 @@ def kept_by_backwards() -> contextlib.AbstractContextManager[None]:
     # Looked up late, since it brings the compiler.
     functorch = found("torch._functorch.config", None)
     return contextlib.nullcontext() if functorch is None else functorch.patch(donated_buffer=False)
-
-
-def set_options(options: Mapping[str, Any]) -> None:
-    """Set options of PyTorch's compiler for the process, those of them that it has."""
-    for module in (found(f"torch.{part}.config", None) for part in ("_inductor", "_dynamo", "_functorch")):
-        for name in options:
-            if hasattr(module, name):
-                setattr(module, name, options[name])

@@ -11,7 +11,7 @@ from flashtune.core.results import Bits, TuningRecord
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError, unfinished
 from flashtune.db.library import Library
-from flashtune.db.preference import ALL_REPEAT, by_key, flex_tuned, key_order, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, key_order, serve_all, worth_keeping
 from flashtune.db.store import sqlite_path
 from flashtune.db.writing import write_file
 
@@ -89,8 +89,7 @@ def best_of_each(kept: Iterable[TuningRecord]) -> dict[ProblemKey, TuningRecord]
     """The record that serves each key, of those that a merge kept."""
     found: dict[ProblemKey, TuningRecord] = {}
     for record in kept:
-        if not record.tunes_flex:
-            found.setdefault(record.key, record)
+        found.setdefault(record.key, record)
     return found
 
 
@@ -100,12 +99,11 @@ def merged(records: Iterable[TuningRecord], passed_over: Callable[[TuningRecord]
     found = by_key(records)
     for key in sorted(found, key=key_order):
         stay = worth_keeping(found[key], passed_over, bits)
-        tuned = flex_tuned(found[key])
-        kept += stay + tuned
+        kept += stay
         if not stay:
-            refused += [] if tuned else found[key][:1]
+            refused += found[key][:1]
             continue
-        runs = [_run(record) for record in stay + tuned]
+        runs = [_run(record) for record in stay]
         lost += [(record, stay[-1] if bits.repeats(record) else stay[0]) for record in found[key] if _run(record) not in runs]
     return Merged(kept=tuple(kept), lost=tuple(lost), passed_over=tuple(refused))
 

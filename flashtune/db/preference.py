@@ -36,14 +36,12 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
     can't be compared (clocks, inputs and batch sizes differ), but their ratios to PyTorch's time in the same run can
     (`TuningRecord.relative_time`). So measured records with a ratio go first, of these those with enough evidence, then those of the
     newest torch and Triton, since ratios to an older torch may not hold for today's; then the lowest ratio wins. Measured records
-    without PyTorch's time follow, the newest first; then predictions, the newest first, because a later cost model supersedes an
-    earlier one; last those that hold FlexAttention's tuned options alone, the newest first. Ties go to the smaller variant id, so that
+    without PyTorch's time follow, the newest first; last predictions, the newest first, because a later cost model supersedes an
+    earlier one. Ties go to the smaller variant id, so that
     two machines choose alike. What can't be true, a date ahead of now or a version that doesn't exist, counts as the oldest.
     """
     age = -made(record)
     layer = -record.precedence
-    if record.tunes_flex:
-        return 3, layer, 0, age, record.outcome.variant_id
     if record.outcome.source == "predicted":
         return 2, layer, 0, age, record.outcome.variant_id
     relative = record.relative_time
@@ -189,14 +187,9 @@ def worth_keeping(same: Sequence[TuningRecord], passed_over: Callable[[TuningRec
         demoted = bits.may_vary(record) and raced_for_same_bits(record, repeatable=bits.repeats(record))
         return record.outcome.source == "predicted", demoted
 
-    served = [record for record in same if not (record.tunes_flex or passed_over(record))]
+    served = [record for record in same if not passed_over(record)]
     first, repeating = sorted(served, key=order)[:1], [record for record in served if bits.repeats(record)][:1]
     return first if first == repeating else first + repeating
-
-
-def flex_tuned(same: Sequence[TuningRecord]) -> list[TuningRecord]:
-    """The first of one key's sorted records that holds FlexAttention's tuned options, which a small database keeps, too."""
-    return [record for record in same if record.tunes_flex][:1]
 
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:

@@ -86,7 +86,8 @@ def records(found: Found, name: str) -> list[TuningRecord]:
     called: dict[object, list[Row]] = {}
     for one in (_row(_TRIAL, values) for values in found.called):
         called.setdefault(one.values["run_id"], []).append(one)
-    return [_record(values, fallbacks, called, name) for values in found.winners]
+    read = (_record(values, fallbacks, called, name) for values in found.winners)
+    return [record for record in read if not rows.outdated(record.outcome)]
 
 
 def _record(values: Values, fallbacks: Mapping[object, Row], called: Mapping[object, Sequence[Row]], name: str) -> TuningRecord:
@@ -157,7 +158,11 @@ def results(found: FoundRuns, name: str) -> list[SearchResult]:
             outcomes.setdefault(trial.values["run_id"], []).append(rows.read_outcome(trial))
     place = len(_PROBLEM)
     read = ((values[place], *_read_run(values, name)) for values in found.runs)
-    return [SearchResult(gpu=key.gpu, outcomes=tuple(outcomes.get(number, ())), **run) for number, key, run, _ in read]
+    return [
+        SearchResult(gpu=key.gpu, outcomes=tuple(outcomes.get(number, ())), **run)
+        for number, key, run, _ in read
+        if not any(map(rows.outdated, outcomes.get(number, ())))
+    ]
 
 
 def _read_run(values: Values, name: str) -> tuple[ProblemKey, dict[str, Any], Values]:

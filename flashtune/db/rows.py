@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from flashtune.core import flex_options, limits
+from flashtune.core import limits
 from flashtune.core.config import RUNNING, Config, settles
 from flashtune.core.errors import InputError
 from flashtune.core.lengths import LAWS, Lengths
@@ -262,12 +262,9 @@ def read_outcome(row: Row) -> Outcome:
             raise RowError(column, "is set, but the trial has no time")
     if not row.missing("call_us") and source != "measured":
         raise RowError("call_us", f"is set, but the trial's source is {source}")
-    if (name := row.values["template"]) in PROVIDERS:
-        options = row.json("config", TEXT_LENGTH)
-        if row.missing("call_us") or (options and name != "flex"):
-            raise RowError("template", f"is {name}, which has measured times of whole calls alone, and no config")
-        if (why := flex_options.refusal(options)) is not None:
-            raise RowError("config", why)
+    name = row.values["template"]
+    if name in PROVIDERS and (row.missing("call_us") or (row.json("config", TEXT_LENGTH) and name != "flex")):
+        raise RowError("template", f"is {name}, which has measured times of whole calls alone, and no config")
     return Outcome(
         template=row.text("template", limit=NAME_LENGTH, pattern=IDENTIFIER),
         template_hash=row.word("template_hash"),
@@ -284,6 +281,11 @@ def read_outcome(row: Row) -> Outcome:
         trial=trial,
         call_us=_read_time(row, "call_us"),
     )
+
+
+def outdated(outcome: Outcome) -> bool:
+    """True for options of FlexAttention, which earlier versions tuned in runs of their own: such runs aren't read."""
+    return outcome.template == "flex" and bool(outcome.config.items)
 
 
 def fallback_of(outcome: Outcome, row: Row | None) -> Outcome | None:

@@ -17,7 +17,7 @@ from flashtune.core.problem import ProblemKey
 from flashtune.core.results import Bits, Finding, SearchResult, TuningRecord
 from flashtune.core.secrets import mask_url
 from flashtune.db import queries
-from flashtune.db.preference import ALL_REPEAT, by_key, flex_tuned, foremost, key_order, latest, refuted, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, latest, refuted, serve_all, worth_keeping
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
 from flashtune.db.writing import ResultRows, write_file
@@ -129,14 +129,14 @@ class Store:
         """Write runs that pass the filter to a new, compact SQLite file, to ship beside model weights; returns the number of runs.
 
         `winners_only` keeps the best record of each key that is not `passed_over`, where its kernel isn't bitwise repeatable also the best
-        repeatable one (`worth_keeping`), and FlexAttention's tuned options, else all runs with all trials. Equal contents give equal bytes
+        repeatable one (`worth_keeping`), else all runs with all trials. Equal contents give equal bytes
         (under one version of SQLite). The file is written atomically; `replace` allows it to replace another tuned database.
 
         Raises NoKernelFound where nothing passes the filter, and DatabaseError where the destination can't be written to.
         """
         if winners_only:
             found = by_key(self.winners(**where))
-            kept = (worth_keeping(found[key], passed_over, bits) + flex_tuned(found[key]) for key in sorted(found, key=key_order))
+            kept = (worth_keeping(found[key], passed_over, bits) for key in sorted(found, key=key_order))
             results = [record.as_result() for same in kept for record in same]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))

@@ -101,7 +101,7 @@ def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Pla
     for name in PROVIDERS:
         if name not in left_out and PROVIDERS[name].refusal(call, given[:4], given.per_head) is None:
             variant = variant_of(name, call.problem)
-            found |= _tried(memo, call, given, variant, plan_of(name, call, given[:4], given.per_head, memo.flex), expected)
+            found |= _tried(memo, call, given, variant, plan_of(name, call, given[:4], given.per_head), expected)
     return found
 
 

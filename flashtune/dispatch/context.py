@@ -24,7 +24,6 @@ from flashtune.core.problem import Problem, ProblemKey
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.dispatch.choose import Choice, Pool, group_of
-from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.gradients import Backward
 from flashtune.dispatch.kernels import Kernels
 from flashtune.dispatch.plan import Plan, Plans
@@ -61,8 +60,7 @@ class Settings:
 
 
 class Memo:
-    """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, `kernels`, and
-    FlexAttention's options (`flex`).
+    """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, and `kernels`.
 
     `pinned` is a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing
     one holds `lock`.
@@ -77,7 +75,6 @@ class Memo:
         self.packed: dict[Hashable, Any] = {}
         self.confirmed: set[ProblemKey] = set()
         self.kernels = Kernels(self.warn_once, self.forget)
-        self.flex = TunedOptions(self.library, self.warn_once)
         self.settings = settings
         self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
@@ -130,7 +127,6 @@ class Memo:
     def renew(self) -> None:
         """Read the library anew at the next choice; plans stay."""
         self._library = None
-        self.flex.clear()
         self._pools.clear()
         self.deciding.clear()
 

@@ -20,7 +20,7 @@ from flashtune.dispatch.flex_configs import source_note
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
-from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, options_note, torchs
+from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.emit import emitted
@@ -54,7 +54,7 @@ def flex_attention(
         scale: factor of scores before score_mod; None is 1/sqrt(E).
         enable_gqa: allow fewer key heads than query heads.
         return_lse: return (output, lse), lse (B, Hq, L) float32, the natural logarithm of the softmax's denominator.
-        kernel_options: options of PyTorch's kernels where these serve, in place of those that a search tuned.
+        kernel_options: options of PyTorch's kernels where these serve.
         return_aux: an AuxRequest, for (output, AuxOutput).
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
@@ -128,8 +128,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> str:
         need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux")))
         if need is not None:
             return f"PyTorch by matrices of all scores: {call}, and PyTorch's flex_attention has no {need} on a CPU"
-        options = options_note(*(given[name] for name in (*names[:5], "kernel_options")))
-        return f"PyTorch's flex_attention: {call}" + f"; {options}" * bool(options)
+        return f"PyTorch's flex_attention: {call}"
     if isinstance(call, PackedCall):
         return explained_packed(call, *(given[name] for name in names[:3]))
     if isinstance(call, dict):

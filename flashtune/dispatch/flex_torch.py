@@ -15,13 +15,12 @@ from flashtune.core.flex_attention import Mod, within
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch import inspection
-from flashtune.dispatch.context import current
 from flashtune.dispatch.packed import Numbers
 from flashtune.templates.mods.graph import INTEGERS
 
 
 def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
-    """PyTorch's own function, compiled on a GPU, there with tuned kernel options unless the caller gives some."""
+    """PyTorch's own function, compiled on a GPU."""
     from torch.nn.attention import flex_attention as module
 
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
@@ -32,18 +31,10 @@ def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *o
             return out, module.AuxOutput(lse=lse if return_aux.lse else None, max_scores=lse if return_aux.max_scores else None)
         return (out, lse) if return_lse else out
     block_mask = block_mask_of(block_mask, query, key)
-    # Versions of torch before 2.9 don't have it.
-    more = {} if return_aux is None else {"return_aux": return_aux}
-    words = (scale, enable_gqa, return_lse)
-    # A compiler that traces this call can't look the context up.
-    options = None if torch.compiler.is_compiling() or not isinstance(query, Tensor) else current().flex
-    if options is None or query.device.type not in options.devices:
-        return module.flex_attention(query, key, value, score_mod, block_mask, *words, kernel_options, **more)
-    function: Any = compiled_flex(dynamic=None)
-    if kernel_options is not None or not _plain(query, key, value):
-        return function(query, key, value, score_mod, block_mask, *words, kernel_options, **more)
-    run = lambda options, q, k, v: function(q, k, v, score_mod, block_mask, *words, options, **more)  # noqa: E731
-    return options.run(run, query, key, value, block_mask, score_mod)
+    # A compiler that traces this call compiles PyTorch's function itself.
+    eager = isinstance(query, Tensor) and query.device.type == "cuda" and not torch.compiler.is_compiling()
+    function: Any = compiled_flex(dynamic=None) if eager else module.flex_attention
+    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
 
 
 def _empty(*tensors: Any) -> bool:
@@ -199,13 +190,3 @@ def block_mask_of(block_mask: Any, query: Any, key: Any) -> Any:
     if block_mask is None or isinstance(block_mask, module.BlockMask):
         return block_mask
     return module.create_block_mask(block_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device)
-
-
-def options_note(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, kernel_options: Any) -> str:
-    """The origin of the kernel options of such a call, for explanations; empty where PyTorch's defaults serve."""
-    options = current().flex
-    if not isinstance(query, Tensor) or query.device.type not in options.devices or not _plain(query, key, value):
-        return ""
-    if kernel_options is not None:
-        return "the caller's kernel options"
-    return options.note(query, key, value, block_mask_of(block_mask, query, key), score_mod)

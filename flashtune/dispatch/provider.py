@@ -7,7 +7,6 @@ from torch import Tensor
 
 from flashtune.core.torch_attention import readable
 from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.plan import capturing
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -48,8 +47,8 @@ class Provider:
         lacking = [feature for feature in features_of(call, per_head) if feature not in self.takes]
         return f"it doesn't take {' or '.join(lacking)}" if lacking else None
 
-    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
-        """Plan of a call that it doesn't refuse; `tuned` are FlexAttention's options."""
+    def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":
+        """Plan of a call that it doesn't refuse."""
         return ProviderPlan.of(call, self.name, self.function(call), tensors)
 
     def function(self, call: Call) -> Function:
@@ -84,14 +83,12 @@ def features_of(call: Call, per_head: PerHead | None) -> list[str]:
 class ProviderPlan:
     """Plan that calls a provider; `direct` is the whole call where nothing else is to be done."""
 
-    __slots__ = ("_compiles", "_served", "call", "direct", "note", "provider")
+    __slots__ = ("_compiles", "_served", "call", "direct", "provider")
 
     def __init__(
         self, call: Call, provider: str, served: Callable[..., Outputs], direct: Callable[..., Tensor] | None, *, compiles: bool = False
     ) -> None:
         self.call, self.provider, self._served, self.direct, self._compiles = call, provider, served, direct, compiles
-        self.note: Callable[[], str] = str
-        """The origin of its options, in words for explanations."""
 
     @classmethod
     def of(cls, call: Call, provider: str, function: Function, tensors: Tensors) -> "ProviderPlan":

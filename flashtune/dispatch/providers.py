@@ -22,7 +22,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.provider import AT_THE_START, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.torch_backends import TorchBackend, choice
 
@@ -97,21 +96,16 @@ class Flex(Provider):
 
     takes = frozenset({OTHER_BANDS, AT_THE_START, "a soft cap", "float32 or float64"})
 
-    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
+    def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":
         """As the base class; blocks of hidden pairs are found once."""
         band = band_mod(call.band) if call.band.bounded else None
         functions = flex_arguments(band, soft_cap_mod(call.softcap), (None, None, call.n_q, call.n_kv), call.device)
 
-        def run(options: dict[str, int] | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            words = {"scale": call.scale, "enable_gqa": call.shared, "kernel_options": options, **functions}
-            found: Tensor = compiled_flex(dynamic=False)(query, key, value, **words)
+        def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+            found: Tensor = compiled_flex(dynamic=False)(query, key, value, scale=call.scale, enable_gqa=call.shared, **functions)
             return found
 
-        if tuned is None:
-            return ProviderPlan.of(call, self.name, lambda query, key, value, _: run(None, query, key, value), tensors)
-        plan = ProviderPlan.of(call, self.name, lambda query, key, value, _: tuned.run(run, query, key, value, **functions), tensors)
-        plan.note = lambda: tuned.note(*call.views(*tensors[:3]), **functions)
-        return plan
+        return ProviderPlan.of(call, self.name, run, tensors)
 
 
 PROVIDERS: Mapping[str, Provider] = {
@@ -157,9 +151,9 @@ def variant_of(name: str, problem: Problem | None) -> Variant | None:
     return None if problem is None else Variant(template=name, spec=problem.spec(), config=Config.of())
 
 
-def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None, tuned: TunedOptions | None = None) -> ProviderPlan:
+def plan_of(name: str, call: Call, tensors: Tensors, per_head: PerHead | None) -> ProviderPlan:
     """Plan of a provider; raises InputError, with the cause and the remedy, where it can't serve the call."""
     provider = PROVIDERS[name]
     if (why := provider.refusal(call, tensors, per_head)) is not None:
         raise refused(provider, why)
-    return provider.plan(call, tensors, tuned)
+    return provider.plan(call, tensors)

@@ -135,8 +135,7 @@ class Pool:
     def _of(self, key: ProblemKey) -> list["_Entry"]:
         """Records of a key, sorted as ties are."""
         if key not in self._known:
-            # Runs that tuned FlexAttention timed no kernel.
-            records = [record for record in self._rows[key] if not record.tunes_flex]
+            records = self._rows[key]
             places = _places(records)
             entries = [
                 _Entry(

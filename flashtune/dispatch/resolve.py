@@ -260,14 +260,8 @@ def _provided(
     per_head: PerHead | None,
     said: Callable[[], Explanation],
 ) -> Candidate:
-    """Plan of a provider for a problem of a call; its explanation ends with FlexAttention's tuned options, where it has some."""
-    plan = plan_of(name, call, tensors, per_head, memo.flex)
-
-    def whole() -> Explanation:
-        found, note = said(), plan.note()
-        return replace(found, reason=f"{found.reason}; {note}") if note else found
-
-    return Candidate(plan, "provider", whole, variant_of(name, problem))
+    """Plan of a provider for a problem of a call."""
+    return Candidate(plan_of(name, call, tensors, per_head), "provider", said, variant_of(name, problem))
 
 
 def _trained(

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend
 from flashtune.core.torch_attention import lay_out_gradient
 from flashtune.core.torch_private import C, fused_sdp_choice, has_priority_order
 from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.flex_options import TunedOptions
 from flashtune.dispatch.provider import AT_THE_START, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.pytorch import TorchPlan, as_bias, no_autocast, only, readable_inputs, sound_backends_of
 
@@ -92,7 +91,7 @@ class TorchBackend(Provider):
             return "PyTorch doesn't give it a call of these sizes, types and gradients on this device"
         return why
 
-    def plan(self, call: Call, tensors: Tensors, tuned: TunedOptions | None) -> "ProviderPlan":
+    def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":
         """PyTorch's plan by the backend's operator, or with this backend first; unchanged where PyTorch chooses it anyway."""
         torchs = TorchPlan.of(call, *tensors)
         run, direct = torchs.run, torchs.direct

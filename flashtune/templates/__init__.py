@@ -64,8 +64,6 @@ def unservable(record: TuningRecord) -> str | None:
     if record.refuted:
         return record.refuted
     target = targets().get(record.key.gpu)
-    if record.tunes_flex:
-        return "it holds FlexAttention's options, which exports of databases keep, and no kernel"
     if record.outcome.template in PROVIDERS:
         return f"its run had no kernel, and {record.outcome.template} serves it"
     try:

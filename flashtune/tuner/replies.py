@@ -130,33 +130,7 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlexReady:
-    """Report that a process has FlexAttention's inputs and defaults; `processes` like it fit into the GPU's memory."""
-
-    processes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlexCompiled:
-    """Reasons by kernel (`fwd`, `bwd`) why a candidate's options fail; the others compiled, and agree with the defaults."""
-
-    failed: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlexTimed:
-    """Times of a candidate's options and of FlexAttention's defaults, interleaved: of each kernel, and of whole calls (`call`)."""
-
-    times: Mapping[str, tuple[Measurement, Measurement]]
-
-    def ratio(self, which: str) -> float | None:
-        """The candidate's time over the defaults'; None where it wasn't timed."""
-        found = self.times.get(which)
-        return None if found is None else found[0].median_us / found[1].median_us
-
-
-Answer = FlexReady | FlexCompiled | FlexTimed | Compiled | MachineCode | Ready | Checked | Timed | Rounds | Called | Compared
+Answer = Compiled | MachineCode | Ready | Checked | Timed | Rounds | Called | Compared
 
 
 logger = logging.getLogger("flashtune.search")

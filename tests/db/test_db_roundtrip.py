@@ -222,3 +222,17 @@ def test_a_result_that_could_not_be_read_back_is_refused_and_leaves_nothing(tmp_
         with pytest.raises(InputError, match=column):
             store.save(broken)
         assert store.results() == []
+
+
+def test_runs_that_tuned_another_librarys_options_are_not_read(tmp_path: Path) -> None:
+    """Earlier versions stored options of FlexAttention as a winner with a config, beside its defaults, and no other time."""
+    defaults = Outcome.of_provider("flex", "defaults", samples.times(120.0))
+    tuned = replace(Outcome.of_provider("flex", "tuned", samples.times(100.0)), rank=1, config=Config.of(fwd_BLOCK_M=128))
+    with Store.open(tmp_path / "x.sqlite", writable=True) as store:
+        store.save(samples.result(samples.outcome("aa")))
+        store.save(samples.result(tuned, defaults, framework_us=None, created_at="2026-11-22T10:00:00+00:00"))
+        assert [record.outcome.variant_id for record in store.records()] == ["aa"]
+        assert len(store.results()) == 1
+        store.export(tmp_path / "shipped.sqlite", winners_only=True)
+    with Store.open(tmp_path / "shipped.sqlite", writable=False) as store:
+        assert [record.outcome.variant_id for record in store.records()] == ["aa"]

@@ -33,7 +33,6 @@ from flashtune.dispatch.packed import Numbers, Packed
 from flashtune.templates import families, family
 from flashtune.templates.mods.known import Named
 from flashtune.tuner import functions
-from flashtune.tuner.propose.flex import refuse_untunable
 from flashtune.tuner.propose.space import SearchSpace
 from flashtune.tuner.timing import baseline
 from flashtune.tuner.verify.correctness import SmallCases, Verifier
@@ -147,8 +146,6 @@ def test_what_cannot_be_searched_is_named_in_a_sentence(file: Path) -> None:
         coded(file, replace(SMALL, n_q=33, n_kv=33, lengths=Lengths.of("one_long", 3, 99)), mask="")
     with pytest.raises(InputError, match="stand beside no other feature"):
         coded(file, replace(SMALL, features=Features(packed=True, softcap=True)))
-    with pytest.raises(InputError, match="not with a mask or a score as code: leave it out"):
-        refuse_untunable(replace(WIDE, features=Features(packed=True, mods="0" * 16)))
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from flashtune.core.band import Band
 from flashtune.core.flex_attention import Mod, flex_arguments
 from flashtune.core.torch_attention import BACKENDS, compiled_flex, sound_backends
 from flashtune.core.torch_private import TorchDispatchMode, kept_by_backwards, sdpa
-from flashtune.tuner.timing.flex import mask_mod_of
+from flashtune.tuner.timing.masks import mask_mod_of
 from flashtune.tuner.verify.inputs import Inputs
 
 EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
