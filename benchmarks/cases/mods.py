@@ -175,7 +175,12 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
     if name == "document":
         functions["packed"] = packed_function(n)
     calls = {key: whole_calls(function, tensors, trained, mods, mask) for key, function in functions.items()}
-    found: dict[str, Any] = {"case": name, "n": n, "d": d, "served": dispatch.explain_flex(*tensors, score_mod=mods[0], block_mask=mask)}
+    found: dict[str, Any] = {
+        "case": name,
+        "n": n,
+        "d": d,
+        "served": dispatch.explain_flex(*tensors, score_mod=mods[0], block_mask=mask).reason,
+    }
     theirs, mine = (calls[key][0]() for key in ("flex", "ours"))
     found["off"] = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())  # type: ignore[attr-defined]
     grads = [calls[key][1]() for key in ("flex", "ours")]

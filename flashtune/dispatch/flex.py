@@ -3,25 +3,27 @@
 import inspect
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtune.core import devices
-from flashtune.core.errors import InputError
+from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
 from flashtune.dispatch import api, flex_functions, flex_kernels, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend, types_of
 from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
-from flashtune.dispatch.flex_configs import source_note
+from flashtune.dispatch.flex_configs import problem_of
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, kernel_of, served_here
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, explained_kernel, kernel_of, served_here
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
+from flashtune.dispatch.parse import check_flags, number, unwrapped
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
@@ -66,9 +68,15 @@ def flex_attention(
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
+    if type(return_lse) is not bool:
+        check_flags({"return_lse": return_lse})
+    if scale is not None and type(scale) is not float:
+        scale = unwrapped(scale)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, wants_lse, return_aux))
     if call is None:
+        if not torch.compiler.is_compiling():
+            query, key, value = _checked(query, key, value, scale, enable_gqa)
         call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
@@ -103,6 +111,19 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
+def _checked(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool) -> tuple[Any, Any, Any]:
+    """Query, key and value without lazy negations; raises for a scale that is no finite number, and for what is no tensor or bool."""
+    check_flags({"enable_gqa": enable_gqa})
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and not hasattr(x, "__torch_function__"):
+            raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+    if scale is not None:
+        number("scale", scale, wide=getattr(query, "dtype", None) is torch.float64)
+    query, key, value = (x.resolve_neg() if isinstance(x, Tensor) and not x.is_nested else x for x in tensors.values())
+    return query, key, value
+
+
 def _refusal(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -> InputError | None:
     """Error for functions that nobody can trace, in place of PyTorch's, which names no line; None for other ones."""
     if not query.dim() == key.dim() == 4:
@@ -117,27 +138,41 @@ def _refusal(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -> In
     return None
 
 
-def explain_flex(*arguments: Any, **keywords: Any) -> str:
+def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     """Explanation of the same call of `flex_attention`: its kernel and config, or the reason why PyTorch serves."""
     bound = _SIGNATURE.bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
+    gpu = _gpu_of(given["query"])
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
         need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux")))
         if need is not None:
-            return f"PyTorch by matrices of all scores: {call}, and PyTorch's flex_attention has no {need} on a CPU"
-        return f"PyTorch's flex_attention: {call}"
+            reason = f"PyTorch by matrices of all scores: {call}, and PyTorch's flex_attention has no {need} on a CPU"
+            return Explanation(kind="framework", reason=reason, gpu=gpu)
+        return Explanation(kind="framework", reason=f"PyTorch's flex_attention: {call}", gpu=gpu)
     if isinstance(call, PackedCall):
         return explained_packed(call, *(given[name] for name in names[:3]))
     if isinstance(call, dict):
         served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
-        return f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}"
-    variant = call.kernel.variant
-    said = f"{call.kernel.origin}, {source_note(call.kernel.record)}"
-    return f"{variant.template} {variant.id}, functions {variant.spec.mods}: {variant.config.label()} ({said})"
+        return replace(served, reason=f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}")
+    (batch, heads, n_q, _), (_, kv_heads, n_kv, _) = given["query"].shape, given["key"].shape
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv}
+
+    def of(kernel: ModKernel) -> Explanation:
+        said = f"{kernel.variant.template} {kernel.variant.id}, functions {kernel.variant.spec.mods}"
+        return explained_kernel(kernel, said, gpu, problem_of(kernel.variant.spec, **sizes))
+
+    backward = call.kernels.backward
+    return replace(of(call.kernel), backward=None if backward is None else of(backward))
+
+
+def _gpu_of(query: Any) -> str:
+    """Slug of a tensor's GPU; `cpu` for any other device, and where there is no GPU."""
+    on_gpu = isinstance(query, Tensor) and query.device.type == "cuda" and torch.cuda.is_available()
+    return devices.target_of(query.device).slug if on_gpu else "cpu"
 
 
 def _call_of(
@@ -274,9 +309,7 @@ def refuse_arguments_of_attention(given: Mapping[str, Any]) -> None:
 def explained(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
     refuse_arguments_of_attention(given)
-    said = explain_flex(**{name: given[name] for name in _TAKEN})
-    torchs = said.startswith("PyTorch") or ("window=" in said and ": PyTorch," in said)
-    return Explanation(kind="framework" if torchs else "default", reason=said, gpu="")
+    return explain_flex(**{name: given[name] for name in _TAKEN})
 
 
 def _built_in(

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +192,7 @@ def _explained(call: PackedCall, tensors: Sequence[Tensor]) -> Explanation:
     return explain_varlen(*rows, bounds, bounds, longest, longest, alibi_slopes=slopes, enable_gqa=True, **words)
 
 
-def explained_packed(call: PackedCall, *tensors: Tensor) -> str:
-    """Explanation of the call in a sentence."""
+def explained_packed(call: PackedCall, *tensors: Tensor) -> Explanation:
+    """Explanation of the call."""
     said = _explained(call, [x.expand(len(tensors[0]), -1, -1, -1) for x in tensors])
-    return f"packed sequences of {len(call.runs.bounds) - 1} documents: {said.template}, {said.reason}"
+    return replace(said, reason=f"packed sequences of {len(call.runs.bounds) - 1} documents: {said.template}, {said.reason}")

@@ -15,7 +15,7 @@ from flashtune.core.binaries import Binary, Manifest, machine_arch, source_diges
 from flashtune.core.config import Config, Direction, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launching import Plan, operand
-from flashtune.core.problem import MAX_HEAD_DIM
+from flashtune.core.problem import MAX_HEAD_DIM, Problem
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
@@ -23,10 +23,22 @@ from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, kernels
 from flashtune.dispatch import launch as launches
 from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_configs import UNMEASURED, Recorded, choices, origin_of, problem_of, recorded_with, refusal, usual
+from flashtune.dispatch.flex_configs import (
+    UNMEASURED,
+    Recorded,
+    choices,
+    kind_of,
+    origin_of,
+    problem_of,
+    recorded_with,
+    refusal,
+    source_note,
+    usual,
+)
 from flashtune.dispatch.launch import Program
 from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.packed import problem_of as packed_problem
+from flashtune.dispatch.resolve import Explanation, said_of
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -363,3 +375,19 @@ def launch(kernel: ModKernel, operands: Tensors, more: Sequence[Tensor], scale: 
     everything = [*operands, words["counts"], *[None] * (len(launching._MORE) - 1), *bounds, *more]
     numbers = () if sequences is None else sequences.numbers[2:]
     kernel.run((scale, numbers, layout(operands), layout(bounds), layout(more)), everything, plan)
+
+
+def explained_kernel(kernel: ModKernel, said: str, gpu: str, problem: Problem | None) -> Explanation:
+    """Explanation of a kernel for a problem of calls; its reason begins with `said`."""
+    variant, record = kernel.variant, kernel.record
+    key = None if problem is None or gpu == "cpu" else problem.key(gpu)
+    return Explanation(
+        kind="default" if record is None else kind_of(record, key),
+        reason=f"{said}: {variant.config.label()} ({kernel.origin}, {source_note(record)})",
+        gpu=gpu,
+        key=key,
+        template=variant.template,
+        variant_id=variant.id,
+        config=variant.config,
+        **said_of(record),
+    )

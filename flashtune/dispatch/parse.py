@@ -3,6 +3,7 @@
 import math
 import numbers
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from operator import index
@@ -55,8 +56,7 @@ def parse(given: Arguments, options: Options) -> Call:
     """Checked `Call` of these arguments; raises InputError or InputTypeError with the offending value and the remedy."""
     query, key, value, attn_mask, seed, per_head = given
     _check_tensors(query, key, value)
-    for name in ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic"):
-        _check_flag(name, getattr(options, name))
+    check_flags({name: getattr(options, name) for name in ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic")})
     q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     _check_sizes(q, k, v)
     rank = max(len(q), len(k), len(v))
@@ -114,15 +114,15 @@ def parse(given: Arguments, options: Options) -> Call:
 
 def scalars(options: Options, *, wide: bool) -> tuple[float, float, float | None]:
     """Dropout's rate, the soft cap and the scale, if it is set; `wide` ones are in the range of float64."""
-    dropout_p = _number("dropout_p", options.dropout_p)
+    dropout_p = number("dropout_p", options.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise InputError(f"dropout_p={dropout_p} is not a probability: give a rate between 0 and 1")
-    softcap = _number("softcap", options.softcap, wide=wide)
+    softcap = number("softcap", options.softcap, wide=wide)
     if softcap < 0.0:
         raise InputError(f"softcap={softcap} is negative: give a positive cap, or 0 for none")
     if 0.0 < softcap < _SMALLEST and not wide:
         raise InputError(f"softcap={softcap} is less than float32's {_SMALLEST:.2g}: give a larger cap, or 0 for none")
-    return dropout_p, softcap, None if options.scale is None else _number("scale", options.scale, wide=wide)
+    return dropout_p, softcap, None if options.scale is None else number("scale", options.scale, wide=wide)
 
 
 def unwrapped(number: Any) -> Any:
@@ -243,7 +243,7 @@ def _check_per_head(per_head: PerHead, query: Tensor, batch_dims: tuple[int, ...
                 raise InputTypeError(
                     f"{name} must be a tensor or None, not {type(given).__name__}: pass a float32 tensor with a number per head"
                 )
-            value = _number(name, given)
+            value = number(name, given)
             if name in ("q_descale", "k_descale") and not value > 0.0:
                 raise InputError(f"{name} is {given}: factors of queries and keys must be above 0")
             continue
@@ -267,13 +267,14 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(size in (1, other) for size, other in zip(reversed(shape), reversed(full), strict=False))
 
 
-def _check_flag(name: str, value: object) -> None:
+def check_flags(flags: Mapping[str, object]) -> None:
     """Refuse truth values that aren't bools, as a mask in the place of `is_causal` would be one."""
-    if not isinstance(value, bool):
-        raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
 
 
-def _number(name: str, value: object, *, wide: bool = False) -> float:
+def number(name: str, value: object, *, wide: bool = False) -> float:
     """A finite real number in the range of float32; of float64 where it is `wide`."""
     if isinstance(value, Tensor) or not isinstance(value, numbers.Real):
         raise InputTypeError(f"{name} must be a number, not {type(value).__name__}: pass a Python float")

@@ -75,6 +75,9 @@ class Explanation:
     provider: str | None = None
     providers: tuple[Offer, ...] = ()
 
+    def __str__(self) -> str:
+        return self.reason
+
     def remembering(self, state: Misprediction | None) -> "Explanation":
         """Copy with the counts of such calls and their latch."""
         if state is None:

@@ -27,7 +27,7 @@ from flashtune.dispatch.inspection import GRADIENTS, autocast, is_distributed, p
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.paged import Paged
-from flashtune.dispatch.parse import Options, scalars, seed_bits, signed
+from flashtune.dispatch.parse import Options, check_flags, scalars, seed_bits, signed, unwrapped
 from flashtune.dispatch.resolve import Explanation
 
 
@@ -97,6 +97,12 @@ def attention_varlen(
 
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
+    if type(return_lse) is not bool:
+        check_flags({"return_lse": return_lse})
+    if scale is not None and type(scale) is not float:
+        scale = unwrapped(scale)
+    if type(dropout_p) is not float:
+        dropout_p = unwrapped(dropout_p)
     if score_mod is not None or mask_mod is not None:
         beside = (softcap, dropout_p, alibi_slopes, sinks, block_table, k_descale, v_descale)
         refuse_beside_functions(
@@ -236,6 +242,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
 def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[Packed, Numbers]:
     """Checked tensors and the numbers of a call."""
     query, key, value, cu_q, cu_k, used, slopes, sinks = packed
+    check_flags({name: getattr(options, name) for name in ("is_causal", "enable_gqa", "allow_tf32", "deterministic")})
     for place, (name, x) in enumerate(zip(_NAMES, packed, strict=True)):
         if place >= _REQUIRED and x is None:
             continue

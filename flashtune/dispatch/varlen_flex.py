@@ -16,11 +16,10 @@ from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
-from flashtune.dispatch.flex_configs import kind_of, source_note
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences
+from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
 from flashtune.dispatch.packed import Numbers, Packed, problem_of
-from flashtune.dispatch.resolve import Explanation, said_of
+from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 
@@ -179,17 +178,7 @@ def explained(call: FlexCall | str, packed: Packed) -> Explanation:
 
 
 def _of_kernel(kernel: ModKernel, packed: Packed, numbers: Numbers, gpu: str) -> Explanation:
-    variant, record = kernel.variant, kernel.record
-    problem = problem_of(packed, numbers, variant.spec.direction, mods=variant.spec.mods)
-    key = None if problem is None or gpu == "cpu" else problem.key(gpu)
-    said = f"{variant.config.label()} ({kernel.origin}, {source_note(record)})"
-    return Explanation(
-        kind="default" if record is None else kind_of(record, key),
-        reason=f"packed sequences with the functions {variant.spec.mods}: {said}",
-        gpu=gpu,
-        key=key,
-        template=variant.template,
-        variant_id=variant.id,
-        config=variant.config,
-        **said_of(record),
+    spec = kernel.variant.spec
+    return explained_kernel(
+        kernel, f"packed sequences with the functions {spec.mods}", gpu, problem_of(packed, numbers, spec.direction, mods=spec.mods)
     )

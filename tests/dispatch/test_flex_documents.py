@@ -157,4 +157,4 @@ def test_blocks_of_documents_are_those_of_their_mask(band: Band, block: Any) -> 
 
 def test_torch_serves_documents_on_the_cpu() -> None:
     x = torch.randn(1, 2, 24, 16)
-    assert dispatch.explain_flex(x, x, x, None, KNOWN[0][0]).startswith("PyTorch's flex_attention: no kernel runs on cpu")
+    assert dispatch.explain_flex(x, x, x, None, KNOWN[0][0]).reason.startswith("PyTorch's flex_attention: no kernel runs on cpu")

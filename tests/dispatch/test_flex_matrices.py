@@ -99,7 +99,7 @@ def test_autocast_is_that_of_pytorchs_function() -> None:
 
 
 def test_explanations_name_the_matrices() -> None:
-    said = dispatch.explain_flex(*tensors(torch.float32), lambda s, b, h, q, k: s * 0.5, enable_gqa=True)
+    said = dispatch.explain_flex(*tensors(torch.float32), lambda s, b, h, q, k: s * 0.5, enable_gqa=True).reason
     assert said.startswith("PyTorch by matrices of all scores: no kernel runs on cpu") and "no gradients on a CPU" in said
 
 

@@ -40,7 +40,7 @@ def test_only_measured_families_serve_unless_others_are_allowed(d: int, learned:
     q, k, v = (torch.randn(1, 2, 128, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     bias = torch.randn(128, device="cuda").requires_grad_(learned)
     with dispatch.use(unmeasured=False):
-        said = dispatch.explain_flex(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[q_idx] * bias[kv_idx])
+        said = dispatch.explain_flex(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[q_idx] * bias[kv_idx]).reason
         hoppers = HOPPER and d % 8 == 0
         assert said.startswith(
             "flash_fwd_hopper " if hoppers else "PyTorch's flex_attention: kernels with these functions weren't measured"
@@ -61,7 +61,7 @@ def test_hoppers_kernels_agree_with_the_function_itself(name: str, d: int, block
     mask = create_block_mask(functions[1], 2, 4, 290, 300, device="cuda") if block_mask else functions[1]
     given = {"score_mod": functions[0], "block_mask": mask, "enable_gqa": True, "return_lse": True}
     with dispatch.use(unmeasured=False):
-        said = dispatch.explain_flex(q, k, v, **given)
+        said = dispatch.explain_flex(q, k, v, **given).reason
         assert said.startswith(("flash_fwd_hopper ", "attention with window=")), said
         out, lse = dispatch.flex_attention(q, k, v, **given)
     seen = lse.isfinite()
@@ -97,7 +97,7 @@ def test_learned_biases_over_many_tiles_get_their_gradients(d: int, masked: bool
 
     score_mod, mask_mod = functions(*tables, rate)
     given = {"score_mod": score_mod, "block_mask": mask_mod, "enable_gqa": True}
-    assert dispatch.explain_flex(q, k, v, **given).startswith("flash_fwd")
+    assert dispatch.explain_flex(q, k, v, **given).reason.startswith("flash_fwd")
     out = dispatch.flex_attention(q, k, v, **given)
     dout = torch.randn(out.shape, **words)
     (out * dout).sum().backward()
@@ -121,7 +121,7 @@ def test_kernels_agree_with_the_function_itself(name: str, dtype: str) -> None:
     if mask_mod is not None and case.block_mask:
         mask = create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cuda")
     given = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True, "return_lse": True}
-    assert dispatch.explain_flex(*tensors, **given).startswith(("flash_fwd", "attention with window="))
+    assert dispatch.explain_flex(*tensors, **given).reason.startswith(("flash_fwd", "attention with window="))
     out, lse = dispatch.flex_attention(*tensors, **given)
     seen = lse.isfinite()
     weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)
@@ -206,7 +206,7 @@ def test_what_kernels_lack_is_served_by_pytorch() -> None:
     def erfinv(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return torch.lgamma(s.abs() + 1)
 
-    assert "lgamma" in dispatch.explain_flex(q, k, v, erfinv)
+    assert "lgamma" in dispatch.explain_flex(q, k, v, erfinv).reason
     start = time.monotonic()
     out = dispatch.flex_attention(q, k, v, erfinv)
     twins = [x.double() for x in (q, k, v)]

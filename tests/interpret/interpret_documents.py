@@ -112,7 +112,7 @@ def tensors(batch: int, layout: str = HEADS_OUTSIDE, n: int = N, dtype: torch.dt
 def agrees(given: list[Tensor], mask: Any, score: Mod | None, *, packed: bool, function: Any = None) -> None:
     """Raises where output, LSE or gradients aren't those of the functions in float64, or another path serves."""
     words: dict[str, Any] = {"score_mod": score, "block_mask": mask, "enable_gqa": True, "return_lse": True}
-    said = dispatch.explain_flex(*given, **words)
+    said = dispatch.explain_flex(*given, **words).reason
     assert said.startswith(PACKED if packed else "flash_fwd"), said
     out, lse = dispatch.flex_attention(*given, **words)
     assert lse.shape == out.shape[:3] and lse.dtype is torch.float32
@@ -141,7 +141,7 @@ def of_block_masks() -> None:
     agrees(tensors(2), block_mask, capped, packed=True, function=mask)
     foreign = create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu", BLOCK_SIZE=16)
     foreign.mask_mod = mask
-    assert "aren't those of its mask_mod" in dispatch.explain_flex(*tensors(2), block_mask=foreign, enable_gqa=True)
+    assert "aren't those of its mask_mod" in dispatch.explain_flex(*tensors(2), block_mask=foreign, enable_gqa=True).reason
 
 
 def of_lifetimes() -> None:
@@ -232,7 +232,7 @@ def of_block_masks_of_numbers_that_change_unseen() -> None:
         for block_mask in (made(), lasting):
             agrees(given, block_mask, None, packed=True, function=mask)
         foreign = {"block_mask": before, "enable_gqa": True}
-        assert "aren't those of its mask_mod" in dispatch.explain_flex(*given, **foreign), lengths
+        assert "aren't those of its mask_mod" in dispatch.explain_flex(*given, **foreign).reason, lengths
         found = dispatch.flex_attention(*given, **foreign)
         torch.testing.assert_close(found.double(), oracle(*(x.double() for x in given), None, mask)[0], atol=2e-5, rtol=2e-5)
 
@@ -248,7 +248,7 @@ def of_inference_mode() -> None:
         for start in (3, 22):
             made_here[start:] = document[start:] = start
             out = dispatch.flex_attention(*given, block_mask=lambda b, h, q, k: document[q] == document[k], **words)
-            assert dispatch.explain_flex(*given, block_mask=here, **words).startswith(PACKED)
+            assert dispatch.explain_flex(*given, block_mask=here, **words).reason.startswith(PACKED)
             torch.testing.assert_close(dispatch.flex_attention(*given, block_mask=here, **words), out, atol=2e-5, rtol=2e-5)
     agrees(given, lambda b, h, q, k: document[q] == document[k], None, packed=True)
 
@@ -259,7 +259,7 @@ def of_lists_of_blocks_instead() -> None:
     slopes = SLOPES.clone().requires_grad_()
 
     def said(given: list[Tensor], score: Mod | None = None) -> str:
-        return dispatch.explain_flex(*given, score_mod=score, block_mask=mask, enable_gqa=True)
+        return dispatch.explain_flex(*given, score_mod=score, block_mask=mask, enable_gqa=True).reason
 
     def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s - slopes[h] * (q - k)
@@ -290,13 +290,13 @@ def of_layouts_of_a_projection() -> None:
     mask = CASES["shared causal"][0]
     q, k, v = torch.randn(2, N, 3, HEADS, 16, generator=torch.Generator().manual_seed(1)).transpose(1, 3).unbind(2)
     out, aux = dispatch.flex_attention(q, k, v, None, mask, return_aux=AuxRequest(lse=True))
-    assert dispatch.explain_flex(q, k, v, None, mask).startswith(PACKED)
+    assert dispatch.explain_flex(q, k, v, None, mask).reason.startswith(PACKED)
     out64, lse64 = oracle(q.double(), k.double(), v.double(), None, mask)
     torch.testing.assert_close(out.double(), out64, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(aux.lse.double(), lse64, atol=2e-5, rtol=2e-5)
     assert out.transpose(1, 2).is_contiguous()
     one = [x[:1] for x in (k, v)]
-    assert dispatch.explain_flex(q, *one, block_mask=mask).startswith("flash_fwd")
+    assert dispatch.explain_flex(q, *one, block_mask=mask).reason.startswith("flash_fwd")
     torch.testing.assert_close(
         dispatch.flex_attention(q, *one, block_mask=mask).double(),
         oracle(q.double(), *(x.double() for x in one), None, mask)[0],

@@ -38,7 +38,7 @@ def report(case: Case, dtype: torch.dtype = torch.float32) -> Report:
 
         mask = create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cpu", BLOCK_SIZE=16)
     given = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True, "return_lse": True}
-    served = flex.explain_flex(*tensors, **given)
+    served = flex.explain_flex(*tensors, **given).reason
     out, lse = dispatch.flex_attention(*tensors, **given)
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
     seen = lse.isfinite()
@@ -69,7 +69,7 @@ def foreign() -> str:
     count, places = torch.ones(1, 1, 3, dtype=torch.int32), torch.zeros(1, 1, 3, 3, dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(count, places, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: q >= 0, seq_lengths=(48, 48))
     x = torch.randn(1, 1, 48, 16)
-    return dispatch.explain_flex(x, x, x, None, mask)
+    return dispatch.explain_flex(x, x, x, None, mask).reason
 
 
 def changed() -> float:
@@ -190,7 +190,7 @@ def built_in() -> dict[str, Any]:
         mask = CASES[name].functions()[1]
         out, lse = dispatch.flex_attention(q, k, v, None, mask, return_lse=True)
         out64, lse64 = oracle(q.double(), k.double(), v.double(), None, mask)
-        found[name] = dispatch.explain_flex(q, k, v, None, mask), gap(out, out64), gap(lse, lse64)
+        found[name] = dispatch.explain_flex(q, k, v, None, mask).reason, gap(out, out64), gap(lse, lse64)
     return found
 
 
@@ -207,7 +207,7 @@ def layouts() -> float:
         return s
 
     with torch.autocast("cpu", torch.float16):
-        served = dispatch.explain_flex(q, k, v, score, CASES["heads"].functions()[1])
+        served = dispatch.explain_flex(q, k, v, score, CASES["heads"].functions()[1]).reason
         out = dispatch.flex_attention(q, k, v, score, CASES["heads"].functions()[1])
     assert served.startswith("flash_fwd"), served
     out.backward(torch.ones((), dtype=torch.float16).expand_as(out))
@@ -237,7 +237,7 @@ def learned() -> list[float]:
     ):
         table = torch.randn(size, generator=generator).half().requires_grad_()
         out = dispatch.flex_attention(q, k, v, make(table))
-        assert dispatch.explain_flex(q, k, v, make(table)).startswith("flash_fwd")
+        assert dispatch.explain_flex(q, k, v, make(table)).reason.startswith("flash_fwd")
         [ours] = torch.autograd.grad(out, table, weights)
         twin = table.detach().double().requires_grad_()
         scores = make(twin)(q.double() @ k.double().mT / 4, *places).double()

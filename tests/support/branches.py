@@ -72,4 +72,4 @@ def _named(plan: Plan) -> str:
 
 
 def _template(plan: Any) -> str:
-    return str(plan.module.name.split()[0])
+    return str(plan.code.module.name.split()[0])

@@ -239,7 +239,7 @@ def test_torch_serves_on_the_cpu(name: str) -> None:
     score_mod, mask_mod = case.functions(*captured)
     mask = None if mask_mod is None else create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cpu")
     words = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True}
-    assert "PyTorch's flex_attention" in dispatch.explain_flex(*given, **words)
+    assert "PyTorch's flex_attention" in dispatch.explain_flex(*given, **words).reason
     out = dispatch.flex_attention(*given, **words)
     torch.testing.assert_close(out, oracle(*given, score_mod, mask_mod)[0], atol=1e-6, rtol=1e-6)
 
@@ -363,7 +363,7 @@ def test_what_kernels_lack_is_named_and_served_by_torch(why: str, monkeypatch: p
     monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
     functions = {"lgamma": lambda s, b, h, q, k: torch.lgamma(s.abs() + 1), "sum": lambda s, b, h, q, k: s + _TABLE.sum()}
     given = tensors()
-    assert why in dispatch.explain_flex(*given, functions[why])
+    assert why in dispatch.explain_flex(*given, functions[why]).reason
     expected = oracle(*(x.double() for x in given), functions[why], None)[0]
     torch.testing.assert_close(dispatch.flex_attention(*given, functions[why]).double(), expected, atol=1e-5, rtol=1e-5)
 

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flashtune import dispatch
 from flashtune.core.target import find_target
 from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels
+from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
 
@@ -222,7 +223,7 @@ def test_built_in_features_serve_where_attention_has_kernels(served: bool, monke
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     dispatch.reload()
-    answer = SimpleNamespace(kind="exact" if served else "framework", backward=None, template="t", reason="r")
+    answer = Explanation(kind="exact" if served else "framework", template="t", reason="r", gpu="cpu")
     monkeypatch.setattr(flex.api, "explain", lambda *given, **words: answer)
     q, k, v = (torch.randn(2, 4, 130, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 
@@ -231,7 +232,7 @@ def test_built_in_features_serve_where_attention_has_kernels(served: bool, monke
 
     mask = create_block_mask(causal, None, None, 130, 130, device="cpu")
     with dispatch.use(unmeasured=False):
-        said = dispatch.explain_flex(q, k, v, capped, mask)
+        said = dispatch.explain_flex(q, k, v, capped, mask).reason
         assert said.startswith("attention with window=(None, 0), softcap, alibi_slopes: t" if served else "PyTorch's"), said
         if served:
             out = dispatch.flex_attention(q, k, v, capped, mask)
@@ -240,7 +241,7 @@ def test_built_in_features_serve_where_attention_has_kernels(served: bool, monke
             expected = torch.where(places[:, None] >= places, scores, -math.inf).softmax(-1) @ v
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
             # A gradient needs a backward's kernel.
-            assert dispatch.explain_flex(q.requires_grad_(), k, v, capped, mask).startswith("PyTorch by matrices")
+            assert dispatch.explain_flex(q.requires_grad_(), k, v, capped, mask).reason.startswith("PyTorch by matrices")
 
 
 @pytest.mark.parametrize(

@@ -571,7 +571,7 @@ def test_a_block_mask_of_other_batches_is_left_to_pytorch(monkeypatch: pytest.Mo
     monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
     mask = create_block_mask(lambda b, h, q, k: (q >= k) | ((q + k + b) % 3 == 0), 2, 2, 40, 40, device="cpu")
     query = torch.randn(4, 2, 40, 16)
-    assert dispatch.explain_flex(query, query, query, None, mask).startswith("PyTorch's flex_attention: the BlockMask is for (2, 2)")
+    assert dispatch.explain_flex(query, query, query, None, mask).reason.startswith("PyTorch's flex_attention: the BlockMask is for (2, 2)")
 
 
 def test_pytorch_names_a_wrong_number_of_dimensions_itself() -> None:

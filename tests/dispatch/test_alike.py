@@ -1,0 +1,240 @@
+"""The ways in behave alike: one misuse is one error, one request one result, for dense, packed and paged tensors, and with functions.
+
+A cell that differs is an expected failure that names what is to be mended; it fails the suite once it is.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import ways
+from interpreting import output_of_tests
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from ways import WAYS, Tensors, rows_of, tensors
+
+from flashtune import dispatch
+from flashtune.core import reference
+from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.tolerances import TOLERANCES
+from flashtune.dispatch.calls import CALLS
+from flashtune.dispatch.resolve import Explanation
+
+WITH_CODE = ("functions", "packed functions")
+TAKES: dict[str, tuple[str, ...]] = {
+    "is_causal": ("dense", "packed", "paged", "packed functions"),
+    "allow_tf32": ("dense", "packed", "paged", "packed functions"),
+    "deterministic": ("dense", "packed", "paged", "packed functions"),
+    "softcap": ("dense", "packed", "paged"),
+    "dropout_p": ("dense", "packed"),
+    "return_lse": tuple(WAYS),
+    "enable_gqa": tuple(WAYS),
+    "scale": tuple(WAYS),
+}
+"""The ways in that take an argument."""
+
+
+def cells(*names: str, differ: dict[tuple[str, str], str] | None = None) -> Any:
+    """Parameters of each argument with each way in that takes it; those that `differ` are expected to fail, for the reason."""
+    found = []
+    for name in names:
+        for way in TAKES[name]:
+            why = (differ or {}).get((name, way))
+            marks = [] if why is None else [pytest.mark.xfail(reason=why, strict=True)]
+            found.append(pytest.param(name, way, marks=marks, id=f"{name}-{way}".replace(" ", "_")))
+    return pytest.mark.parametrize(("name", "way"), found)
+
+
+def every(differ: dict[str, str] | None = None, but: tuple[str, ...] = ()) -> Any:
+    """Parameters of each way in."""
+    found = []
+    for way in WAYS:
+        if way not in but:
+            why = (differ or {}).get(way)
+            marks = [] if why is None else [pytest.mark.xfail(reason=why, strict=True)]
+            found.append(pytest.param(way, marks=marks, id=way.replace(" ", "_")))
+    return pytest.mark.parametrize("way", found)
+
+
+def called(way: str, given: Tensors, **words: Any) -> Any:
+    with torch.no_grad():
+        return WAYS[way](given, **words)
+
+
+def right(way: str, out: Tensor, given: Tensors, scale: float = ways.D**-0.5) -> None:
+    """Compare an output without a band with float64."""
+    wide = [x.detach().double() for x in given]
+    wanted, _ = reference.attention(*wide, scale=scale)
+    bound = TOLERANCES["fp32"]
+    torch.testing.assert_close(rows_of(way, out).double(), wanted, atol=bound.atol, rtol=bound.rtol)
+
+
+@cells("is_causal", "allow_tf32", "deterministic", "return_lse", "enable_gqa")
+@pytest.mark.parametrize("value", [1, "no"], ids=["number", "text"])
+def test_a_truth_value_is_a_bool(name: str, way: str, value: Any) -> None:
+    dispatch.reload()
+    with pytest.raises(InputTypeError, match=rf"^{name} must be True or False, not {type(value).__name__}: "):
+        _with(way, {name: value})
+
+
+def _with(way: str, words: dict[str, Any]) -> Any:
+    """A call with these words, also in place of those that the way itself sets."""
+    if "enable_gqa" not in words:
+        return called(way, tensors(), **words)
+    face = {"dense": dispatch.attention, "functions": dispatch.flex_attention}.get(way, dispatch.attention_varlen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, face.__name__, lambda *x, **y: face(*x, **{**y, **words}))
+        return called(way, tensors())
+
+
+@cells("scale", "softcap", "dropout_p")
+@pytest.mark.parametrize("value", ["a", float("nan"), torch.ones(2)], ids=["text", "nan", "tensor"])
+def test_a_number_is_a_finite_one(name: str, way: str, value: Any) -> None:
+    with pytest.raises(InputError if isinstance(value, float) else InputTypeError) as caught:
+        called(way, tensors(), **{name: value})
+    assert re.match(rf"{name}\b.*: ", str(caught.value)) and "\n" not in str(caught.value)
+
+
+@cells("scale", "dropout_p")
+def test_a_number_in_a_tensor_is_that_number(name: str, way: str) -> None:
+    given = tensors()
+    for value in (0.25, 0.75):
+        more = {"seed": 1} if name == "dropout_p" else {}
+        found = called(way, given, **{name: torch.tensor(value)}, **more)
+        torch.testing.assert_close(found, called(way, given, **{name: value}, **more), rtol=0, atol=0)
+
+
+@every()
+@pytest.mark.parametrize("scale", [-0.3, 0.0, None], ids=["negative", "zero", "default"])
+def test_any_scale_is_right(way: str, scale: float | None) -> None:
+    given = tensors()
+    right(way, called(way, given, scale=scale), given, ways.D**-0.5 if scale is None else scale)
+
+
+@every()
+def test_lazily_negated_tensors_are_their_values(way: str) -> None:
+    given = tensors()
+    negated = Tensors(*(torch._neg_view(-x) for x in given))
+    assert all(x.is_neg() for x in negated)
+    torch.testing.assert_close(called(way, negated), called(way, given), rtol=0, atol=0)
+
+
+@every()
+@pytest.mark.parametrize("layout", ["tokens first", "every other column"])
+def test_any_layout_is_right(way: str, layout: str) -> None:
+    given = tensors()
+    made: Callable[[Tensor], Tensor] = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    if layout == "every other column":
+        made = lambda x: x.repeat_interleave(2, -1)[..., ::2]  # noqa: E731
+    right(way, called(way, Tensors(*map(made, given))), given)
+
+
+@every()
+def test_tensors_of_several_types_are_refused_in_a_sentence(way: str) -> None:
+    query, key, value = tensors()
+    with pytest.raises((InputError, InputTypeError)) as caught:
+        called(way, Tensors(query.half(), key, value))
+    assert "float16" in str(caught.value) and ": " in str(caught.value)
+
+
+@every()
+def test_what_is_no_tensor_is_refused_by_its_name(way: str) -> None:
+    query, key, _ = tensors()
+    with pytest.raises(InputTypeError, match=r"^value must be a tensor, not list: "):
+        _untyped(way, query, key)
+
+
+def _untyped(way: str, query: Tensor, key: Tensor) -> None:
+    """A call whose value is a list."""
+    value: Any = [1.0]
+    rows = ways.packed_rows(query), ways.packed_rows(key)
+    bounds = ways.bounds(ways.ROWS), ways.bounds(ways.KEYS)
+    with torch.no_grad():
+        if way == "dense":
+            dispatch.attention(query, key, value, enable_gqa=True)
+        elif way == "functions":
+            dispatch.flex_attention(query, key, value, ways.doubled, enable_gqa=True)
+        elif way == "paged":
+            table, used = torch.zeros(2, 2, dtype=torch.int32), torch.full((2,), 32, dtype=torch.int32)
+            words: dict[str, Any] = {"block_table": table, "seqused_k": used, "enable_gqa": True}
+            dispatch.attention_varlen(rows[0], ways.pages(key), value, bounds[0], None, ways.ROWS, ways.KEYS, **words)
+        else:
+            more: Any = {"score_mod": ways.doubled} if way == "packed functions" else {}
+            dispatch.attention_varlen(*rows, value, *bounds, ways.ROWS, ways.KEYS, enable_gqa=True, **more)
+
+
+@every()
+def test_an_explanation_is_data(way: str) -> None:
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, explain in ways.EXPLAINED.items():
+            patch.setattr(dispatch, name, lambda *x, explain=explain, **y: found.append(explain(*x, **y)))
+        called(way, tensors())
+    [one] = found
+    assert isinstance(one, Explanation) and one.kind and one.reason and one.gpu == "cpu"
+
+
+@every(differ={way: "calls with pages or functions aren't recorded" for way in ("paged", *WITH_CODE)})
+def test_a_call_is_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[object] = []
+    monkeypatch.setattr(CALLS, "meet", met.append)
+    dispatch.reload()
+    called(way, tensors())
+    assert len(met) == 1
+
+
+@every(differ=dict.fromkeys(("packed", "paged", *WITH_CODE), "implementations can be named for dense calls alone"))
+def test_pytorch_can_be_named(way: str) -> None:
+    given = tensors()
+    right(way, called(way, given, implementation="torch"), given)
+
+
+@every(but=("paged",))
+def test_gradients_are_float64s_and_second_ones_too_or_refused(way: str) -> None:
+    given = tensors(requires_grad=True)
+    # PyTorch has second derivatives of its math backend alone.
+    with sdpa_kernel([SDPBackend.MATH]):
+        out = rows_of(way, WAYS[way](given))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    grads = torch.autograd.grad(out, given, dout, create_graph=True)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    wanted_out, _ = reference.attention(*wide, scale=ways.D**-0.5)
+    wanted = torch.autograd.grad(wanted_out, wide, dout.double(), create_graph=True)
+    bound = TOLERANCES["fp32"]
+    for one, other in zip(grads, wanted, strict=True):
+        assert (one.double() - other).norm() <= bound.gradient_norm * other.norm()
+    seconds = torch.autograd.grad(sum(x.square().sum() for x in wanted), wide)
+    try:
+        found = torch.autograd.grad(sum(x.square().sum() for x in grads), given)
+    except InputError as error:
+        refused = str(error)
+    else:
+        refused = None
+    assert refused is None or "differentiated twice, and kernels have first derivatives alone: " in refused
+    for one, other in zip(() if refused else found, () if refused else seconds, strict=True):
+        assert (one.double() - other).norm() <= 10 * bound.gradient_norm * other.norm()
+
+
+@every()
+@pytest.mark.parametrize("none", ["no queries", "no keys"])
+def test_nothing_is_computed_for_no_queries_and_zeros_for_no_keys(way: str, none: str) -> None:
+    query, key, value = tensors()
+    given = Tensors(query[:, :, :0], key, value) if none == "no queries" else Tensors(query, key[:, :, :0], value[:, :, :0])
+    out, lse = called(way, given, return_lse=True)
+    assert out.numel() == given.query.numel() and not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@every(but=("paged",))
+def test_autocast_casts_all_to_its_type(way: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = called(way, tensors())
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out, called(way, tensors(torch.bfloat16)), rtol=0, atol=0)
+
+
+def test_meanings_are_the_same_where_kernels_serve() -> None:
+    """The same tests of this file under Triton's interpreter, but for those of arguments that are refused before anything serves."""
+    output_of_tests(__file__, "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "any_ or negated or gradients or computed or explanation")
