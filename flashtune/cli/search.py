@@ -55,7 +55,6 @@ class SearchOptions:
     budget_s: float | None = None
     until: float = UNTIL
     sampler: str = "gp"
-    pruner: str | None = None
     templates: tuple[str, ...] = ()
     seed: int | None = None
     storage: str | None = None
@@ -93,17 +92,10 @@ class SearchOptions:
 @click.option("--budget", metavar="TIME", help="Wall time for the whole command: 90s, 10m, 1h.")
 @click.option(
     "--sampler",
-    metavar="NAME",
+    type=click.Choice(["gp", "tpe", "random", "exhaustive"]),
     default="gp",
     show_default=True,
-    help="Proposal of candidates: gp, a Gaussian process over the cost model's error; random; exhaustive, all in order; tpe, or any Optuna "
-    "sampler as module:Class (optuna.samplers:GPSampler).",
-)
-@click.option(
-    "--pruner",
-    metavar="NAME",
-    help="Optuna pruner as module:Class (optuna.pruners:MedianPruner), which decides after a candidate's first launches whether it is "
-    "timed further (default: if within 1.5 times the best).",
+    help="Proposal of candidates: gp, a Gaussian process over the cost model's error; tpe, Optuna's; random; exhaustive, all in order.",
 )
 @click.option(
     "--template",
@@ -159,7 +151,7 @@ def search(
     that no template serves are named and left out.
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command resumes where it stopped, without finished problems.
-    Commands are the same if GPU, problems, templates, --trials, --until, --sampler, --pruner and --seed are; the others (--budget, --jobs,
+    Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs,
     --gpus, --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
 
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
@@ -276,7 +268,6 @@ def run_search(
         budget_s=options.budget_s,
         until=options.until,
         sampler=options.sampler,
-        pruner=options.pruner,
         seed=options.seed,
         # A core stays free for each process that launches timed kernels.
         jobs=options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0)),
@@ -298,13 +289,9 @@ def run_search(
 
 
 def _refuse_unsearchable(plan: "SearchPlan") -> None:
-    """Raise InputError for an unknown sampler or pruner, and for problems that no template serves, before anything is written."""
-    from flashtune.tuner.propose.sampling import pruning, require_sampler
+    """Raise InputError for problems that no template serves, before anything is written."""
     from flashtune.tuner.propose.space import SearchSpace
 
-    require_sampler(plan.sampler)
-    if plan.pruner is not None:
-        pruning(plan.pruner)
     for problem in plan.problems:
         SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 

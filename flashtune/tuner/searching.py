@@ -98,10 +98,10 @@ class Search(Shared):
             raise next((error for error in errors if not isinstance(error, KeyboardInterrupt)), errors[0])
 
     def _identity(self) -> list[object]:
-        """Identity of a plan: GPU, problems, families with their axes, trials, sampler, pruner, seed, versions, source of times."""
+        """Identity of a plan: GPU, problems, families with their axes, trials, sampler, seed, versions, source of times."""
         plan, made_by = self.plan, self.provenance
         # Sorted, since records found by a first part of the plan may change the order of the rest (`search --calls`).
-        how = [plan.source, plan.sampler, plan.seed, plan.trials, plan.until, *([plan.pruner] if plan.pruner else [])]
+        how = [plan.source, plan.sampler, plan.seed, plan.trials, plan.until]
         return [plan.target.slug, sorted(self.names), *how, made_by.triton, made_by.gpu_name]
 
     def take(self, spec: KernelSpec | None) -> int | None:

@@ -1,6 +1,5 @@
 """Conditions of a GPU while final candidates race: read from the driver's tool, here a stand-in of it, and acted upon."""
 
-import math
 import os
 import stat
 import subprocess
@@ -371,32 +370,6 @@ def test_kernels_are_compiled_side_by_side_and_failures_of_rendering_are_replies
     measured.compile({candidate: None})
     found = measured.compiled(candidate)
     assert isinstance(found, Failed) and found.fate is Fate.COMPILE and not found.inconclusive
-
-
-def test_a_named_pruner_decides_after_the_first_launches_and_hears_of_the_end() -> None:
-    """Trials of 100, 110, ... us: after two in full the median prunes what is slower."""
-    asked: list[float] = []
-    times = iter([100.0, 110.0, 110.0, 90.0, 90.0, 140.0, -1.0])
-
-    class Times(_Staged):
-        def preparing(self, *_: object, device: int, pytorch: bool) -> Any:
-            return SimpleNamespace(reply=Ready)
-
-        def submit(self, crew: str, task: Callable[..., Any], *arguments: Any, limit_s: float, device: int = 0) -> Any:
-            asked.append(arguments[-1])
-            us = next(times)
-            both = {"time": Measurement.of([us]), "incumbent": Measurement.of([100.0])}
-            reply = Failed(fate=Fate.CORRECTNESS, reason="wrong") if us < 0 else Timed(error=0.5, **both)  # type: ignore[arg-type]
-            return SimpleNamespace(reply=lambda: reply)
-
-    measured, candidate, facts = _measured(Times())
-    measured.pruning = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
-    best = candidate, Measurement.of([100.0])
-    replies = [measured.evaluate(candidate, facts, incumbent) for incumbent in (None, best, best, best, best)]
-    assert asked == [evaluation.PATIENCE, 0.0, math.inf, 0.0, math.inf, 0.0, 0.0]
-    assert [reply.time.median_us for reply in replies if isinstance(reply, Timed)] == [100.0, 110.0, 90.0, 140.0]
-    assert [trial.state.name for trial in measured.pruning.trials] == ["COMPLETE", "COMPLETE", "PRUNED", "FAIL"]
-    assert [trial.intermediate_values for trial in measured.pruning.trials] == [{0: 110.0}, {0: 90.0}, {0: 140.0}, {}]
 
 
 @pytest.mark.parametrize("alone", [True, False])

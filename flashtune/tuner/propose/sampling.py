@@ -1,21 +1,19 @@
-"""Samplers over the valid candidates of a space, which they enumerate: our own, and any of Optuna's; and its pruners by name."""
+"""Samplers over the valid candidates of a space, which they enumerate: our own, and Optuna's TPE."""
 
 import hashlib
-import importlib
-import inspect
 import math
 import random
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import optuna
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.errors import InputError
 from flashtune.core.problem import Problem
 from flashtune.templates.cost_constants import kind_of, peak_per_clock
 from flashtune.tuner.propose.space import Array, Candidate, Candidates, SearchSpace
@@ -108,24 +106,20 @@ class Evenly(CandidateSampler):
         return rng.choice(free)
 
 
-class ByOptuna(CandidateSampler):
-    """Sampler of Optuna's class `kind`: the untried candidate nearest to each point that it proposes.
+class ByTpe(CandidateSampler):
+    """Sampler of Optuna's TPE: the untried candidate nearest to each point that it proposes.
 
     A point has a number for each column of `Candidates.features`, within the range of all candidates. It is told the time of the candidate
     that was tried in its place.
     """
 
-    def __init__(
-        self,
-        space: SearchSpace,
-        problem: Problem,
-        *,
-        seed: int | None,
-        starts: Sequence[Candidate] | None = None,
-        kind: type[optuna.samplers.BaseSampler] = optuna.samplers.TPESampler,
-    ) -> None:
+    def __init__(self, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None) -> None:
         super().__init__(space, problem, seed=seed, starts=starts)
-        self._study = optuna.create_study(direction="minimize", sampler=_made(kind, seed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            # For several pending trials, and axes that depend on each other.
+            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+        self._study = optuna.create_study(direction="minimize", sampler=sampler)
         self._asked: dict[Candidate, optuna.Trial] = {}
         self._told: set[Candidate] = set()
 
@@ -141,12 +135,7 @@ class ByOptuna(CandidateSampler):
         for candidate, time_us in observed.items():
             if candidate not in self._told:
                 self._tell(candidate, time_us)
-        try:
-            trial = self._study.ask(dict(self._ranges))
-        except ImportError as error:
-            raise EnvironmentProblem(
-                f"Optuna's sampler needs a package that is missing ({error}): install it, or choose another"
-            ) from error
+        trial = self._study.ask(dict(self._ranges))
         point = np.array([trial.params[name] for name in self._ranges])
         place = free[int(np.argmin(np.square(self.pool.features[free] - point).sum(axis=1)))]
         self._asked[self.pool.candidates[place]] = trial
@@ -277,66 +266,17 @@ def import_surrogate() -> None:
     import flashtune.tuner.propose.surrogate  # noqa: F401
 
 
-OWN: dict[str, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": ByOptuna, "random": Evenly, "exhaustive": InOrder}
+OWN: dict[str, type[CandidateSampler]] = {"gp": ByExpectedImprovement, "tpe": ByTpe, "random": Evenly, "exhaustive": InOrder}
 """Samplers by their short names; `tpe` is Optuna's TPESampler."""
 
 
 def sampler_of(
     name: str, space: SearchSpace, problem: Problem, *, seed: int | None, starts: Sequence[Candidate] | None = None
 ) -> CandidateSampler:
-    """The sampler of a short name, or of an Optuna sampler's `module:Class`; raises InputError where there is none."""
-    if name in OWN:
-        return OWN[name](space, problem, seed=seed, starts=starts)
-    return ByOptuna(space, problem, seed=seed, starts=starts, kind=optuna_sampler(name))
-
-
-def require_sampler(name: str) -> None:
-    """Raise InputError for a name that `sampler_of` doesn't know."""
+    """The sampler of a name in OWN; raises InputError for any other name."""
     if name not in OWN:
-        _made(optuna_sampler(name), None)
-
-
-def _imported(name: str, choice: str) -> Any:
-    """Attribute of `module:attribute`; raises InputError, which names the `choice`, where there is none."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{name!r} can't be imported ({error}): write {choice}") from error
-
-
-def optuna_sampler(name: str) -> type[optuna.samplers.BaseSampler]:
-    """Optuna sampler class of `module:Class`; raises InputError where it can't be imported, or is none."""
-    kind = _imported(name, f"{', '.join(OWN)}, or an Optuna sampler as module:Class")
-    if not isinstance(kind, type) or not issubclass(kind, optuna.samplers.BaseSampler):
-        raise InputError(f"{name!r} is no Optuna sampler: name a subclass of optuna.samplers.BaseSampler, such as GPSampler")
-    return kind
-
-
-def pruning(name: str) -> optuna.Study:
-    """Study in memory with the Optuna pruner of `module:Class`, whose arguments have defaults, or of `module:object`; raises InputError
-    where there is none."""
-    found = _imported(name, "an Optuna pruner as module:Class")
-    try:
-        found = found() if isinstance(found, type) else found
-    except TypeError as error:
-        raise InputError(f"the pruner {name} can't be made ({error}): name an object, made in a module of your own") from error
-    if not isinstance(found, optuna.pruners.BasePruner):
-        raise InputError(f"{name!r} is no Optuna pruner: name a subclass of optuna.pruners.BasePruner, such as MedianPruner, or an object")
-    return optuna.create_study(pruner=found)
-
-
-def _made(kind: type[optuna.samplers.BaseSampler], seed: int | None) -> optuna.samplers.BaseSampler:
-    """Optuna sampler of a class that takes a seed or no arguments; raises InputError for others, or where a package is missing."""
-    # TPE's options for several pending trials and axes that depend on each other; other samplers have none of these.
-    wanted = {"seed": seed, "multivariate": True, "constant_liar": True}
-    known = inspect.signature(kind).parameters
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return kind(**{name: value for name, value in wanted.items() if name in known})
-    except (TypeError, ImportError) as error:
-        raise InputError(f"the sampler {kind.__name__} can't be made ({error}): choose another, or install what it needs") from error
+        raise InputError(f"unknown sampler {name!r}: use one of {', '.join(OWN)}")
+    return OWN[name](space, problem, seed=seed, starts=starts)
 
 
 def derived(seed: int, number: int) -> int:

@@ -1,6 +1,5 @@
 """Evaluations that turn a compiled candidate into a time: measured on the local GPU, or predicted for an absent one."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest
 
 if TYPE_CHECKING:
-    import optuna
+    pass
 
 CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float], Called | Failed]
 """Task that times whole calls of some sources, for so many seconds, on the GPU of its process; dispatch defines a call."""
@@ -90,10 +89,7 @@ class Evaluation:
 
 @dataclass(slots=True, kw_only=True)
 class MeasuredEvaluation(Evaluation):
-    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there.
-
-    With `pruning`, its pruner decides after a candidate's first launches if it is timed further, in place of `PATIENCE`.
-    """
+    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
 
     problem: Problem
     target: Target
@@ -103,7 +99,6 @@ class MeasuredEvaluation(Evaluation):
     race_s: float
     device: int = 0
     calls: CallsTask | None = None
-    pruning: "optuna.Study | None" = None
     spent: Spent = field(default_factory=Spent)
     _preparing: Pending[Ready] | None = None
     _ready: Ready | None = None
@@ -150,26 +145,8 @@ class MeasuredEvaluation(Evaluation):
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """Check and time on the GPU. The time is put in the incumbent's scale: clocks drift between trials, ratios don't."""
         self._wait()
-        if self.pruning is None or incumbent is None:
-            return self._timed(candidate, incumbent, PATIENCE)
-        from optuna.trial import TrialState
-
-        trial, state = self.pruning.ask(), TrialState.FAIL
-        reply = self._timed(candidate, incumbent, 0.0)
-        if isinstance(reply, Timed):
-            trial.report(reply.time.median_us, step=0)
-            if trial.should_prune():
-                state = TrialState.PRUNED
-            elif isinstance(reply := self._timed(candidate, incumbent, math.inf), Timed):
-                state = TrialState.COMPLETE
-        values = [reply.time.median_us] if isinstance(reply, Timed) and state is TrialState.COMPLETE else None
-        self.pruning.tell(trial, values, state)
-        return reply
-
-    def _timed(self, candidate: Candidate, incumbent: tuple[Candidate, Measurement] | None, patience: float) -> Timed | Failed:
-        """Reply of a trial, which ends after the first launches where the candidate is slower than `patience` times the incumbent."""
         sources = self._source(candidate), self._source(incumbent[0]) if incumbent else None
-        fixed = (self.problem, self.target, self.seed, self.measure_s, patience)
+        fixed = (self.problem, self.target, self.seed, self.measure_s, PATIENCE)
         limit_s = self.workers.limits.device_s
         reply = self.workers.submit("device", tasks.evaluate_candidate, *sources, *fixed, limit_s=limit_s, device=self.device).reply()
         if isinstance(reply, Failed):

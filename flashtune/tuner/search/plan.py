@@ -32,9 +32,7 @@ class SearchPlan:
     budget_s: float | None = None
     until: float | None = None
     sampler: str = "gp"
-    """Short name, or module:Class of an Optuna sampler (see `sampler_of`)."""
-    pruner: str | None = None
-    """module:Class or module:object of an Optuna pruner (see `pruning`)."""
+    """Name of a sampler (see `sampler_of`)."""
     seed: int | None = None
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)

@@ -15,7 +15,6 @@ from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, Conditions, Ending, Outcome, Provenance, SearchResult
 from flashtune.core.words import counted
 from flashtune.tuner.children.workers import Workers
-from flashtune.tuner.propose.sampling import pruning
 from flashtune.tuner.propose.space import Candidate, SearchSpace, record_of, stored, transfer_candidates
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish.winners import Winners
@@ -99,7 +98,6 @@ class Shared:
             race_s=plan.race_s,
             device=device,
             calls=plan.calls,
-            pruning=None if plan.pruner is None else pruning(plan.pruner),
         )
 
 
