@@ -77,10 +77,14 @@ def test_medians_of_what_the_tool_says_while_the_race_runs(tools: Path) -> None:
     assert (found.throttled_by, found.other_processes, found.doubts) == ("", 0, ())
 
 
-def test_what_was_read_before_the_race_doesnt_count(tools: Path) -> None:
-    stand_in(tools, [IDLE], [])
-    with GpuWatch("GPU-1") as watch:
-        assert watch.between(time.time() + 60, time.time() + 120, os.getpid()) is None
+def test_only_what_was_read_within_the_race_counts_its_ends_included() -> None:
+    watch = GpuWatch("GPU-1")
+    # Between these readings of clocks and of processes the race ran from 1 to 3.
+    clocks = [(0.9, IDLE), (1.0, QUIET), (2.0, QUIET), (3.0, CAPPED), (3.1, IDLE)]
+    processes = [(0.9, "8"), (1.0, "7"), (3.0, "9"), (3.1, "10")]
+    watch._loops = [SimpleNamespace(readings=readings) for readings in (clocks, processes)]  # type: ignore[misc]
+    assert watch.between(1.0, 3.0, own=7) == conditions_of([QUIET, QUIET, CAPPED], ["7", "9"], own=7)
+    assert watch.between(1.1, 1.9, own=7) is None
 
 
 def test_the_tool_is_stopped_with_the_race(tools: Path) -> None:
