@@ -41,9 +41,19 @@ def module_of(p: Problem, order: str) -> object:
     return load_kernel(render(BWD, variant_of(BWD, spec, config)), "flash_bwd")
 
 
-def very_negative() -> Inputs:
-    """A boolean mask, scores around -150, and keys that end within a tile: where exp(0 - LSE) is infinite."""
-    inputs = make_inputs(problem(Features(mask="bool"), n_q=20, n_kv=40, heads=1, dtype="fp16"), device="cpu", seed=5)
+NEGATIVE = {
+    "none": problem(Features(), n_q=20),
+    "bool": problem(Features(mask="bool"), n_q=20),
+    "bias": problem(Features(mask="bias", dbias=True), n_q=20),
+    # Rows whose band ends behind the last key.
+    "causal": problem(Features(causal=True), n_q=55),
+}
+"""Kinds of masks, with keys that end within a tile of every kernel."""
+
+
+def very_negative(p: Problem) -> Inputs:
+    """Scores around -150: past the last key, where they are 0, exp(0 - LSE) is infinite."""
+    inputs = make_inputs(replace(p, heads=1, dtype="fp16"), device="cpu", seed=5)
     shift = (150 / (inputs.parameters.scale * 16)) ** 0.5
     inputs.k.add_(shift)
     inputs.q.sub_(shift)
@@ -123,7 +133,12 @@ def main() -> dict[str, object]:
             gentle.operands["dlse"].fill_(1.0)
             report["lse"] = check(launch, gentle, oracle(gentle, everywhere(gentle.problem))).reason
     report["repeated biases"] = repeated_bias_errors()
-    inputs = very_negative()
-    launch = launcher(module_of(inputs.problem, "rows"))  # type: ignore[arg-type]
-    report["very negative"] = check(launch, inputs, oracle(inputs, everywhere(inputs.problem))).reason
+    for name, p in NEGATIVE.items():
+        inputs = very_negative(p)
+        launch = launcher(module_of(inputs.problem, "rows"))  # type: ignore[arg-type]
+        report[f"very negative: {name}"] = check(launch, inputs, oracle(inputs, everywhere(inputs.problem))).reason
+    p = problem(Features(mask="bias", dbias=True))
+    inputs = make_inputs(p, device="cpu", seed=0, own_masks=True)
+    report["unseen"] = bool((inputs.lse[..., -1] == -float("inf")).all())
+    report["rows hidden by a bias"] = check(launcher(module_of(p, "rows")), inputs, oracle(inputs, everywhere(p))).reason  # type: ignore[arg-type]
     return report

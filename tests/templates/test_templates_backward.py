@@ -25,8 +25,13 @@ def test_gradients_are_those_of_the_reference(report: dict[str, Any], case: str)
     assert report[case] == ""
 
 
-def test_gradients_are_finite_where_the_lse_is_so_negative_that_padding_overflows(report: dict[str, Any]) -> None:
-    assert report["very negative"] == ""
+@pytest.mark.parametrize("mask", ["none", "bool", "bias", "causal"])
+def test_gradients_are_right_where_the_lse_is_so_negative_that_padding_overflows(report: dict[str, Any], mask: str) -> None:
+    assert report[f"very negative: {mask}"] == ""
+
+
+def test_rows_that_a_bias_hides_whole_have_zeros_as_gradients(report: dict[str, Any]) -> None:
+    assert report["unseen"] and report["rows hidden by a bias"] == ""
 
 
 def test_errors_are_at_most_twice_the_frameworks(report: dict[str, Any]) -> None:
