@@ -161,6 +161,11 @@ def _root(*_: Tensor) -> Functions:
     return lambda s, b, h, q, k: 2 * (s * s).sqrt(), None
 
 
+def _far_below(*_: Tensor) -> Functions:
+    # So far below 0, the score of keys past the end, that the exponential of 0 less the LSE is infinite; the mask sees those keys.
+    return lambda s, b, h, q, k: torch.where(s == 0, s, s - 100.0), lambda b, h, q, k: q + 30 >= k
+
+
 def _numbers(*sizes: int, trained: bool = True, scale: float = 1.0) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: (torch.randn(sizes, generator=generator) * scale).requires_grad_(trained)
 
@@ -198,6 +203,7 @@ CASES: dict[str, Case] = {
     "hidden_by_score": Case(_hidden_by_score),
     "constants": Case(_constants, _of(_numbers(4, 3, scale=0.3))),
     "root": Case(_root),
+    "far_below": Case(_far_below),
 }
 
 
