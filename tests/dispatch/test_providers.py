@@ -22,7 +22,7 @@ from flashtune.core import reference
 from flashtune.core.band import Band
 from flashtune.core.config import Variant
 from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
+from flashtune.core.problem import Features, Problem
 from flashtune.core.results import PROVIDERS as NAMES
 from flashtune.core.results import Baseline, Measurement, Outcome, Provenance, SearchResult
 from flashtune.db.library import Library
@@ -532,6 +532,40 @@ def test_a_near_call_is_served_by_whom_the_nearest_record_names(machine: Machine
     explained = dispatch.explain(Q, Q, Q, is_causal=True)
     assert (explained.kind, explained.provider) == ("provider", "math") and "for another problem (n=64 for 40" in explained.reason
     assert_right(attend())
+
+
+def test_each_length_is_served_by_its_own_record_or_that_of_its_bucket(
+    machine: Machine, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n, faster in ((40, "flash"), (64, "math"), (128, "flash")):
+        sizes = replace(PROBLEM, features=Features(), n_kv=n)
+        with_providers(own_database, {"math": 80.0, "flash": 80.0, faster: 50.0}, problem=sizes)
+    looked: list[int] = []
+    real = resolve.deciding_record
+    monkeypatch.setattr(resolve, "deciding_record", lambda pool, sizes, target: (looked.append(sizes.n_kv), real(pool, sizes, target))[1])
+    for n, whose, name in ((40, 40, "flash"), (41, 64, "math"), (64, 64, "math"), (39, 64, "math"), (65, 128, "flash"), (66, 128, "flash")):
+        k = drawn(2, 4, n, 16)
+        explained = dispatch.explain(Q, k, k)
+        assert explained.record_key is not None and (explained.record_key.n, explained.provider) == (whose, name), n
+        assert (f"n={whose} for {n}" in explained.reason) is (whose != n)
+        close(dispatch.attention(Q, k, k), expected(*(x.double() for x in (Q, k, k))))
+    assert looked == [64, 128] and machine.launched == []
+
+
+def test_pytorch_serves_a_length_at_which_it_won_and_no_other(machine: Machine, own_database: Path) -> None:
+    sizes = replace(PROBLEM, n_q=64, n_kv=64)
+    result = SearchResult(
+        gpu="h200",
+        problem=sizes,
+        outcomes=(Outcome.of_provider("math", "0" * 16, Measurement.of([250.0] * 12)),),
+        provenance=Provenance(flashtune="0", torch="2", triton="3"),
+        baseline=Baseline(backend="flash", measurement=Measurement.of([200.0] * 12), call_us=200.0),
+    )
+    with Store.open(own_database, writable=True) as store:
+        store.save(result)
+    q = drawn(2, 4, 64, 16)
+    assert dispatch.explain(q, q, q, is_causal=True).kind == "framework"
+    assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "default"
 
 
 def test_gradients_go_where_the_backwards_record_says(machine: Machine, own_database: Path) -> None:
