@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 from compiling import cross_compile
-from hopper_kernels import H200, compiled, count, key_loops, launch_of, machine_code, problem, source
+from hopper_kernels import H200, PLAIN, compiled, count, key_loops, launch_of, machine_code, problem, source
 
+from flashtune.core.config import Config
 from flashtune.core.dtypes import DType
 from flashtune.core.problem import Features
+from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
+from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import read_facts
 
 CAUSAL = Features(causal=True)
@@ -229,6 +233,26 @@ def test_as_many_programs_fit_an_sm_as_the_config_says(ctas_per_sm: int, changes
     # The system keeps 1 KiB for each program.
     assert (facts.shared_bytes + 1024) * ctas_per_sm <= H200.shared_bytes_per_sm
     assert facts.spills == 0
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "changes"),
+    [
+        (64, 64, {"BLOCK_N": 128, "ctas_per_sm": 3}),
+        (64, 128, {"ctas_per_sm": 3}),
+        (32, 32, {"BLOCK_M": 192, "BLOCK_N": 256}),
+    ],
+    ids=str,
+)
+def test_a_product_that_ptxas_refuses_is_outside_the_space(d: int, d_v: int, changes: dict[str, Any]) -> None:
+    spec, chosen = problem(d, d_v=d_v).spec(), Config.of({**PLAIN, "BLOCK_M": 64, "intra_wg_overlap": 0}, **changes)
+    broken, layout = FAMILY.violated(chosen, spec, H200), HopperLayout.of(spec, chosen)
+    assert broken is not None and broken.name == "registers at entry"
+    text, needed = render(FAMILY, variant_of(FAMILY, spec, chosen)), r"Insufficient registers \((\d+)\) .*register target of (\d+)"
+    with pytest.raises(Exception, match=needed) as error:
+        cross_compile(text, "refused", problem(d, d_v=d_v), H200)
+    found = re.search(needed, str(error.value))
+    assert found is not None and (int(found[1]), int(found[2])) == (layout.entry_registers, layout.product_registers)
 
 
 def test_a_single_program_of_an_sm_has_no_register_cap() -> None:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-from hopper_kernels import H200, problem, source
+from hopper_kernels import H200, PLAIN, problem, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ from flashtune.templates.cost import predict_us
 from flashtune.templates.expected import log_us
 from flashtune.templates.family import Family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
-from flashtune.templates.hopper.layout import tiles_of
+from flashtune.templates.hopper.layout import HopperLayout, tiles_of
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children import tasks
@@ -94,6 +95,26 @@ def test_every_supported_spec_has_starts_that_break_no_constraint(dtype: DType, 
 def test_it_says_why_it_refuses(gpu: str, changes: dict[str, Any]) -> None:
     spec = KernelSpec(**{**problem().spec().as_dict(), **changes})
     assert "flash_fwd_hopper" in (FAMILY.supports(spec, find_target(gpu)) or "")
+
+
+@pytest.mark.parametrize("features", [Features(), Features(causal=True, mask="bool")], ids=Features.label)
+@pytest.mark.parametrize(("d", "d_v", "dtype"), [(16, 16, "bf16"), (64, 64, "bf16"), (64, 128, "fp16"), (32, 256, "bf16"), (64, 64, "fp8")])
+def test_programs_of_an_sm_fit_its_register_file_and_products_a_threads_registers(
+    d: int, d_v: int, dtype: DType, features: Features
+) -> None:
+    spec = problem(d, features, d_v=d_v, dtype=dtype).spec()
+    read = {axis.name: axis.values for axis in FAMILY.axes if axis.name in ("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm")}
+    members = 0
+    for values in product(*read.values()):
+        chosen = Config.of(PLAIN, **dict(zip(read, values, strict=True)))
+        if FAMILY.violated(chosen, spec, H200) is None:
+            layout, members = HopperLayout.of(spec, chosen), members + 1
+            # Warps get registers in units of 256.
+            of_warp = -(-layout.entry_registers * H200.warp_size // 256) * 256
+            assert of_warp * 4 * (layout.consumers + 1) * chosen.number("ctas_per_sm") <= H200.registers_per_sm
+            # Of a product's accumulator a thread has a number for every two columns, and 64 rows are the warpgroup's.
+            assert max(chosen.number("BLOCK_N"), layout.block_dv) // 2 + 26 <= layout.entry_registers
+    assert members > 5
 
 
 TILES_IN_CHUNKS = [

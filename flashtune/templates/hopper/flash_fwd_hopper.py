@@ -111,6 +111,12 @@ CONSTRAINTS = (
         axes=("BLOCK_M", "BLOCK_N", "intra_wg_overlap", "ctas_per_sm", "v_columns"),
     ),
     Constraint(
+        name="registers at entry",
+        holds=lambda c, s, t: (layout := HopperLayout.of(s, c)).product_registers <= layout.entry_registers,
+        why="ptxas compiles no product that needs more registers than a thread has before warpgroups exchange theirs",
+        axes=("BLOCK_M", "BLOCK_N", "ctas_per_sm", "v_columns"),
+    ),
+    Constraint(
         name="columns in pieces",
         holds=lambda c, s, t: c.get("v_columns", "padded") == "padded" or len(HopperLayout.of(s, c).v_pieces) > 1,
         why="head sizes of values that are powers of two when rounded up to the unit have no padding to leave out, nor has fp8 up to 128",

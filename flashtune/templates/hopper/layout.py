@@ -339,6 +339,12 @@ class HopperLayout(HopperTiles):
         return 65536 // (128 * (self.consumers + 1) * self.config.number("ctas_per_sm")) // 8 * 8
 
     @property
+    def product_registers(self) -> int:
+        """Registers that ptxas 12.8 wants for a thread's largest matrix instruction: its accumulator, probs beside values, and 26."""
+        values = max(width for _, width in self.v_pieces)
+        return 26 + max(self.config.number("BLOCK_N") // 2, values // 2 + 4)
+
+    @property
     def live_registers(self) -> int:
         """Registers of a consumer thread's accumulators and probs (scores and output fp32, probs as wide as the inputs)."""
         scores, out = self.config.number("BLOCK_N") // 2, self.v_columns // 2
