@@ -10,6 +10,7 @@ from typing import Any
 import frozen
 
 from flashtune import dispatch
+from flashtune.core.lengths import LAWS, Lengths
 from flashtune.core.models import models
 from flashtune.core.problem import Features, Problem
 from flashtune.db.library import Library, shipped_path
@@ -22,14 +23,20 @@ LENGTHS = (1024, 4096, 16384)
 def name_of(problem: Problem, gpu: str) -> str:
     """A problem on a GPU in one line, which `problem_of` reads."""
     sizes = [f"{name}={getattr(problem, name)}" for name in SIZES]
+    if problem.lengths is not None:
+        sizes.append(f"{problem.lengths.law}={problem.lengths.longest}")
     return " ".join([gpu, problem.direction, problem.dtype, *sizes, json.dumps(problem.features.as_json(), separators=(",", ":"))])
 
 
 def problem_of(name: str) -> tuple[Problem, str]:
     """The problem and the GPU that a line of `name_of` names."""
-    gpu, direction, dtype, *rest = name.split(" ", 3 + len(SIZES))
+    gpu, direction, dtype, *rest = name.split(" ")
     sizes: dict[str, Any] = {key: int(value) for key, _, value in (word.partition("=") for word in rest[:-1])}
-    return Problem(**sizes, dtype=dtype, direction=direction, features=Features.from_json(json.loads(rest[-1]))), gpu  # type: ignore[arg-type]
+    # Of packed sequences the law of their lengths and the longest.
+    lengths = [Lengths(law=law, longest=sizes.pop(law)) for law in LAWS if law in sizes]
+    features = Features.from_json(json.loads(rest[-1]))
+    problem = Problem(**sizes, dtype=dtype, direction=direction, features=features, lengths=next(iter(lengths), None))  # type: ignore[arg-type]
+    return problem, gpu
 
 
 def served(names: Iterable[str]) -> dict[str, list[str | None]]:

@@ -3,12 +3,13 @@
 import argparse
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
 MOST_SHOWN = 20
+MOST_PARTS = 3
 
 
 def read(name: str) -> dict[str, Any]:
@@ -29,7 +30,30 @@ def write(name: str, values: dict[str, Any], reason: str) -> None:
 def differences(frozen: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each entry that is missing, new or other."""
     names = sorted(frozen.keys() | now.keys())
-    return [f"{name}: {frozen.get(name)} became {now.get(name)}" for name in names if frozen.get(name) != now.get(name)]
+    return [f"{name}: {_said(frozen.get(name), now.get(name))}" for name in names if frozen.get(name) != now.get(name)]
+
+
+def _said(before: Any, after: Any) -> str:
+    """The first parts in which two values differ."""
+    parts = list(_apart("", before, after))
+    more = f"; and {len(parts) - MOST_PARTS} more" if len(parts) > MOST_PARTS else ""
+    return "; ".join(parts[:MOST_PARTS]) + more
+
+
+def _apart(place: str, before: Any, after: Any) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            yield from _apart(f"{place}{name}: ", before.get(name), after.get(name))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for one, other in zip(before, after, strict=True):
+            yield from _apart(place, one, other)
+    elif isinstance(before, str) and isinstance(after, str) and len(words := before.split(", ")) == len(others := after.split(", ")) > 1:
+        # Of a launch its name says which it is.
+        head = f"{words[0].partition(' ')[0]} "
+        for one, other in zip(words, others, strict=True):
+            yield from _apart(f"{place}{head}", one, other)
+    elif before != after:
+        yield f"{place}{before} became {after}"
 
 
 def main(name: str, description: str | None, current: Callable[[bool], dict[str, Any]]) -> int:
