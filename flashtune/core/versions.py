@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Versions that were run together, and what ran."""
+    """Versions that were run together, and what ran; `transformers` is empty where it wasn't installed."""
 
     python: str
     torch: str
@@ -20,8 +20,9 @@ RUNS = (
     Run("3.11", "2.11.0", "3.6.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
     Run("3.11", "2.13.0", "3.6.0", "5.24.0", "all tests"),
     Run("3.11", "2.14.1", "3.8.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
-    Run("3.11", "2.15.0", "3.9.0", "5.24.0", "`make newest`"),
-    Run("3.13", "2.15.0", "3.9.0", "5.24.0", "install, imports, calls, gradients, traces of functions"),
+    Run("3.11", "2.14.1", "3.9.0", "5.24.0", "`make newest`"),
+    Run("3.13", "2.14.1", "3.8.0", "", "install, `flashtune doctor`, the README's lines"),
+    Run("3.11", "2.15.0", "3.9.0", "5.24.0", "install, imports, calls, gradients, torch.compile"),
 )
 """In the order of PyTorch's versions."""
 
