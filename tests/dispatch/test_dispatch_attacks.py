@@ -154,9 +154,6 @@ def test_a_record_is_checked_on_its_own_gpu_before_it_is_moved(template: str, gp
 
 # --- packed files -----------------------------------------------------------------------------------------------------------------
 
-BOMB = gzip.compress(bytes(200 << 20), 1)
-GROUP = lzma.compress(bytes(200 << 20), preset=0)
-
 
 @contextmanager
 def little_memory() -> Iterator[None]:
@@ -168,26 +165,28 @@ def little_memory() -> Iterator[None]:
         tracemalloc.stop()
 
 
-def of_code(folder: Path) -> None:
-    (folder / PLAIN.file).write_bytes(BOMB)
-    Manifest(variant_id="0123456789abcdef", binaries=(PLAIN,), folder=folder).code(PLAIN)
+def of_code(folder: Path) -> Manifest:
+    (folder / PLAIN.file).write_bytes(gzip.compress(bytes(200 << 20), 1))
+    return Manifest(variant_id="0123456789abcdef", binaries=(PLAIN,), folder=folder)
 
 
-def of_a_group(folder: Path) -> None:
-    content, sha256 = archive_bytes([GROUP])
+def of_a_group(folder: Path) -> Manifest:
+    group = lzma.compress(bytes(200 << 20), preset=0)
+    content, sha256 = archive_bytes([group])
     (folder / "sm90.kernels").write_bytes(content)
-    archive = Archive(path=folder / "sm90.kernels", sha256=sha256, groups=(Group(len(GROUP), 4096),))
-    Manifest(variant_id="0123456789abcdef", binaries=(), archive=archive).code(replace(PLAIN, file="0/64/1024"))
+    archive = Archive(path=folder / "sm90.kernels", sha256=sha256, groups=(Group(len(group), 4096),))
+    return Manifest(variant_id="0123456789abcdef", binaries=(), archive=archive)
 
 
-def of_a_large_file(folder: Path) -> None:
+def of_a_large_file(folder: Path) -> Manifest:
     with (folder / PLAIN.file).open("wb") as file:
         file.write(gzip.compress(b"code")[:-8])
         file.truncate(1 << 32)
-    Manifest(variant_id="0123456789abcdef", binaries=(PLAIN,), folder=folder).code(PLAIN)
+    return Manifest(variant_id="0123456789abcdef", binaries=(PLAIN,), folder=folder)
 
 
 @pytest.mark.parametrize("attack", [of_code, of_a_group, of_a_large_file])
-def test_packed_code_fills_no_memory(tmp_path: Path, attack: Callable[[Path], None]) -> None:
+def test_packed_code_fills_no_memory(tmp_path: Path, attack: Callable[[Path], Manifest]) -> None:
+    found = attack(tmp_path)
     with little_memory(), pytest.raises(EnvironmentProblem, match="machine code"):
-        attack(tmp_path)
+        found.code(replace(PLAIN, file="0/64/1024") if found.archive else PLAIN)
