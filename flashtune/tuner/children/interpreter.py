@@ -22,6 +22,7 @@ def quicken() -> None:
     _keep_shapes()
     _compare_quickly()
     _take_operands_quickly()
+    _convert_quickly(interpreter)
     if not interpreter.interpreter_builder.options.debug:
         # Checks of overflow are computed, and then dropped (TritonSemantic.device_assert).
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -40,11 +41,24 @@ def _replace_the_language_once(interpreter: Any) -> None:
     tl: Any = importlib.import_module("triton.language")
     builtins, patch_lang = functools.cache(_builtins), interpreter._patch_lang
     patched: set[ModuleType] = set()
+    marked = tl.core.builtin(lambda: None).__code__
+
+    @functools.cache
+    def interpreted(member: Any, builder: Any) -> Any:
+        semantic = interpreter.TritonSemantic(builder)
+        # What marks a function as Triton's own only asks for the argument that is given here.
+        function = member.__wrapped__ if getattr(member, "__code__", None) is marked else member
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*arguments, **named)
+
+        return call
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
         for name in builtins(package):
             if tl.core.is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
+                scope.set_attr(package, name, interpreted(member, builder))
 
     @functools.cache
     def languages(function: Any) -> frozenset[ModuleType]:
@@ -82,21 +96,24 @@ def _keep_shapes() -> None:
     """Cache the tuples of each shape, of a type's numbers and of a tensor's constants, none of which is ever changed."""
     core: Any = importlib.import_module("triton.language.core")
     shapes: dict[Any, Any] = {}
+    # Kept shapes are never freed, so that nothing else has their place.
+    places: dict[int, Any] = {}
     names: dict[Any, str] = {}
     make_type, unwrapped = core.block_type.__init__, core._unwrap_if_constexpr
 
     def new_type(self: Any, element_ty: Any, shape: Any) -> None:
-        numbers = tuple([unwrapped(size) for size in shape])
-        if (known := shapes.get(numbers)) is None:
-            make_type(self, element_ty, shape)
-            constants = core.tuple([core.constexpr(size) for size in numbers])
-            self.kept = shapes[numbers] = self.shape, self.numel, core.constexpr(math.prod(numbers)), constants
-            return
-        self.element_ty = element_ty
+        if (known := places.get(id(shape))) is None:
+            numbers = tuple([unwrapped(size) for size in shape])
+            if (known := shapes.get(numbers)) is None:
+                make_type(self, element_ty, shape)
+                constants = core.tuple([core.constexpr(size) for size in numbers])
+                known = self.shape, self.numel, core.constexpr(math.prod(numbers)), constants
+                self.kept = shapes[numbers] = places[id(self.shape)] = known
+                return
+        self.element_ty, self.kept = element_ty, known
         self.shape, self.numel = known[:2]
-        self.kept = known
-        if (name := names.get((numbers, element_ty.name))) is None:
-            name = names[numbers, element_ty.name] = f"<{self.shape}, {element_ty}>"
+        if (name := names.get((id(self.shape), element_ty.name))) is None:
+            name = names[id(self.shape), element_ty.name] = f"<{self.shape}, {element_ty}>"
         self.name = name
 
     one, none = core.constexpr(1), core.tuple([])
@@ -119,7 +136,11 @@ def _compare_quickly() -> None:
     def same(self: Any, other: Any) -> bool:
         return bool(self.name == other.name if other.__class__ is core.dtype else equal(self, other))
 
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type}
+
     def unwrapped(o: Any) -> Any:
+        if o.__class__ in plain:
+            return o
         if isinstance(o, core.constexpr):
             return o.value
         if isinstance(o, list):
@@ -146,6 +167,8 @@ def _take_operands_quickly() -> None:
         left, right = lhs.__class__ is core.tensor, rhs.__class__ is core.tensor
         if left and right and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in ("fp32", "int32", "int64", "int1"):
             return operands(self, lhs, rhs)
+        if left and right and rules[:1] == (True,) and lhs.dtype.is_ptr() and rhs.dtype.is_int():
+            return operands(self, lhs, rhs)
         beside, number = (lhs, rhs) if left else (rhs, lhs)
         if left == right or named or number.__class__ not in (int, float):
             return check(self, lhs, rhs, *rules, **named)
@@ -163,7 +186,35 @@ def _take_operands_quickly() -> None:
 
     def operands(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
-        same = a.shape.values == b.shape.values if a.is_block() and b.is_block() else a.is_block() == b.is_block()
+        if a.is_block() != b.is_block():
+            return (lhs, splat(self, rhs, a)) if a.is_block() else (splat(self, lhs, b), rhs)
+        same = not a.is_block() or a.shape.values == b.shape.values
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
+    def splat(self: Any, x: Any, like: Any) -> Any:
+        kind = like.with_element_ty(x.type.scalar)
+        return core.tensor(self.builder.create_splat(kind, x.handle), kind)
+
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, operands
+
+
+def _convert_quickly(interpreter: Any) -> None:
+    """Leave tensors as they are that have the type already, and types of the interpreter, which are Triton's own."""
+    core: Any = importlib.import_module("triton.language.core")
+    semantic: Any = importlib.import_module("triton.language.semantic").TritonSemantic
+    to_tensor, cast, empty, dtype_of = semantic.to_tensor, semantic.cast, interpreter.np.empty, interpreter._get_np_dtype
+
+    def tensor_of(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if x.__class__ is core.tensor else to_tensor(self, x, check_type)
+
+    def converted(self: Any, input: Any, dst_ty: Any, rounding: Any = None) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, rounding)
+
+    def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        data = empty(ret_ty.shape.values, dtype_of(arg.dtype))
+        data[...] = arg.data
+        return interpreter.TensorHandle(data, arg.dtype.scalar)
+
+    semantic.to_tensor, semantic.cast = tensor_of, converted
+    interpreter.InterpreterBuilder.create_splat = splat
+    core.block_type.to_ir = lambda self, builder: self
