@@ -1,6 +1,7 @@
 """Python processes that needn't import torch: forked off a server that has, one for all tests of a process.
 
-They run their code as `python -c` does, and end as it does, with exit functions and finalizers. Nothing but torch is imported before.
+They run their code as `python -c` does, and end as it does, with exit functions and finalizers. Nothing but torch is imported before; those
+of Triton's interpreter have a server of their own, which has imported Triton with the interpreter switched on, and torch's compiler, too.
 """
 
 import functools
@@ -11,6 +12,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+INTERPRETER = "torch._dynamo, torch._functorch.aot_autograd, triton.experimental.gluon, pytest"
+"""What the server of processes of Triton's interpreter has imported beside torch."""
 
 SERVER = """
 import json, os, sys
@@ -41,24 +45,30 @@ exec(compile(request["code"], "<string>", "exec"))
 class Child:
     """A process that was started."""
 
-    def __init__(self, request: dict[str, object]) -> None:
-        self._place = tempfile.TemporaryDirectory()
+    def __init__(self, request: dict[str, object], interpret: bool) -> None:
+        self._place, self._interpret = tempfile.TemporaryDirectory(), interpret
         names = {name: str(Path(self._place.name) / name) for name in ("stdout", "stderr")}
-        self._pid = _answer(request | names)
+        self._pid = _answer(request | names, interpret)
 
     def ended(self) -> "subprocess.CompletedProcess[str]":
         """Wait for its end."""
-        code = _answer({"pid": self._pid})
+        code = _answer({"pid": self._pid}, self._interpret)
         stdout, stderr = ((Path(self._place.name) / name).read_text() for name in ("stdout", "stderr"))
         self._place.cleanup()
         return subprocess.CompletedProcess(["python", "-c"], code, stdout, stderr)
 
 
-def started(code: str, *words: object, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Child:
-    """A process that runs `code` with these arguments, this process's path of imports, and its environment under `environment`."""
+def started(
+    code: str, *words: object, folder: Path | None = None, environment: Mapping[str, str] | None = None, interpret: bool = False
+) -> Child:
+    """A process that runs `code` with these arguments, this process's path of imports, and its environment under `environment`.
+
+    With `interpret` Triton's interpreter is switched on in it.
+    """
+    environment = {**(environment or {}), **({"TRITON_INTERPRET": "1"} if interpret else {})}
     request: dict[str, object] = {"code": code, "words": list(map(str, words)), "path": sys.path}
-    request |= {"folder": str(folder or Path.cwd()), "environment": {**os.environ, **(environment or {})}}
-    return Child(request)
+    request |= {"folder": str(folder or Path.cwd()), "environment": {**os.environ, **environment}}
+    return Child(request, interpret)
 
 
 def python(code: str, *words: object, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
@@ -69,14 +79,15 @@ def python(code: str, *words: object, folder: Path | None = None, environment: M
 
 
 @functools.cache
-def _server() -> "subprocess.Popen[str]":
+def _server(interpret: bool) -> "subprocess.Popen[str]":
     # A process with threads must not fork.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpret else {})}
+    code = f"import {INTERPRETER}\n{SERVER}" if interpret else SERVER
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _answer(request: dict[str, object]) -> int:
-    server = _server()
+def _answer(request: dict[str, object], interpret: bool) -> int:
+    server = _server(interpret)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()

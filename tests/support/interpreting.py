@@ -1,6 +1,6 @@
 """Work under Triton's interpreter, in processes of its own: it is switched on where Triton is imported.
 
-They are forked off a server that has imported torch, so that none of them does it anew.
+They are forked off a server that has imported torch, its compiler and Triton, so that none of them does it anew.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def _in_a_child(environment: Mapping[str, str], work: Callable[..., Any], *argum
         place = Path(folder) / "work"
         place.write_bytes(pickle.dumps((work, arguments)))
         code = "import sys, interpreting; interpreting.answer(sys.argv[1])"
-        ended = started(code, place, folder=ROOT, environment={"TRITON_INTERPRET": "1", **environment}).ended()
+        ended = started(code, place, folder=ROOT, environment=environment, interpret=True).ended()
         assert ended.returncode == 0, f"{arguments} (exit code {ended.returncode}): {ended.stderr[-4000:]}"
         return pickle.loads(place.read_bytes())
 
