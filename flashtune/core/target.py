@@ -99,6 +99,8 @@ def plain_words(name: str) -> list[str]:
 def find_target(name: str) -> Target:
     """The GPU with this slug, alias or driver name (case and punctuation don't matter), of the table or of this machine; raises InputError
     with the nearest names."""
+    if name in targets():
+        return targets()[name]
     plain = "".join(plain_words(name))
     slug = _names().get(plain)
     if slug is None:

@@ -25,6 +25,8 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        # A process reads each template once; `sources_hash` keeps what it read, too.
+        auto_reload=False,
     )
 
 

@@ -156,11 +156,10 @@ def orders_of(one: Arranged) -> list[Order]:
     """Compile orders of a kernel, its dtype variant last; none where its GPU's machine code can't be made here."""
     if not can_have_binaries(one.target):
         return []
-    stem = one.kernel.path.removesuffix(".py")
     return [
         Order(
             text=render(family(variant.template), variant),
-            stem=stem if variant is one.variant else f"{stem}_in_{variant.spec.dtype}",
+            stem=_stem(one, variant),
             variant_id=variant.id,
             spec=variant.spec,
             target=one.target,
@@ -169,14 +168,20 @@ def orders_of(one: Arranged) -> list[Order]:
     ]
 
 
+def _stem(one: Arranged, variant: Variant) -> str:
+    """Path of a kernel, or of its dtype variant, without a suffix."""
+    stem = one.kernel.path.removesuffix(".py")
+    return stem if variant is one.variant else f"{stem}_in_{variant.spec.dtype}"
+
+
 def archive_of(arranged: Sequence[Arranged], arch: str, built: Mapping[tuple[str, str], Built], before: Archive | None) -> Packed | None:
     """Archive of these kernels' machine code for an architecture; None where there is none."""
     kernels = [
-        Shipped(name=order.stem, built=built[order.variant_id, arch])
+        Shipped(name=_stem(one, variant), built=built[variant.id, arch])
         for one in arranged
         if one.kernel.arch == arch
-        for order in orders_of(one)
-        if (order.variant_id, arch) in built
+        for variant in one.variants
+        if (variant.id, arch) in built
     ]
     return pack_kernels(kernels, before) if kernels else None
 

@@ -102,7 +102,7 @@ def alike_groups(pieces: Sequence[bytes], most: int) -> list[list[int]]:
     order = numpy.argsort(hashes, kind="stable")
     shared = numpy.zeros((len(pieces), len(pieces)), numpy.float32)
     for same in numpy.split(owners[order], numpy.flatnonzero(numpy.diff(hashes[order])) + 1):
-        shared[numpy.ix_(same, same)] += 1
+        shared[same[:, None], same] += 1
     shared /= numpy.maximum(shared.diagonal(), 1)
     left = numpy.ones(len(pieces), bool)
     groups: list[list[int]] = []
