@@ -77,7 +77,8 @@ def test_a_kernel_that_is_only_a_fallback_is_listed_as_one(tmp_path: Path) -> No
 
 
 def test_names_do_not_depend_on_the_order_of_the_rows() -> None:
-    assert generated(SHIPPED) == generated(SHIPPED[::-1])
+    some = SHIPPED[::3]
+    assert generated(some) == generated(some[::-1])
 
 
 def test_a_kernel_that_wins_on_two_architectures_stands_under_both(tmp_path: Path) -> None:
