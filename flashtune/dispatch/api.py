@@ -111,15 +111,8 @@ def attention(
     and for an implementation that can't serve the call.
     """
     if score_mod is not None or block_mask is not None:
-        flex = _functions()
-        others = {
-            "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "window": window, "softcap": softcap,
-            "causal_alignment": causal_alignment, "seed": seed, "allow_tf32": allow_tf32, "alibi_slopes": alibi_slopes,
-            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "sinks": sinks, "deterministic": deterministic,
-            "implementation": implementation,
-        }  # fmt: skip
-        flex.refuse_arguments_of_attention(others)
-        return flex.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        _functions().refuse_arguments_of_attention(locals())
+        return _functions().flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     if has_torch_function_variadic(query, key, value):
         return inspection.overridden(attention, **locals())
     if attn_mask is not None:

@@ -16,6 +16,9 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask of the caller."""
 
+DESCRIBED = frozenset({"causal", "window", "alignment", "mask", "dropout", "softcap", "alibi", "sinks", "tf32", "dbias", "dslopes"})
+"""Features of a problem that `features_of` has words for, or that change nothing for a provider."""
+
 OTHER_BANDS = "bands other than PyTorch's causal one"
 AT_THE_START = "a diagonal that doesn't end at the last key"
 
@@ -77,7 +80,9 @@ def features_of(call: Call, per_head: PerHead | None) -> list[str]:
         "repeatable gradients": call.deterministic,
         "a scale of 0 or below": call.scale <= 0.0,
     }
-    return [feature for feature, there in found.items() if there]
+    # A feature that nobody described to providers is one that they don't take.
+    others = () if call.problem is None else sorted(call.problem.features.as_json().keys() - DESCRIBED)
+    return [*(feature for feature, there in found.items() if there), *others]
 
 
 class ProviderPlan:

@@ -599,3 +599,15 @@ def test_times_come_back_from_a_database_and_names_that_are_not_listed_never_do(
     with_providers(own_database, {"os": 1.0})
     [record] = Library.of(own_database).records()
     assert record.providers == ()
+
+
+def test_a_feature_that_no_provider_knows_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one would be that is added to problems and kernels."""
+    names = Features.as_json
+    monkeypatch.setattr(Features, "as_json", lambda self: names(self) | {"rectified": True})
+    q = torch.zeros(1, 2, 128, 64)
+    call = parse(Arguments(q, q, q), Options())
+    for provider in PROVIDERS.values():
+        monkeypatch.setattr(type(provider), "missing", lambda self: None)
+        monkeypatch.setattr(type(provider), "devices", ("cpu", "cuda"))
+        assert (provider.refusal(call, (q, q, q, None), None) or "").endswith("rectified"), provider.name
