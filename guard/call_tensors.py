@@ -104,11 +104,11 @@ def _trained(tensors: list[Tensor], asked: str) -> None:
         tensors[place].requires_grad_()
 
 
-def _per_head(word: str, heads: int, batch: int, *, trained: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+def _per_head(word: str, heads: int, batch: tuple[int, ...], *, trained: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """Slopes or sinks."""
     found: dict[str, Tensor] = {}
     if "slopes" in word:
-        found["alibi_slopes"] = _random(*((batch, heads) if "each" in word else (heads,)))
+        found["alibi_slopes"] = _random(*(batch if "each" in word else ()), heads)
     if "sinks" in word:
         found["sinks"] = _random(heads, dtype=dtype if "narrow" in word else torch.float32).requires_grad_(trained)
     return found
@@ -123,7 +123,7 @@ def dense(words: Words) -> Given:
     trains = words["pass"].startswith("backward")
     _trained(tensors, words["pass"])
     given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
-    given |= _per_head(extra, heads, math.prod(batch), trained=trains, dtype=torch.bfloat16 if dtype is DTYPES["fp8"] else dtype)
+    given |= _per_head(extra, heads, batch, trained=trains, dtype=torch.bfloat16 if dtype is DTYPES["fp8"] else dtype)
     kinds = {
         "boolean mask": ((n_q, n_kv), torch.bool), "mask of batches": ((*batch, 1, n_q, n_kv), torch.bool),
         "mask of keys": ((*batch, 1, 1, n_kv), torch.bool), "bias": ((*batch, heads, n_q, n_kv), dtype),
@@ -170,7 +170,7 @@ def packed(words: Words) -> Given:
     kind = torch.int64 if words["rows"] == "rows behind, int64 bounds" else torch.int32
     given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
     given |= {"cu_seqlens_q": _bounds(of_q, kind), "cu_seqlens_k": _bounds(of_k, kind)}
-    given |= _per_head(words["extra"], heads, sequences, trained=trains, dtype=dtype)
+    given |= _per_head(words["extra"], heads, (sequences,), trained=trains, dtype=dtype)
     if "used keys" in words["extra"]:
         given["seqused_k"] = torch.tensor([n // 2 for n in of_k], dtype=torch.int32)
     others = {"max_seqlen_q": max(of_q), "max_seqlen_k": max(of_k), "enable_gqa": heads != kv_heads}
@@ -195,7 +195,7 @@ def paged(words: Words) -> Given:
         "query": _laid((sum(of_q), heads, d), dtype, words["layout"], 0), "key": key, "value": value, "cu_seqlens_q": _bounds(of_q),
         "block_table": torch.zeros((sequences, pages), dtype=torch.int32), "seqused_k": torch.tensor(of_k, dtype=torch.int32),
     }  # fmt: skip
-    given |= _per_head(words["extra"], heads, sequences, trained=False, dtype=dtype)
+    given |= _per_head(words["extra"], heads, (sequences,), trained=False, dtype=dtype)
     if narrow and words["caches"].endswith("with factors"):
         given |= {"k_descale": _random(kv_heads), "v_descale": _random(sequences, kv_heads)}
     splits = {"": None, "1 split": 1, "3 splits": 3}[words["splits"]]

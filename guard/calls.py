@@ -1,4 +1,7 @@
-"""Compare what serves the listed calls by tensors, and every launch of theirs, with what was frozen: `python guard/calls.py`."""
+"""Compare what serves the listed calls by tensors, and every launch of theirs, with what was frozen: `python guard/calls.py`.
+
+`--sample` makes few of them, and `--only WORDS` those with these words in their names.
+"""
 
 import os
 import sys
@@ -30,25 +33,34 @@ def own_process() -> Iterator[None]:
         yield
 
 
-def current(every: int = 1) -> dict[str, Any]:
-    """Entries of every so many-th call today."""
+def current(every: int = 1, words: str = "") -> dict[str, Any]:
+    """Entries of every so many-th call of those with these words in their names."""
     # Imported here, since PyTorch reads its environment when it is imported.
     from call_list import calls
     from driven_calls import entry
     from pretended import pretend
 
     machine = pretend()
-    return {asked.name: entry(machine, **asked.arguments()) for asked in list(calls())[::every]}
+    return {asked.name: entry(machine, **asked.arguments()) for asked in list(calls())[::every] if words in asked.name}
 
 
-def sample() -> int:
-    """Print the differences of a sample, which takes some seconds."""
-    kept, found = frozen.read("calls"), current(FEW)
-    print(*frozen.differences({name: one for name, one in kept.items() if name in found}, found), sep="\n", end="")
-    print(f"{len(kept)} frozen, {len(found)} asked", file=sys.stderr)
-    return int(any(kept.get(name) != one for name, one in found.items()))
+def some(found: dict[str, Any]) -> int:
+    """Print how some calls differ from the frozen ones."""
+    kept = frozen.read("calls")
+    changed = frozen.differences({name: kept[name] for name in found if name in kept}, found)
+    print(f"calls: {len(found)} of {len(kept)} entries, {len(changed)} changed", *changed[: frozen.MOST_SHOWN], sep="\n")
+    return bool(changed)
+
+
+def main() -> int:
+    """The command: all calls, or some."""
+    if "--sample" in sys.argv:
+        return some(current(FEW))
+    if "--only" in sys.argv:
+        return some(current(words=" ".join(sys.argv[sys.argv.index("--only") + 1 :])))
+    return frozen.main("calls", __doc__, lambda new: current())
 
 
 if __name__ == "__main__":
     with own_process():
-        sys.exit(sample() if "--sample" in sys.argv else frozen.main("calls", __doc__, lambda new: current()))
+        sys.exit(main())

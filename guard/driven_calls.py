@@ -59,11 +59,9 @@ def entry(machine: Pretended, gpu: str, face: str, make: Callable[[], Given], *,
             return {"error": f"{type(error).__name__}: {error}"}
         if _by_torch(found["choice"]):
             return found
-        found |= _launches(machine, call, given)
-        other = make()
-        machine.driver.kinds = other.kinds
-        again = _launches(machine, call, other)
-        if again != {name: found[name] for name in again}:
+        found |= _launches(machine, call, make())
+        again = _launches(machine, call, make())
+        if again != {name: found.get(name) for name in again}:
             found["again"] = again
     said = sorted({str(one.message) for one in warned if "flashtune" in str(one.message)})
     return found | {"warned": said} if said else found
@@ -84,6 +82,7 @@ def _by_torch(choice: Any) -> bool:
 
 def _launches(machine: Pretended, call: Callable[..., Any], given: Given) -> dict[str, Any]:
     """Launches of a call and of its gradients, a line each."""
+    machine.driver.kinds = given.kinds
     watched = _Watched(machine, {**given.tensors, **given.captured})
     try:
         returned = call(**given.tensors, **given.words)

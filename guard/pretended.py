@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
-from torch.nn.attention import flex_attention
-from torch.nn.attention.flex_attention import _create_empty_block_mask
 from triton.runtime import jit
 
 from flashtune.core import compiled as compiling
@@ -28,8 +26,6 @@ GPUS = {"h100": (0, "NVIDIA H100 80GB HBM3"), "h200": (1, "NVIDIA H200")}
 MULTIPROCESSORS = 132
 FIRST_ADDRESS = 1 << 46
 """Where the driver's own memory begins: beyond any of this process's."""
-MOST_PAIRS = 1 << 23
-"""Most pairs of queries and keys of a mask that is compared with its blocks, or lies in memory."""
 KINDS = "tile_kinds"
 """The kernel whose result the host reads, so that it is computed here."""
 
@@ -193,13 +189,6 @@ def _torch_refuses() -> None:
                 _LIBRARY.impl(name, refusing(name), key)
     torch.compile = refusing("compiler")  # type: ignore[assignment]
 
-    def block_mask(mask: Any, batch: int, heads: int, n_q: int, n_kv: int, *given: Any, **words: Any) -> Any:
-        # Of a call that PyTorch serves, which has to be explained alone.
-        large = batch * heads * n_q * n_kv > MOST_PAIRS
-        return _create_empty_block_mask(*torch.empty((2, 1, 1, 1, 1))) if large else create(mask, batch, heads, n_q, n_kv, *given, **words)
-
-    create, flex_attention.create_block_mask = flex_attention.create_block_mask, block_mask
-
 
 def forget() -> None:
     """Have the next call make anew what outlives calls: its place in memory would tell which call came first."""
@@ -280,9 +269,10 @@ def _driver(stand_in: Driver) -> None:
         return image
 
     def from_compiled(given: Any, **_: Any) -> tuple[Binary, bytes]:
-        kernel, arguments = given
-        binary = compiled(kernel, arguments)
-        stand_in.binaries[binary.sha256.encode()] = f"compiled {_variant(kernel)}", binary
+        kernel, arguments, options = given
+        said = "".join(f" {name}={x}" for name, x in sorted(options.items()))
+        binary = compiled(kernel, arguments, said)
+        stand_in.binaries[binary.sha256.encode()] = f"compiled {_variant(kernel)}{said}", binary
         return binary, binary.sha256.encode()
 
     def lines_of(function: Any) -> tuple[list[str], int]:
@@ -292,7 +282,7 @@ def _driver(stand_in: Driver) -> None:
     jit.inspect = SimpleNamespace(**{**vars(inspect), "getsourcelines": lines_of})
     Manifest.code = code  # type: ignore[method-assign]
     compiling.from_compiled = from_compiled
-    jit.JITFunction.warmup = lambda kernel, *arguments, grid, **options: (kernel, arguments)
+    jit.JITFunction.warmup = lambda kernel, *arguments, grid, **options: (kernel, arguments, options)
 
 
 def _variant(kernel: Any) -> str:
@@ -300,7 +290,7 @@ def _variant(kernel: Any) -> str:
     return str(kernel.fn.__module__).rsplit("_", 2)[-2]
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...]) -> Binary:
+def compiled(kernel: Any, arguments: tuple[Any, ...], options: str) -> Binary:
     """In place of Triton's compiler: a binary that is never run, with the kernel's own parameters."""
     found, constants = [], []
     for position, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
@@ -322,6 +312,5 @@ def compiled(kernel: Any, arguments: tuple[Any, ...]) -> Binary:
     return Binary(
         kernel=name, specialization="", entry=name, arch="sm_90a", triton="", threads=128, shared_bytes=0, cluster=1, launch_pdl=False,
         cooperative=False, global_scratch_bytes=0, profile_scratch_bytes=0, parameters=tuple(found),
-        conditions=tuple(constants),
-        sha256=f"{kernel.fn.__module__} {name} {kinds} {constants}",
+        conditions=tuple(constants), sha256=f"{kernel.fn.__module__} {name} {kinds} {constants}{options}",
     )  # fmt: skip

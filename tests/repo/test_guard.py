@@ -1,10 +1,15 @@
 """The frozen guards: what serves a sample of problems, and all machine code, are as they were frozen (guard/README.md)."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "guard"))
 
+import calls
 import choices
 import frozen
 import machine_code
@@ -24,5 +29,32 @@ def test_shipped_machine_code_and_its_launches_are_the_frozen_ones() -> None:
     assert frozen.differences(frozen.read("code"), machine_code.current()) == []
 
 
+@pytest.mark.skipif(not torch.__version__.startswith(calls.TORCH), reason=f"calls were frozen with PyTorch {calls.TORCH}")
+def test_a_sample_of_the_frozen_calls_is_launched_as_it_was() -> None:
+    # In a process of its own, in which all tensors say that they are on a GPU.
+    done = subprocess.run([sys.executable, frozen.FOLDER / "calls.py", "--sample"], capture_output=True, text=True, check=False)
+    assert (done.stdout.splitlines()[1:], done.returncode) == ([], 0), done.stdout + done.stderr
+    assert done.stdout.startswith("calls: ") and f" of {len(frozen.read('calls'))} entries, 0 changed" in done.stdout
+
+
+def test_frozen_calls_are_of_all_ways_in_and_most_are_launched() -> None:
+    kept = frozen.read("calls")
+    ways = ("dense", "packed", "paged", "functions", "packed functions", "documents")
+    of_way = {way: [one for name, one in kept.items() if name.startswith(f"{way} ")] for way in ways}
+    assert all(len(found) >= 100 and 2 * sum("forward" in one for one in found) > len(found) for found in of_way.values())
+    assert sum(not name.startswith("dense ") for name in kept) >= 1000 and sum("backward" in one for one in kept.values()) >= 500
+
+
 def test_another_entry_is_named_with_what_it_was() -> None:
     assert frozen.differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == ["a: 1 became None", "b: 2 became 3", "c: None became 4"]
+
+
+def test_of_an_entry_of_many_parts_those_that_differ_are_named() -> None:
+    before = {"choice": ["exact", "a"], "forward": ["attend (x) grid 1x2: q=query, k=key, n=3", "sum (x) grid 1: q=query, n=3"]}
+    after = {"choice": ["exact", "a"], "forward": ["attend (x) grid 1x2: q=query, k=value, n=3", "sum (x) grid 1: q=query, n=4"]}
+    assert frozen.differences({"a": before}, {"a": after}) == ["a: forward: attend k=key became k=value; forward: sum n=3 became n=4"]
+    assert frozen.differences({"a": before}, {"a": before | {"forward": []}})[0].startswith("a: forward: ['attend (x)")
+    many = {str(place): place for place in range(5)}
+    assert frozen.differences({"a": many}, {"a": dict.fromkeys(many, -1)}) == [
+        "a: 0: 0 became -1; 1: 1 became -1; 2: 2 became -1; and 2 more"
+    ]
