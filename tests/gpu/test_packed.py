@@ -69,9 +69,10 @@ def test_deterministic_gradients_repeat_their_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_float32_is_exact() -> None:
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (8, 128), (128, 8)])
+def test_float32_is_exact(d: int, d_v: int) -> None:
     with forced("kernels"):
-        agrees(inputs({"is_causal": True}, LONG, device=DEVICE, d=64), LONG)
+        agrees(inputs({"is_causal": True, "d_v": d_v}, LONG, device=DEVICE, d=d), LONG)
 
 
 def test_hundreds_of_sequences() -> None:
