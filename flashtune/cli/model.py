@@ -85,7 +85,7 @@ def model(
     from flashtune import dispatch
     from flashtune.core.torch_dtypes import TORCH_DTYPES
     from flashtune.model import tuning
-    from flashtune.model.sources import find_subject
+    from flashtune.model.finding import find_subject
 
     subject = find_subject(path, layers=layers)
     chosen = named_workloads or subject.defaults

@@ -1,14 +1,12 @@
-"""Models of transformers and diffusers as subjects: built from their configs, run, and given other attention."""
+"""Interface of models of transformers and diffusers, and what both kinds share: imports, errors and random inputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError, first_line
-from flashtune.model.places import find_place
 from flashtune.model.workloads import Workload
 
 SEED = 1234
@@ -39,20 +37,6 @@ class Subject(Protocol):
     def attend(self, model: torch.nn.Module, implementation: str) -> None:
         """Make `model` use `tuned`, PyTorch's `sdpa`, or `eager` attention."""
         ...
-
-
-def find_subject(path: str | Path, *, layers: int | None) -> Subject:
-    """The model at a path, with `layers` layers at most; raises InputError where there is none that is known."""
-    place = find_place(path)
-    name = "diffusers" if isinstance(place.config.get("_class_name"), str) else "transformers"
-    with explained(f"{name} can't read {place.path}", f"correct it, update {name}, or name another model"):
-        if name == "diffusers":
-            from flashtune.model.diffusers import DiffusersModel
-
-            return DiffusersModel(place, layers)
-        from flashtune.model.transformers import TransformersModel
-
-        return TransformersModel(place, layers)
 
 
 def library(name: str, extra: str) -> Any:

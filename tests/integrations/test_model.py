@@ -21,8 +21,8 @@ from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provena
 from flashtune.core.target import find_target
 from flashtune.db.library import Library
 from flashtune.model import measuring, recording, shares, tuning
+from flashtune.model.finding import find_subject
 from flashtune.model.runs import Run, padding_mask, runner
-from flashtune.model.sources import find_subject
 from flashtune.model.tuning import Judged, ModelReport
 from flashtune.model.workloads import DECODED, Workload, lengths, parse
 

@@ -18,7 +18,7 @@ from flashtune.core.errors import InputError
 from flashtune.db.card import write_card
 from flashtune.db.library import Library
 from flashtune.model import tuning
-from flashtune.model.sources import find_subject
+from flashtune.model.finding import find_subject
 from flashtune.model.workloads import parse
 
 UNET = {"_class_name": "UNet2DConditionModel"}
