@@ -57,7 +57,7 @@ def entry(machine: Pretended, gpu: str, face: str, make: Callable[[], Given], *,
             found: dict[str, Any] = {"choice": choice_of(explain(**given.tensors, **given.words))}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        if _by_torch(found["choice"]):
+        if found["choice"][0] in ("framework", "provider"):
             return found
         found |= _launches(machine, call, make())
         again = _launches(machine, call, make())
@@ -67,17 +67,11 @@ def entry(machine: Pretended, gpu: str, face: str, make: Callable[[], Given], *,
     return found | {"warned": said} if said else found
 
 
-def choice_of(explained: Any) -> Any:
-    """The parts of an explanation that say what serves: of one in prose all of it."""
-    if isinstance(explained, str):
-        return explained
+def choice_of(explained: dispatch.Explanation) -> list[Any]:
+    """The parts of an explanation that say what serves."""
     config, fallback = (None if one is None else one.label() for one in (explained.config, explained.twin))
     said = [explained.kind, explained.template, config, fallback, explained.reason]
     return said if explained.backward is None else [*said, choice_of(explained.backward)]
-
-
-def _by_torch(choice: Any) -> bool:
-    return (choice.startswith("PyTorch") or ": PyTorch," in choice) if isinstance(choice, str) else choice[0] in ("framework", "provider")
 
 
 def _launches(machine: Pretended, call: Callable[..., Any], given: Given) -> dict[str, Any]:
@@ -164,4 +158,5 @@ def _text(value: Any, said: Callable[[Any], str]) -> str:
 
 
 def _line(one: Launched, values: dict[str, str]) -> str:
-    return f"{one.kernel} ({one.code}) grid {'x'.join(map(str, one.grid))}: " + ", ".join(f"{name}={x}" for name, x in values.items())
+    grid = "x".join(map(str, one.grid))
+    return ", ".join([one.kernel, one.code, f"grid={grid}", *(f"{name}={x}" for name, x in values.items())])

@@ -48,8 +48,8 @@ def _apart(place: str, before: Any, after: Any) -> Iterator[str]:
         for one, other in zip(before, after, strict=True):
             yield from _apart(place, one, other)
     elif isinstance(before, str) and isinstance(after, str) and len(words := before.split(", ")) == len(others := after.split(", ")) > 1:
-        # Of a launch its name says which it is.
-        head = f"{words[0].partition(' ')[0]} "
+        # Of a launch the kernel's name says which it is.
+        head = f"{words[0]} " if words[0] == others[0] else ""
         for one, other in zip(words, others, strict=True):
             yield from _apart(f"{place}{head}", one, other)
     elif before != after:

@@ -50,10 +50,10 @@ def test_another_entry_is_named_with_what_it_was() -> None:
 
 
 def test_of_an_entry_of_many_parts_those_that_differ_are_named() -> None:
-    before = {"choice": ["exact", "a"], "forward": ["attend (x) grid 1x2: q=query, k=key, n=3", "sum (x) grid 1: q=query, n=3"]}
-    after = {"choice": ["exact", "a"], "forward": ["attend (x) grid 1x2: q=query, k=value, n=3", "sum (x) grid 1: q=query, n=4"]}
-    assert frozen.differences({"a": before}, {"a": after}) == ["a: forward: attend k=key became k=value; forward: sum n=3 became n=4"]
-    assert frozen.differences({"a": before}, {"a": before | {"forward": []}})[0].startswith("a: forward: ['attend (x)")
+    before = {"choice": ["exact", "a"], "forward": ["attend, a, grid=1x2, q=query, k=key", "sum, b, grid=1, q=query, n=3"]}
+    after = {"choice": ["exact", "a"], "forward": ["attend, a, grid=1x2, q=query, k=value", "sum, b, grid=2, q=query, n=3"]}
+    assert frozen.differences({"a": before}, {"a": after}) == ["a: forward: attend k=key became k=value; forward: sum grid=1 became grid=2"]
+    assert frozen.differences({"a": before}, {"a": before | {"forward": []}})[0].startswith("a: forward: ['attend, a")
     many = {str(place): place for place in range(5)}
     assert frozen.differences({"a": many}, {"a": dict.fromkeys(many, -1)}) == [
         "a: 0: 0 became -1; 1: 1 became -1; 2: 2 became -1; and 2 more"
