@@ -40,7 +40,7 @@ def installed(built: Path) -> Path:
     """A folder that holds the wheel's contents as pip installs them."""
     target = built / "site"
     (wheel,) = built.glob("*.whl")
-    run(sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--target", target, wheel, cwd=built)
+    run(sys.executable, "-m", "pip", "install", "-qq", "--no-compile", "--no-deps", "--no-index", "--target", target, wheel, cwd=built)
     return target
 
 
@@ -126,7 +126,7 @@ print(manifest and all(manifest.code(binary) for binary in manifest.binaries))
     assert run(*command, cwd=tmp_path, PYTHONPATH="").split() == ["None", "None"]
     target = tmp_path / "kernels"
     (wheel,) = built.glob("kernels/*.whl")
-    run(sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--target", target, wheel, cwd=tmp_path)
+    run(sys.executable, "-m", "pip", "install", "-qq", "--no-compile", "--no-deps", "--no-index", "--target", target, wheel, cwd=tmp_path)
     assert run(*command, target, cwd=tmp_path, PYTHONPATH="").split() == [str(target / "flashtune_kernels_sm90" / "sm90.kernels"), "True"]
 
 
