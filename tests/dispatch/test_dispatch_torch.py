@@ -77,8 +77,9 @@ def test_torch_compile_takes_it_whole_with_and_without_gradients(dynamic: bool, 
 
     torch._dynamo.reset()
     compiled = torch.compile(served, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    # One graph serves both lengths, but not rows with gaps between the heads.
-    for x in (Q, Q[:, :, :17].contiguous() if dynamic else Q[:, :, :17]):
+    # One graph serves both lengths, but not rows with gaps between the heads, for which the soft cap's call is compiled anew.
+    shorter = [Q[:, :, :17].contiguous()] if dynamic else [Q[:, :, :17]] if "softcap" in words else []
+    for x in (Q, *shorter):
         torch.testing.assert_close(compiled(x), served(x))
         ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         compiled(ours).square().sum().backward()
