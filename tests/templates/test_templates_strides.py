@@ -1,5 +1,6 @@
 """Head sizes that are no multiples of 16: kernels with plain pointers load as many bytes at once as for others, on whatever strides."""
 
+import functools
 import re
 from collections import Counter
 from typing import Any
@@ -63,6 +64,7 @@ def test_they_are_loaded_and_stored_as_those_that_16_divides(gpu: str, template:
     assert accesses(gpu, template, 72, **changed) == accesses(gpu, template, 80, **changed)
 
 
+@functools.cache
 def accesses(gpu: str, template: str, d: int, **changed: Value) -> dict[str, Counter[str]]:
     """How often the machine code of each kernel of the default config but for `changed` loads and stores, by how much at once."""
     target, kind = find_target(gpu), family(template)
