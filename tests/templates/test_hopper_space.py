@@ -58,7 +58,7 @@ FEATURES = [
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=Features.label)
-@pytest.mark.parametrize("dtype", DTYPES_HERE)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_every_supported_spec_has_starts_that_break_no_constraint(dtype: DType, features: Features) -> None:
     supported = 0
     for d in HEAD_SIZES:
