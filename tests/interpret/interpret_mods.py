@@ -28,7 +28,8 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def report(case: Case, dtype: torch.dtype = torch.float32) -> Report:
     generator = torch.Generator().manual_seed(5)
-    shapes = [(2, 4, case.n_q, 16), (2, 2, case.n_kv, 16), (2, 2, case.n_kv, 32)]
+    batch = case.heads // 2
+    shapes = [(batch, case.heads, case.n_q, 16), (batch, batch, case.n_kv, 16), (batch, batch, case.n_kv, 32)]
     tensors = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
     captured = case.captured(generator)
     score_mod, mask_mod = case.functions(*captured)
@@ -36,7 +37,7 @@ def report(case: Case, dtype: torch.dtype = torch.float32) -> Report:
     if mask_mod is not None and case.block_mask:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        mask = create_block_mask(mask_mod, 2, 4, case.n_q, case.n_kv, device="cpu", BLOCK_SIZE=16)
+        mask = create_block_mask(mask_mod, batch, case.heads, case.n_q, case.n_kv, device="cpu", BLOCK_SIZE=16)
     given = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": True, "return_lse": True}
     served = flex.explain_flex(*tensors, **given).reason
     out, lse = dispatch.flex_attention(*tensors, **given)

@@ -14,13 +14,14 @@ Functions = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]
 
 @dataclass(frozen=True)
 class Case:
-    """Functions over captured tensors, which `captured` makes from a generator, and sizes."""
+    """Functions over captured tensors, which `captured` makes from a generator, and sizes: two heads to a key head, a key head a batch."""
 
     functions: Callable[..., Functions]
     captured: Callable[[torch.Generator], list[Tensor]] = lambda generator: []
     n_q: int = 50
     n_kv: int = 70
     block_mask: bool = True
+    heads: int = 4
 
 
 def oracle(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
@@ -180,29 +181,29 @@ def _documents(generator: torch.Generator) -> list[Tensor]:
 
 CASES: dict[str, Case] = {
     "causal": Case(_causal),
-    "window": Case(_window, n_q=70),
+    "window": Case(_window, n_q=70, heads=2),
     "document": Case(_document, _documents),
     "padding": Case(_padding, lambda generator: [torch.rand(2, 70, generator=generator) < 0.7]),
     "prefix": Case(_prefix, lambda generator: [torch.tensor([9, 31])]),
-    "dilated": Case(_dilated),
-    "global_window": Case(_global_window, block_mask=False),
+    "dilated": Case(_dilated, heads=2),
+    "global_window": Case(_global_window, block_mask=False, heads=2),
     "heads": Case(_heads),
     "unseen": Case(_unseen),
-    "softcap": Case(_softcap),
+    "softcap": Case(_softcap, heads=2),
     "alibi": Case(_alibi, _of(_numbers(4, trained=False, scale=0.1))),
     "signed_alibi": Case(_signed_alibi, _of(_numbers(4, scale=0.1))),
     "relative": Case(_relative, _of(_numbers(4, 15))),
     "buckets": Case(_buckets, _of(_numbers(16, 4))),
     "shifted": Case(_shifted, lambda generator: [*_of(_numbers(2, 140))(generator), torch.randint(-140, 140, (300,), generator=generator)]),
-    "narrowed": Case(_narrowed, _of(_numbers(160))),
-    "pairs": Case(_pairs, lambda generator: [*_of(_numbers(13, 13))(generator), torch.randint(0, 12, (70,), generator=generator)]),
+    "narrowed": Case(_narrowed, _of(_numbers(160)), heads=2),
+    "pairs": Case(_pairs, lambda generator: [*_of(_numbers(13, 13))(generator), torch.randint(0, 12, (70,), generator=generator)], heads=2),
     "by_score": Case(_by_score, _of(_numbers(8))),
     "masked_by": Case(_masked_by, _of(_numbers(4), _numbers(4))),
     "bias": Case(_bias, _of(_numbers(4, 50, 70))),
     "gated": Case(_gated, _of(_numbers(4), _numbers(2, 50), _numbers(70), lambda generator: torch.tensor(1.7).requires_grad_())),
-    "hidden_by_score": Case(_hidden_by_score),
+    "hidden_by_score": Case(_hidden_by_score, heads=2),
     "constants": Case(_constants, _of(_numbers(4, 3, scale=0.3))),
-    "root": Case(_root),
+    "root": Case(_root, heads=2),
     "far_below": Case(_far_below),
 }
 
