@@ -8,9 +8,11 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers import masking_utils
+from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 from transformers.utils.import_utils import is_tracing
 
+from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.torch_private import C
 from flashtune.dispatch.plan import capturing
 from flashtune.integrations.sources import arguments_of_attention, source_of
@@ -64,17 +66,45 @@ _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 def _rule_of_rows(mask_function: Any) -> tuple[Tensor | None, Any]:
     """Integers (B, N) whose step isn't 1 where a sequence begins, and the rule within a sequence; None for other rules."""
-    first, *others = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", (None,))
-    if [getattr(rule, "__qualname__", "") for rule in others] != [_PACKED]:
+    numbers, rule = _numbers_and_rule(mask_function)
+    if numbers is None:
         return None, None
-    if getattr(first, "__qualname__", "") == _REMAPPED:
-        found = _closed_over(first, _REMAPPED)
+    if getattr(rule, "__qualname__", "") == _REMAPPED:
+        found = _closed_over(rule, _REMAPPED)
         return found.get("position_ids"), found.get("mask_function")
-    # Versions before 5.24 count sequences, and apply the rule to rows.
-    numbers = _closed_over(others[0], _PACKED).get("packed_sequence_mask")
-    if not isinstance(numbers, Tensor):
+    # Versions before 5.23 apply the rule to rows.
+    return torch.arange(numbers.shape[1], device=numbers.device) + 2 * numbers, rule
+
+
+def _numbers_and_rule(mask_function: Any) -> tuple[Tensor | None, Any]:
+    """Numbers (B, N) of flattened sequences, and the one rule beside them, in either order; None for other rules."""
+    rules = _closed_over(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", ())
+    packed = [rule for rule in rules if getattr(rule, "__qualname__", "") == _PACKED]
+    if len(packed) != 1 or len(rules) != 2:
         return None, None
-    return torch.arange(numbers.shape[1], device=numbers.device) + 2 * numbers, first
+    numbers = _closed_over(packed[0], _PACKED).get("packed_sequence_mask")
+    return (numbers, next(rule for rule in rules if rule is not packed[0])) if isinstance(numbers, Tensor) else (None, None)
+
+
+def chunks_by_sequence(mask_function: Any, rows: int, chunk: int | None) -> Any:
+    """The rule whose chunks begin with each flattened sequence: versions before 5.23 count them from the beginning of the row.
+
+    `chunk` is the chunks' size where there are any. Raises EnvironmentProblem where a compiler hides these versions' sequences: without
+    fullgraph PyTorch runs the mask's Python then.
+    """
+    if _CHUNKS_OF_ROWS and chunk is not None and rows > chunk and torch.compiler.is_dynamo_compiling():
+        raise EnvironmentProblem(
+            "this transformers begins chunks with the row, not with each of its sequences: install 5.23 or newer, or don't use fullgraph"
+        )
+    numbers, rule = _numbers_and_rule(mask_function)
+    if numbers is None or band_of(rule) != "chunks":
+        return mask_function
+    numbers = numbers.contiguous()
+    inside = torch.arange(numbers.shape[1], device=numbers.device) - torch.searchsorted(numbers, numbers)
+    return and_masks(lambda b, h, q, k: rule(b, h, inside[b, q], inside[b, k]), packed_sequence_mask_function(numbers))
+
+
+_CHUNKS_OF_ROWS = not hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def band_of(mask_function: Any) -> Band | None:
@@ -247,11 +277,16 @@ def bounds_of_chunks(bounds: Bounds | None, chunk: int, batch: int, rows: int, d
     return Bounds(cu, cu, longest, longest)
 
 
-def narrowed(mask: Tensor, bounds: Bounds, batch: int) -> Tensor:
-    """A whole mask (B or 1, 1, N, N), boolean or added to the scores, in which sequences see nothing of one another any more."""
-    rows = mask.shape[-1]
-    sequence = _number_of_sequence(bounds.cu_q, torch.arange(batch * rows, dtype=torch.int32, device=mask.device)).view(batch, rows)
-    same = (sequence[:, :, None] == sequence[:, None])[:, None]
+def narrowed(mask: Tensor, bounds: Bounds, batch: int, rows: int, keys: int) -> Tensor:
+    """A mask that broadcasts to (B, 1, N_q, N_kv), boolean or added to the scores, in which sequences see nothing of one another any more.
+
+    Keys of a static cache that no sequence has yet are seen by none.
+    """
+    first = torch.arange(batch, dtype=torch.int32, device=mask.device)[:, None]
+    of_queries = _number_of_sequence(bounds.cu_q, first * rows + torch.arange(rows, dtype=torch.int32, device=mask.device))
+    own = keys if bounds.longest_k > rows else rows
+    of_keys = _number_of_sequence(bounds.cu_k, first * own + torch.arange(keys, dtype=torch.int32, device=mask.device))
+    same = (of_queries[:, :, None] == of_keys[:, None])[:, None]
     return mask & same if mask.dtype == torch.bool else torch.where(same, mask, -torch.inf)
 
 

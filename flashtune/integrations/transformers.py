@@ -85,6 +85,9 @@ def attention_mask(
         return eager_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, place, kv_offset, mask_function, attention_mask=attention_mask, device=device, **others
         )
+    if attention_mask is None and q_length == kv_length:
+        chunk = local_size if local_size == getattr(config, "attention_chunk_size", None) else None
+        mask_function = flattened.chunks_by_sequence(mask_function, q_length, chunk)
     everything: Callable[[], torch.Tensor | None] = functools.partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, False, False,
         device=device, **others,
@@ -212,8 +215,7 @@ def _whole(mask: torch.Tensor, window: int | None, bounds: flattened.Bounds | No
         raise InputError(f"attention_mask has four dimensions and dtype {mask.dtype}: use bool, or floats that are added to the scores")
     mask = mask[..., :keys]
     mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
-    rows = query.shape[2]
-    return mask if bounds is None or mask.shape[2:] != (rows, rows) else flattened.narrowed(mask, bounds, len(query))
+    return mask if bounds is None else flattened.narrowed(mask, bounds, len(query), query.shape[2], keys)
 
 
 def _of_band(query: torch.Tensor, key: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from branches import BRANCHES, Branch, forced, served
-from tiny_models import MODELS, MORE_MODELS, made
+from tiny_models import MODELS, MORE_MODELS, made, static_cache_fails
 
 pytest.importorskip("transformers")
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
@@ -117,6 +117,8 @@ def written_by_eager(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", WRITERS)
 @torch.no_grad()
 def test_32_greedy_tokens_are_eagers_with_growing_and_with_static_caches(name: str, cache: str, record: None) -> None:
+    if cache == "static" and static_cache_fails(name):
+        pytest.skip("transformers itself fails")
     tokens = written(name, NAME, **({} if cache == "dynamic" else {"cache_implementation": cache}))
     assert tokens.shape == (2, TOKENS.shape[1] + 32)
     assert torch.equal(tokens, written_by_eager(name))

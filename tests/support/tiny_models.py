@@ -1,8 +1,11 @@
 """Models of transformers that are tiny and random, by their names: made of configurations, nothing is downloaded."""
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from flashtune.core.versions import minor
 
 # Not else: every worker collects tests that import this, and few run them.
 if TYPE_CHECKING:
@@ -68,3 +71,15 @@ def made(name: str) -> "PreTrainedModel":
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
     return model.eval()
+
+
+def cache_argument(model: "PreTrainedModel") -> str:
+    """Name of the argument for a cache: transformers has another since 5.24, and drops the older one in 5.40."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def static_cache_fails(name: str) -> bool:
+    """True where transformers itself generates nothing with a static cache (docs/support.md)."""
+    import transformers
+
+    return name == "llama4" and minor(transformers.__version__) < (5, 20)
