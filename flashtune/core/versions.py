@@ -18,6 +18,7 @@ class Run(NamedTuple):
 RUNS = (
     Run("3.11", "2.10.0", "3.6.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
     Run("3.11", "2.11.0", "3.6.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
+    *(Run("3.11", "2.13.0", "3.6.0", other, "integrations") for other in ("5.14.1", "5.17.0", "5.20.2", "5.23.0")),
     Run("3.11", "2.13.0", "3.6.0", "5.24.0", "all tests"),
     Run("3.11", "2.14.1", "3.8.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
     Run("3.11", "2.14.1", "3.9.0", "5.24.0", "`make newest`"),
@@ -28,6 +29,9 @@ RUNS = (
 
 LOWEST = {"torch": "2.10", "triton": "3.6"}
 """Lowest versions that the package allows: PyTorch 2.10 is the first to come with a Triton from 3.6 on."""
+
+LOWEST_TRANSFORMERS = "5.14"
+"""Lowest version that the integration takes: earlier ones ask for whole masks beside a static cache, which hide sequences in a row."""
 
 
 def minor(version: str) -> tuple[int, int]:

@@ -6,15 +6,15 @@
 
 Padding-free batches (DataCollatorWithFlattening) are packed sequences then, forward and backward: nothing else has to be said.
 
-Importing this module imports transformers (5.10 or newer).
+Importing this module imports transformers (5.14 or newer).
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils import logging
@@ -23,6 +23,7 @@ from transformers.utils.import_utils import is_tracing
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.errors import EnvironmentProblem, InputError
+from flashtune.core.versions import LOWEST_TRANSFORMERS, minor
 from flashtune.integrations import flattened
 from flashtune.integrations.sources import arguments_of_attention, attends_itself
 
@@ -47,8 +48,10 @@ def register(name: str = NAME) -> str:
     if meant or not name:
         what = f"transformers gives {meant[0]!r} in the name {name!r} a meaning of its own" if meant else "the name is empty"
         raise InputError(f"{what}: take another, {NAME!r} for example")
-    if not {"q_length", "q_offset"} <= inspect.signature(sdpa_mask).parameters.keys():
-        raise EnvironmentProblem("this transformers builds masks in an older way: install transformers 5.10 or newer")
+    if minor(transformers.__version__) < minor(LOWEST_TRANSFORMERS):
+        raise EnvironmentProblem(
+            f"transformers {transformers.__version__} builds masks in an older way: install transformers {LOWEST_TRANSFORMERS} or newer"
+        )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     return name

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_models import made
 
+from flashtune.core.errors import EnvironmentProblem
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBERS = torch.tensor([[0, 0, 0, 1, 2, 2]])
 """Numbers of sequences: versions of transformers before 5.23 count these, and apply a rule to rows."""
@@ -75,3 +77,11 @@ def test_chunks_that_a_compiler_hides_are_refused(monkeypatch: pytest.MonkeyPatc
         torch.compile(mask, backend="eager", fullgraph=True)(8)
     torch.compile(mask, backend="eager", fullgraph=True)(7)
     torch.testing.assert_close(torch.compile(mask, backend="eager")(8), mask(8))
+
+
+def test_transformers_whose_masks_hide_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtune.integrations import transformers as tuned
+
+    monkeypatch.setattr("flashtune.integrations.transformers.transformers.__version__", "5.13.1")
+    with pytest.raises(EnvironmentProblem, match=r"5\.13\.1 builds masks in an older way: install transformers 5\.14 or newer"):
+        tuned.register()

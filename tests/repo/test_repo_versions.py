@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from flashtune.core.versions import LOWEST, RUNS, minor
+from flashtune.core.versions import LOWEST, LOWEST_TRANSFORMERS, RUNS, minor
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -18,7 +18,8 @@ def test_bounds_of_the_metadata_are_those_of_the_table() -> None:
         assert f">={lowest}" in map(str, bounds[name])
     for run in RUNS:
         assert bounds["torch"].contains(run.torch) and bounds["triton"].contains(run.triton)
-        assert not run.transformers or Requirement(PROJECT["optional-dependencies"]["transformers"][0]).specifier.contains(run.transformers)
+    assert PROJECT["optional-dependencies"]["transformers"] == [f"transformers>={LOWEST_TRANSFORMERS}"]
+    assert min(minor(run.transformers) for run in RUNS if run.transformers) == minor(LOWEST_TRANSFORMERS)
     lowest_python = min(tuple(map(int, run.python.split("."))) for run in RUNS)
     assert PROJECT["requires-python"] == ">=" + ".".join(map(str, lowest_python))
 
@@ -28,6 +29,8 @@ def test_the_page_has_the_table() -> None:
     rows = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in text.splitlines() if re.match(r"\| \d+\.\d+ \|", row)]
     assert rows == list(map(tuple, RUNS))
     assert f"PyTorch {LOWEST['torch']} or newer, which brings its own Triton ({LOWEST['triton']} or newer)" in text
+    integration = (ROOT / "flashtune" / "integrations" / "transformers.py").read_text()
+    assert f"transformers {LOWEST_TRANSFORMERS} or newer" in text and f"transformers ({LOWEST_TRANSFORMERS} or newer)" in integration
 
 
 def test_the_environment_of_make_is_in_the_table() -> None:
