@@ -45,6 +45,8 @@ NOISE = 0.005
 AHEAD = 8
 """Candidates under way at a time, as with eight compilers side by side."""
 SHOWN = (10, 20, 30, 40)
+OPTUNA = "optuna.samplers:"
+"""Prefix of the names of Optuna's samplers but TPE, in whose place in a search they are."""
 KERNEL_TUNER = "kernel_tuner:"
 """Prefix of the names of Kernel Tuner's strategies among those of samplers."""
 
@@ -202,7 +204,11 @@ def _run_of(place: Swept, sampler: str, starts: str, seed: int, regrets: list[fl
 
 def study_of(place: Swept, sampler: str, starts: str, seed: int) -> Study:
     """A study of a sweep's problem in memory."""
-    by = sampling.sampler_of(sampler, place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts]))
+    optunas = sampler.removeprefix(OPTUNA)
+    name = sampler if optunas == sampler else "tpe"
+    by = sampling.sampler_of(name, place.space, place.problem, seed=seed, starts=place.starts(STARTS[starts]))
+    if name != sampler and isinstance(by, sampling.ByTpe):
+        by.study = optuna.create_study(direction="minimize", sampler=getattr(optuna.samplers, optunas)(seed=seed))
     storage = optuna.storages.InMemoryStorage()
     return Study(place.space, place.problem, sampler="gp", seed=seed, source="measured", storage=storage, by=by)
 

@@ -143,7 +143,8 @@ def _refuse_other_schema(where: str) -> None:
     except RuntimeError as error:
         upgrade = "upgrade it with 'optuna storage upgrade'" if "storage upgrade" in str(error) else "pip install -U optuna"
         raise DatabaseError(
-            f"the study storage {mask_url(where)} has another schema than Optuna {optuna.__version__} knows: {upgrade}, or give another one"
+            f"the study storage {mask_url(where)} has another schema than Optuna {optuna.__version__} knows: {upgrade}, "
+            "or give another --storage"
         ) from error
 
 

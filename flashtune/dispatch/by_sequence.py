@@ -28,7 +28,10 @@ def by_sequence(
     of_q, of_k = cu_q.tolist(), cu_k.tolist()
     for name, bounds, x in (("cu_seqlens_q", of_q, query), ("cu_seqlens_k", of_k, key)):
         if bounds[0] != 0 or bounds[-1] > len(x) or bounds != sorted(bounds):
-            raise InputError(f"{name} has bounds that don't rise from 0 to at most the {len(x)} rows: give each sequence's first row")
+            raise InputError(
+                f"{name} has bounds that don't rise from 0 to at most the {len(x)} rows ({str(bounds[:8])[1:-1]}): "
+                "give each sequence's first row, and the last one's end"
+            )
     some = [stop - start for start, stop in itertools.pairwise(of_k)] if used is None else used.tolist()
     outs, lses = [], []
     for b, ((start, stop), (first, end)) in enumerate(zip(itertools.pairwise(of_q), itertools.pairwise(of_k), strict=True)):

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
@@ -94,7 +95,8 @@ def chunks_by_sequence(mask_function: Any, rows: int, chunk: int | None) -> Any:
     """
     if _CHUNKS_OF_ROWS and chunk is not None and rows > chunk and torch.compiler.is_dynamo_compiling():
         raise EnvironmentProblem(
-            "this transformers begins chunks with the row, not with each of its sequences: install 5.23 or newer, or don't use fullgraph"
+            f"transformers {transformers.__version__} begins chunks with the row, not with each of its sequences, "
+            "which fullgraph=True hides: install 5.23 or newer, or compile without fullgraph"
         )
     numbers, rule = _numbers_and_rule(mask_function)
     if numbers is None or band_of(rule) != "chunks":

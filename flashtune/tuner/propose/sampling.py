@@ -119,7 +119,7 @@ class ByTpe(CandidateSampler):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             # For several pending trials, and axes that depend on each other.
             sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-        self._study = optuna.create_study(direction="minimize", sampler=sampler)
+        self.study = optuna.create_study(direction="minimize", sampler=sampler)
         self._asked: dict[Candidate, optuna.Trial] = {}
         self._told: set[Candidate] = set()
 
@@ -135,7 +135,7 @@ class ByTpe(CandidateSampler):
         for candidate, time_us in observed.items():
             if candidate not in self._told:
                 self._tell(candidate, time_us)
-        trial = self._study.ask(dict(self._ranges))
+        trial = self.study.ask(dict(self._ranges))
         point = np.array([trial.params[name] for name in self._ranges])
         place = free[int(np.argmin(np.square(self.pool.features[free] - point).sum(axis=1)))]
         self._asked[self.pool.candidates[place]] = trial
@@ -147,10 +147,10 @@ class ByTpe(CandidateSampler):
         state = TrialState.COMPLETE if time_us else TrialState.FAIL
         value = time_us or None
         if (trial := self._asked.pop(candidate, None)) is not None:
-            self._study.tell(trial, value, state)
+            self.study.tell(trial, value, state)
         elif (place := self.pool.place.get(candidate)) is not None:
             own = dict(zip(self._ranges, self.pool.features[place].tolist(), strict=True))
-            self._study.add_trial(create_trial(state=state, value=value, params=own, distributions=dict(self._ranges)))
+            self.study.add_trial(create_trial(state=state, value=value, params=own, distributions=dict(self._ranges)))
 
 
 class ByExpectedImprovement(CandidateSampler):
