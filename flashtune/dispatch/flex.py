@@ -23,7 +23,7 @@ from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, expl
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
-from flashtune.dispatch.parse import check_flags, number, unwrapped
+from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
@@ -72,12 +72,11 @@ def flex_attention(
         check_flags({"return_lse": return_lse})
     if scale is not None and type(scale) is not float:
         scale = unwrapped(scale)
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, wants_lse, return_aux))
+    with_lse = wants_lse(return_lse, return_aux)
+    call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, with_lse, return_aux))
     if call is None:
-        if not torch.compiler.is_compiling():
-            query, key, value = _checked(query, key, value, scale, enable_gqa)
-        call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
+        query, key, value = _checked(query, key, value, scale, enable_gqa)
+        call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
         words = scale, enable_gqa, return_lse, kernel_options, return_aux
@@ -92,8 +91,8 @@ def flex_attention(
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     if isinstance(call, dict):
-        found = api.attention(query, key, value, return_lse=wants_lse, **call)
-        out, lse = found if wants_lse else (found, None)
+        found = api.attention(query, key, value, return_lse=with_lse, **call)
+        out, lse = found if with_lse else (found, None)
     else:
         try:
             tensors = query, key, value
@@ -118,7 +117,7 @@ def _checked(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: 
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not hasattr(x, "__torch_function__"):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
-    if scale is not None:
+    if scale is not None and (type(scale) is float or not torch.compiler.is_compiling()):
         number("scale", scale, wide=getattr(query, "dtype", None) is torch.float64)
     query, key, value = (x.resolve_neg() if isinstance(x, Tensor) and not x.is_nested else x for x in tensors.values())
     return query, key, value
@@ -144,6 +143,10 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     bound.apply_defaults()
     given = bound.arguments
     gpu = _gpu_of(given["query"])
+    check_flags({"return_lse": given["return_lse"]})
+    given["scale"] = unwrapped(given["scale"])
+    tensors = _checked(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa")))
+    given |= dict(zip(("query", "key", "value"), tensors, strict=True))
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):

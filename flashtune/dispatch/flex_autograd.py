@@ -112,7 +112,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
         # Gradients may be expanded scalars, or parts of others that begin anywhere.
         dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), *gradients)
+    operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.resolve_neg().contiguous(), *gradients)
     while (found := _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])) is not None:
         kernel, mods = found
         now = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))

@@ -253,7 +253,8 @@ def backward(
         return None
     query, key, value = packed[:3]
     dq, dk, dv = (torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    # Gradients may be expanded scalars, or parts of others that begin anywhere.
+    # Gradients may be expanded scalars, lazily negated, or parts of others that begin anywhere.
+    dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
     if dout.data_ptr() % 16 or dout.stride() != out.stride():
         dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
     operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), dq, dk, dv)

@@ -274,6 +274,15 @@ def check_flags(flags: Mapping[str, object]) -> None:
             raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
 
 
+def wants_lse(return_lse: bool, return_aux: Any) -> bool:
+    """True where the LSE is requested, by PyTorch's AuxRequest or beside it; raises InputTypeError for what is no AuxRequest."""
+    if return_aux is None:
+        return return_lse
+    if not hasattr(return_aux, "lse"):
+        raise InputTypeError(f"return_aux must be an AuxRequest or None, not {type(return_aux).__name__}: pass AuxRequest(lse=True)")
+    return return_lse or bool(return_aux.lse)
+
+
 def number(name: str, value: object, *, wide: bool = False) -> float:
     """A finite real number in the range of float32; of float64 where it is `wide`."""
     if isinstance(value, Tensor) or not isinstance(value, numbers.Real):

@@ -27,7 +27,7 @@ from flashtune.dispatch.inspection import GRADIENTS, autocast, is_distributed, p
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.paged import Paged
-from flashtune.dispatch.parse import Options, check_flags, scalars, seed_bits, signed, unwrapped
+from flashtune.dispatch.parse import Options, check_flags, scalars, seed_bits, signed, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation
 
 
@@ -115,7 +115,7 @@ def attention_varlen(
         caches: tuple[Any, ...] = (block_table, seqused_k, alibi_slopes, sinks, k_descale, v_descale)
         paged = Paged(query, key, value, cu_seqlens_q, *caches)
         out, lse = _paged(paged, cu_seqlens_k, options, max_seqlen_q, max_seqlen_k, num_splits)
-        return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+        return (out, lse) if wants_lse(return_lse, return_aux) else out
     if k_descale is not None or v_descale is not None:
         raise InputError(
             "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
@@ -125,9 +125,9 @@ def attention_varlen(
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
         out, lse = _with_functions(*_parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k), score_mod, mask_mod)
-        return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+        return (out, lse) if wants_lse(return_lse, return_aux) else out
     out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed)
-    return (out, lse) if return_lse or (return_aux is not None and return_aux.lse) else out
+    return (out, lse) if wants_lse(return_lse, return_aux) else out
 
 
 def attend(
@@ -179,7 +179,7 @@ def _paged(
     if not torch.compiler.is_compiling():
         signature = _signature((*given[:6], given.slopes, given.sinks), options, max_q, max_k)
         factors = [x for x in given[-2:] if x is not None]
-        if signature is not None and all(isinstance(x, Tensor) for x in factors):
+        if signature is not None and all(isinstance(x, Tensor) and not x.is_neg() for x in factors):
             more = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in factors]
             signature = "paged", signature, splits, given.k_descale is None, *more
         else:
@@ -205,8 +205,13 @@ def _parsed_pages(given: Paged, options: tuple[Any, ...], max_q: int, max_k: int
     like = Packed(given.query, rows[0], rows[1], given.cu_q, given.cu_q, given.used, given.slopes, given.sinks)
     packed, numbers = _parsed(like, Options(*options), max_q, max_k)
     # Caches stay in their dtype under autocast, and so do their queries.
-    query, key, value = (x.resolve_neg() for x in given[:3])
-    return given._replace(query=query, key=key, value=value, cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
+    resolved = Paged(*map(_resolved, given))  # type: ignore[arg-type]
+    return resolved._replace(cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
+
+
+def _resolved(x: Tensor | None) -> Tensor | None:
+    """A tensor whose lazy negation is in its memory, which kernels read."""
+    return None if x is None else x.resolve_neg()
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
@@ -257,6 +262,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
     for name, most in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if not isinstance(most, (int, torch.SymInt, Integral)):
             raise InputTypeError(f"{name} must be an integer, not {type(most).__name__}: give the length of the longest sequence, or more")
+        if isinstance(most, int) and most < 0:
+            raise InputError(f"{name}={most} is negative: give the length of the longest sequence, or more")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise InputError(f"{name} has {x.dim()} dimensions: packed tensors are (tokens, heads, head size)")
@@ -287,7 +294,8 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
     (left, right), bottom_right = Sides.of(options.window, options.is_causal, "top_left").window, options.causal_alignment == "bottom_right"
     left, right = (-1 if side is None else side for side in (left, right))
     if not torch.compiler.is_compiling():
-        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+        query, key, value, cu_q, cu_k = (x.resolve_neg() for x in (query, key, value, cu_q, cu_k))
+        used, slopes, sinks = map(_resolved, (used, slopes, sinks))
     cu_q, cu_k, used = cu_q.contiguous(), cu_k.contiguous(), None if used is None else used.contiguous()
     scale = 1.0 / math.sqrt(query.shape[2] or 1) if scale is None else scale
     # numpy's integers lack methods of Python's.
@@ -349,7 +357,9 @@ def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max
             others = [x for x in (used, slopes, sinks) if x is not None]
             more = used is None, slopes is None, *[(x.shape, x.stride(), x.dtype, x.device) for x in others]
             addresses |= functools.reduce(or_, [x.data_ptr() for x in others])
-        if addresses % 16 or query.is_neg() or key.is_neg() or value.is_neg():
+            if any([x.is_neg() for x in others]):
+                return None
+        if addresses % 16 or query.is_neg() or key.is_neg() or value.is_neg() or cu_q.is_neg() or cu_k.is_neg():
             return None
         # Rows are part of the shapes below, so that this counts the mean as `octaves_of` does.
         bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0]), torch.are_deterministic_algorithms_enabled()

@@ -214,5 +214,5 @@ def test_a_log_may_be_a_device_or_empty_and_grows(tmp_path: Path) -> None:
     assert head(Path(os.devnull), 10) == head(tmp_path / "none", 10) == b""
     log = tmp_path / "log"
     for lines in (1, 2):
-        flashtune(*SEARCH, "--d", "64", "--n", "512", "--log", str(log), "--sampler", "none")
+        flashtune(*SEARCH, "--d", "64", "--n", "512", "--log", str(log), "--template", "flash_fwd_hopper")
         assert len(log.read_text().splitlines()) == lines, json.dumps(log.read_text())

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,10 +128,3 @@ def test_functions_in_c_are_pytorchs_own_where_it_lacks_none() -> None:
     assert torch_private.C is torch._C
     filled = torch_private._Filled({"_is_tracing": lambda: "otherwise"})
     assert filled._is_tracing() == "otherwise" and filled._has_storage is torch._C._has_storage
-
-
-def test_options_that_the_compiler_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(compile_threads=9)
-    monkeypatch.setattr(torch_private, "found", lambda path, otherwise: module if "inductor" in path else otherwise)
-    torch_private.set_options({"compile_threads": 1, "gone": 2})
-    assert vars(module) == {"compile_threads": 1}

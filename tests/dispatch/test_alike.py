@@ -121,6 +121,50 @@ def test_lazily_negated_tensors_are_their_values(way: str) -> None:
     torch.testing.assert_close(called(way, negated), called(way, given), rtol=0, atol=0)
 
 
+def negated(x: Tensor) -> Tensor:
+    return torch._neg_view(-x)
+
+
+@every(but=WITH_CODE)
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_lazily_negated_numbers_of_heads_are_their_values(way: str, name: str) -> None:
+    given, numbers = tensors(), torch.tensor([0.5, -0.25])
+    wanted = called(way, given, **{name: numbers})
+    for _ in range(2):
+        torch.testing.assert_close(called(way, given, **{name: negated(numbers)}), wanted, rtol=0, atol=0)
+
+
+@every(but=("paged",))
+def test_lazily_negated_gradients_are_their_values(way: str) -> None:
+    given = tensors(requires_grad=True)
+    out, lse = WAYS[way](given, return_lse=True)
+    grads = torch.ones_like(out).cumsum(-1), torch.ones_like(lse)
+    wanted = torch.autograd.grad((out, lse), given, grads, retain_graph=True)
+    found = torch.autograd.grad((out, lse), given, [negated(x) for x in grads])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@every(but=("dense", "functions"))
+def test_lazily_negated_lists_of_lengths_and_pages_are_their_values(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors()
+    wanted, attend = called(way, given), dispatch.attention_varlen
+
+    def lists(*x: Any, **words: Any) -> Any:
+        x = tuple(negated(y) if isinstance(y, Tensor) and y.dtype is torch.int32 else y for y in x)
+        words = {name: negated(y) if isinstance(y, Tensor) else y for name, y in words.items()}
+        return attend(*x, **words)
+
+    monkeypatch.setattr(dispatch, "attention_varlen", lists)
+    for _ in range(2):
+        torch.testing.assert_close(called(way, given), wanted, rtol=0, atol=0)
+
+
+@every(but=("dense",))
+def test_what_is_no_request_for_more_is_refused(way: str) -> None:
+    with pytest.raises(InputTypeError, match=r"^return_aux must be an AuxRequest or None, not bool: "):
+        called(way, tensors(), return_aux=True)
+
+
 @every()
 @pytest.mark.parametrize("layout", ["tokens first", "every other column"])
 def test_any_layout_is_right(way: str, layout: str) -> None:

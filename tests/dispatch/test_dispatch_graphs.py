@@ -19,6 +19,7 @@ from flashtune.db.store import Store
 from flashtune.dispatch import forward
 from flashtune.dispatch.choose import choose
 from flashtune.dispatch.forward import Fallback, KernelPlan
+from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 from flashtune.tuner.propose.space import record_of
@@ -113,7 +114,7 @@ def test_a_plan_runs_it_under_capture_alone(capturing: list[bool], program: obje
     q, other, warned = torch.zeros(1, 1, 64, 64), Other(program=program), list[str]()
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
     in_graphs = Fallback(config=CONFIG, plan=lambda: other)  # type: ignore[arg-type,return-value]
-    plan = Plan(call, module, q.stride(), in_graphs=in_graphs, warn=warned.append)  # type: ignore[arg-type]
+    plan = Plan(call, Code(module, warn=warned.append), q.stride(), in_graphs=in_graphs)  # type: ignore[arg-type]
 
     def served() -> Any:
         return plan.run(q, q, q, None, None, None)[0]
