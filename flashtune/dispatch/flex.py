@@ -24,7 +24,7 @@ from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
 from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.reader import Unsupported
@@ -68,11 +68,9 @@ def flex_attention(
 
     Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
     """
-    if type(return_lse) is not bool:
-        check_flags({"return_lse": return_lse})
+    with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
         scale = unwrapped(scale)
-    with_lse = wants_lse(return_lse, return_aux)
     call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, with_lse, return_aux))
     if call is None:
         query, key, value = _checked(query, key, value, scale, enable_gqa)
@@ -142,11 +140,11 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     bound = _SIGNATURE.bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    gpu = _gpu_of(given["query"])
     check_flags({"return_lse": given["return_lse"]})
     given["scale"] = unwrapped(given["scale"])
     tensors = _checked(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa")))
     given |= dict(zip(("query", "key", "value"), tensors, strict=True))
+    gpu = slug_of(given["query"].device) if isinstance(given["query"], Tensor) else "cpu"
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
     call = _call_of(*(given[name] for name in names))
     if isinstance(call, str):
@@ -170,12 +168,6 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
 
     backward = call.kernels.backward
     return replace(of(call.kernel), backward=None if backward is None else of(backward))
-
-
-def _gpu_of(query: Any) -> str:
-    """Slug of a tensor's GPU; `cpu` for any other device, and where there is no GPU."""
-    on_gpu = isinstance(query, Tensor) and query.device.type == "cuda" and torch.cuda.is_available()
-    return devices.target_of(query.device).slug if on_gpu else "cpu"
 
 
 def _call_of(

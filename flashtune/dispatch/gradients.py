@@ -110,13 +110,13 @@ class GradientPlan:
         if self.code.module.host is not None:
             self._copies_mask = launching.bias_copy(self.code.module.host, parameters.mask) is not None
         with torch.cuda.device(call.device):
-            self.program = self.code.shipped(self._operands(inputs), parameters)
+            self.program = self.code.prepared(self._operands(inputs), parameters)
             if self.program is None and not devices.TRITON:
                 self._all = True
-                self.program = self.code.shipped(self._operands(inputs), parameters)
-            if self.program is None:
+                self.program = self.code.prepared(self._operands(inputs), parameters)
+            if self.program is None and self.code.load():
                 self._all = False
-                self.program = self.code.program(self._operands(inputs), parameters)
+                self.program = self.code.prepared(self._operands(inputs), parameters)
         if self.program is not None:
             self._temporaries, self._scratch = placed(self.program.temporaries)
 

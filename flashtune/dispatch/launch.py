@@ -294,14 +294,18 @@ class Code:
 
     def program(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
         """Prepared launches, as `launch.program`: by machine code, else compiled."""
-        found, whole = self.shipped(operands, parameters, misses), self.whole
-        if found is None and whole is not None:
-            self.module = whole()
-            self.whole = None
-            found = self.shipped(operands, parameters, misses)
-        return found
+        found = self.prepared(operands, parameters, misses)
+        return self.prepared(operands, parameters, misses) if found is None and self.load() else found
 
-    def shipped(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
+    def load(self) -> bool:
+        """Load the whole kernel, which Triton compiles; False where it is loaded already."""
+        if (whole := self.whole) is None:
+            return False
+        self.module = whole()
+        self.whole = None
+        return True
+
+    def prepared(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
         """Prepared launches; None where only the whole kernel has them. Damaged machine code is replaced by what Triton compiles."""
         compiles = self.whole is None
         try:

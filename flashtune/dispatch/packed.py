@@ -23,7 +23,7 @@ from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.packed_configs import configs_of, explanation
 from flashtune.dispatch.plan import placed
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates import families
 
 MOST_PROGRAMS = 256
@@ -207,7 +207,7 @@ def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, di
     device, memo = packed.query.device, context.current()
     problem = problem_of(packed, numbers, direction)
     found = None if why_torch is not None else served(packed, numbers, direction, memo)
-    gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
+    gpu = slug_of(device)
     failed: list[Served] = memo.packed.get((problem, device), [])
     reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
     refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)

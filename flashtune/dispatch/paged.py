@@ -24,7 +24,7 @@ from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
 from flashtune.dispatch.packed_ops import by_attention
 from flashtune.dispatch.plan import placed
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates.paged import flash_paged
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -269,7 +269,7 @@ def explained(paged: Paged, numbers: Numbers, splits: int | None) -> Explanation
     """Explanation of the choice of a call."""
     device, why_torch = paged.query.device, _why_torch(paged)
     plan = plan_of(paged, numbers, splits) if why_torch is None or why_torch in GRADIENTS else None
-    gpu = devices.target_of(device).slug if device.type == "cuda" else "cpu"
+    gpu = slug_of(device)
     if plan is None:
         reason = why_torch or _kernel(context.current(), paged, _bounded(numbers), splits, None)
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is gathered and a call of its own", gpu=gpu)

@@ -275,7 +275,9 @@ def check_flags(flags: Mapping[str, object]) -> None:
 
 
 def wants_lse(return_lse: bool, return_aux: Any) -> bool:
-    """True where the LSE is requested, by PyTorch's AuxRequest or beside it; raises InputTypeError for what is no AuxRequest."""
+    """True where the LSE is requested, by PyTorch's AuxRequest or beside it; raises InputTypeError for what is no bool or AuxRequest."""
+    if type(return_lse) is not bool:
+        check_flags({"return_lse": return_lse})
     if return_aux is None:
         return return_lse
     if not hasattr(return_aux, "lse"):

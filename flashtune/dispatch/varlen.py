@@ -97,8 +97,7 @@ def attention_varlen(
 
     Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
     """
-    if type(return_lse) is not bool:
-        check_flags({"return_lse": return_lse})
+    with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
         scale = unwrapped(scale)
     if type(dropout_p) is not float:
@@ -115,7 +114,7 @@ def attention_varlen(
         caches: tuple[Any, ...] = (block_table, seqused_k, alibi_slopes, sinks, k_descale, v_descale)
         paged = Paged(query, key, value, cu_seqlens_q, *caches)
         out, lse = _paged(paged, cu_seqlens_k, options, max_seqlen_q, max_seqlen_k, num_splits)
-        return (out, lse) if wants_lse(return_lse, return_aux) else out
+        return (out, lse) if with_lse else out
     if k_descale is not None or v_descale is not None:
         raise InputError(
             "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
@@ -125,9 +124,9 @@ def attention_varlen(
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
         out, lse = _with_functions(*_parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k), score_mod, mask_mod)
-        return (out, lse) if wants_lse(return_lse, return_aux) else out
+        return (out, lse) if with_lse else out
     out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed)
-    return (out, lse) if wants_lse(return_lse, return_aux) else out
+    return (out, lse) if with_lse else out
 
 
 def attend(

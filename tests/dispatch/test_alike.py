@@ -113,16 +113,17 @@ def test_any_scale_is_right(way: str, scale: float | None) -> None:
     right(way, called(way, given, scale=scale), given, ways.D**-0.5 if scale is None else scale)
 
 
+def negated(x: Tensor) -> Tensor:
+    """A tensor of the same values with a lazy negation."""
+    return torch._neg_view(-x)
+
+
 @every()
 def test_lazily_negated_tensors_are_their_values(way: str) -> None:
     given = tensors()
-    negated = Tensors(*(torch._neg_view(-x) for x in given))
-    assert all(x.is_neg() for x in negated)
-    torch.testing.assert_close(called(way, negated), called(way, given), rtol=0, atol=0)
-
-
-def negated(x: Tensor) -> Tensor:
-    return torch._neg_view(-x)
+    turned = Tensors(*map(negated, given))
+    assert all(x.is_neg() for x in turned)
+    torch.testing.assert_close(called(way, turned), called(way, given), rtol=0, atol=0)
 
 
 @every(but=WITH_CODE)

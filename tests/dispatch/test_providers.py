@@ -446,6 +446,19 @@ def with_providers(path: Path, times: dict[str, float], *, problem: Problem = PR
     return variant
 
 
+def beside_pytorch(path: Path, problem: Problem, us: float) -> None:
+    """A result of PyTorch's math backend alone, beside PyTorch's own choice, which takes 200 us."""
+    result = SearchResult(
+        gpu="h200",
+        problem=problem,
+        outcomes=(Outcome.of_provider("math", "0" * 16, Measurement.of([us] * 12)),),
+        provenance=Provenance(flashtune="0", torch="2", triton="3"),
+        baseline=Baseline(backend="flash", measurement=Measurement.of([200.0] * 12), call_us=200.0),
+    )
+    with Store.open(path, writable=True) as store:
+        store.save(result)
+
+
 def test_the_provider_that_won_a_records_run_serves_and_explain_says_so(machine: Machine, own_database: Path) -> None:
     with_providers(own_database, {"math": 50.0, "flash": 80.0})
     explained = dispatch.explain(Q, Q, Q, is_causal=True)
@@ -554,15 +567,7 @@ def test_each_length_is_served_by_its_own_record_or_that_of_its_bucket(
 
 def test_pytorch_serves_a_length_at_which_it_won_and_no_other(machine: Machine, own_database: Path) -> None:
     sizes = replace(PROBLEM, n_q=64, n_kv=64)
-    result = SearchResult(
-        gpu="h200",
-        problem=sizes,
-        outcomes=(Outcome.of_provider("math", "0" * 16, Measurement.of([250.0] * 12)),),
-        provenance=Provenance(flashtune="0", torch="2", triton="3"),
-        baseline=Baseline(backend="flash", measurement=Measurement.of([200.0] * 12), call_us=200.0),
-    )
-    with Store.open(own_database, writable=True) as store:
-        store.save(result)
+    beside_pytorch(own_database, sizes, 250.0)
     q = drawn(2, 4, 64, 16)
     assert dispatch.explain(q, q, q, is_causal=True).kind == "framework"
     assert dispatch.explain(Q, Q, Q, is_causal=True).kind == "default"
@@ -571,15 +576,7 @@ def test_pytorch_serves_a_length_at_which_it_won_and_no_other(machine: Machine, 
 def test_gradients_go_where_the_backwards_record_says(machine: Machine, own_database: Path) -> None:
     with_providers(own_database, {"math": 50.0}, problem=PROBLEM)
     trained = replace(PROBLEM, direction="bwd")
-    result = SearchResult(
-        gpu="h200",
-        problem=trained,
-        outcomes=(Outcome.of_provider("math", "0" * 16, Measurement.of([150.0] * 12)),),
-        provenance=Provenance(flashtune="0", torch="2", triton="3"),
-        baseline=Baseline(backend="flash", measurement=Measurement.of([200.0] * 12), call_us=200.0),
-    )
-    with Store.open(own_database, writable=True) as store:
-        store.save(result)
+    beside_pytorch(own_database, trained, 150.0)
     leaves = [Q.clone().requires_grad_() for _ in range(3)]
     explained = dispatch.explain(*leaves, is_causal=True)
     assert (explained.kind, explained.provider) == ("provider", "math")
