@@ -288,6 +288,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = SimpleNamespace(accepts=lambda *given: True)
         return SimpleNamespace(variant=variant, config=config, origin=origin, record=record, failed="", loaded=loaded)
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
