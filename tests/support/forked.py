@@ -17,8 +17,12 @@ INTERPRETER = "torch._dynamo, torch._functorch.aot_autograd, triton.experimental
 """What the server of processes of Triton's interpreter has imported beside torch."""
 
 SERVER = """
-import json, os, sys
+import gc, json, os, sys
 import torch
+
+# What was imported stays: a child's collector needn't go through it, and copy its pages.
+gc.freeze()
+gc.enable()
 
 def served():
     for line in sys.stdin:
@@ -82,7 +86,7 @@ def python(code: str, *words: object, folder: Path | None = None, environment: M
 def _server(interpret: bool) -> "subprocess.Popen[str]":
     # A process with threads must not fork.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpret else {})}
-    code = f"import {INTERPRETER}\n{SERVER}" if interpret else SERVER
+    code = f"import gc; gc.disable()\n{f'import {INTERPRETER}' if interpret else ''}\n{SERVER}"
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
