@@ -2,25 +2,35 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from benchmarks import run
-from benchmarks.cases import padding_free
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = "--device cpu --d 16 --hidden 32 --heads 4 --kv-heads 2 --layers 1 --sequences 4 --longest 32 --vocabulary 61 --rounds 1 --repeats 1"
 
 
-def test_lengths_leave_the_share_of_padding_that_was_named() -> None:
+@pytest.fixture(scope="module")
+def padding_free() -> ModuleType:
+    """The case's module, which imports transformers, here and not where every worker collects this file."""
+    from benchmarks.cases import padding_free
+
+    return padding_free
+
+
+def test_lengths_leave_the_share_of_padding_that_was_named(padding_free: ModuleType) -> None:
     for law in ("uniform", "lognormal", "one_long"):
         lengths = padding_free.lengths_of(law, 16, 2048, 0.43)
         assert len(lengths) == 16 and max(lengths) == 2048 and sum(lengths) == round(0.57 * 16 * 2048)
         assert lengths == padding_free.lengths_of(law, 16, 2048, 0.43), "drawn with a fixed seed"
 
 
-def test_a_tiny_case_has_a_ratio_of_steps_on_the_same_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_case_has_a_ratio_of_steps_on_the_same_sequences(
+    padding_free: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     run.main(["padding_free", *TINY.split()])
     [row] = json.loads((tmp_path / "padding_free.json").read_text())["steps"]
