@@ -2,6 +2,7 @@
 
 import difflib
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ _SCRATCH = Path(tempfile.mkdtemp(prefix="flashtune-tests-"))
 os.environ["FLASHTUNE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["FLASHTUNE_OWN_DB"] = str(_SCRATCH / "overlay.sqlite")
 os.environ.pop("FLASHTUNE_DB", None)
+_NUMBERS = itertools.count()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are as many as the cores: more threads in each would only get into each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,9 +63,10 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_database(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The path of this test's own overlay database, which doesn't exist yet; no two tests share one."""
-    path = tmp_path / "overlay.sqlite"
+    # In a folder of all: thousands of tests need none of their own, which takes pytest 4 ms.
+    path = _SCRATCH / f"overlay{next(_NUMBERS)}.sqlite"
     monkeypatch.setenv("FLASHTUNE_OWN_DB", str(path))
     return path
 
