@@ -4,7 +4,6 @@ FLASHTUNE_TEST_SECONDS is how long a trial takes, of a candidate that compiled.
 FLASHTUNE_TEST_TRIALS names a file that gets a line for each such trial.
 FLASHTUNE_TEST_LIMIT names a file with a number: while it is there, this process makes no more such trials than that and doesn't end, so
 that what a test does to it comes in time on a machine of any speed.
-FLASHTUNE_TEST_CLOCKS, where it is set, has searches keep to each other's pace (tests/simulated.py).
 FLASHTUNE_TEST_FINALIZER, where it is set, has the process spend that time in finalizers, where Python drops what a signal raises.
 """
 
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from jinja2 import ChoiceLoader
 from planted import planted_family, planted_templates
-from simulated import clock
 from stand_ins import quick_compile, quick_interpret
 
 from flashtune import templates
@@ -61,8 +59,6 @@ def slowly(config: Config, facts: CompileFacts, problem: Problem, target: Target
         wait()
     _tried += 1
     time.sleep(float(os.environ.get("FLASHTUNE_TEST_SECONDS", "0")))
-    if "FLASHTUNE_TEST_CLOCKS" in os.environ:
-        clock()
     if "FLASHTUNE_TEST_TRIALS" in os.environ:
         with Path(os.environ["FLASHTUNE_TEST_TRIALS"]).open("a") as file:
             file.write(f"{problem.label()} {config.items}\n")

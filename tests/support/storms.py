@@ -55,7 +55,6 @@ class Searching:
         more: tuple[str, ...] = (),
         name: str = "",
         apart: bool = False,
-        others: str = "",
     ) -> None:
         self._limit, self._tried = home / f"limit{name}", home / f"tried{name}"
         grid = ",".join(str(length) for length in LENGTHS[:problems])
@@ -74,9 +73,6 @@ class Searching:
         ]
         where = {"FLASHTUNE_CACHE": str(home / "cache"), "FLASHTUNE_TEST_SECONDS": str(seconds)}
         where |= {"FLASHTUNE_TEST_LIMIT": str(self._limit), "FLASHTUNE_TEST_TRIALS": str(self._tried)}
-        if others:
-            # One of these, which are to keep to each other's pace.
-            where |= {"FLASHTUNE_TEST_CLOCKS": str(home), "FLASHTUNE_TEST_DEVICES": others, "CUDA_VISIBLE_DEVICES": name}
         ids = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
         self._command, self._where = [*ids, sys.executable, str(HERE / "quick_search.py"), *words], {**os.environ, **where}
         self._errors = home / f"errors{name}"
@@ -248,27 +244,6 @@ def hosts(server: PostgresServer, count: int, *, problems: int, trials: int, sec
         "trials_under_way_at_the_kill_made_again": sum(done.values()) - len(done),
         "runs": len(found),
     }
-
-
-def shares(server: PostgresServer, count: int, *, problems: int, trials: int) -> list[int]:
-    """Trials of each of several searches on one server that keep to each other's pace; none is done twice, and no claim withdrawn."""
-    storage, tuned = server.create("shared_studies"), server.create("shared_tuned")
-    names = [str(number) for number in range(count)]
-    with tempfile.TemporaryDirectory() as home:
-        how: dict[str, Any] = {"trials": trials, "seconds": 0.0, "problems": problems, "others": ",".join(names)}
-        searches = [Searching(Path(home), name=name, more=("--storage", storage, "--db", tuned), **how) for name in names]
-        for one in searches:
-            one.start()
-        for one in searches:
-            one.ended()
-        done = [one.timed() for one in searches]
-    made = Counter(line for lines in done for line in lines)
-    told = study_outcomes(storage)
-    assert len(told) == problems * trials and set(told.values()) == set(made.values()) == {1}
-    claims = [trial for name, trial in trials_of(storage) if name.startswith("search-") and "problem" in trial.user_attrs]
-    assert len(claims) == problems and {claim.state.name for claim in claims} == {"COMPLETE"}
-    assert [len(result.outcomes) for result in rows(tuned)] == [trials] * problems
-    return [len(lines) for lines in done]
 
 
 def until(storage: str, trials: int) -> int:
