@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtune.core.config import KernelSpec
-from flashtune.core.launches import Descriptor, Host, Launch, LaunchInputs, Operand, Resident, Scratch, copyable
+from flashtune.core.launches import Descriptor, Host, Launch, LaunchInputs, Operand, Pages, Resident, Scratch, Varying, copyable
+from flashtune.core.parameters import FACTORS
 
 TYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "u1": torch.bool, "u8": torch.uint8,
@@ -23,8 +24,52 @@ _UNREAD: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 _FORWARD = ("q", "k", "v", "out", "lse")
 _BACKWARD = (*_FORWARD, "dout", "dlse", "dq", "dk", "dv")
-_MORE = ("counts", "mask", "slopes", "q_descale", "k_descale", "v_descale", "sinks", "bias")
-"""Tensors that follow a pass's operands in the order of sources; those that a call lacks keep their indices."""
+
+
+class Tensors(NamedTuple):
+    """Every tensor that a launch may name, in the one order of their sources (`Operand.source`); None for those that a call lacks.
+
+    They are as in `LaunchInputs`. `bias` is the copy of a mask that the copy engine can't read, `counted` and `mirror` are `misses`,
+    `cu_q`, `cu_k` and `used` are `lengths`. Behind these come the tensors of functions (`LaunchInputs.mods`), then scratch memory. The
+    first six are those of a forward without features.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    counts: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    dbias: torch.Tensor | None = None
+    dslopes: torch.Tensor | None = None
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
+    mirror: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, spec: KernelSpec, operands: Sequence[torch.Tensor | None], **others: torch.Tensor | None) -> "Tensors":
+        """The tensors of a pass, its operands in the order of `operand_names`."""
+        return cls(**dict(zip(operand_names(spec), operands, strict=True)), **others)  # type: ignore[arg-type]
+
+
+def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Where tensors begin in memory, 0 for those that a call lacks."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def operand_names(spec: KernelSpec) -> tuple[str, ...]:
@@ -42,56 +87,63 @@ def operand(source: int, x: torch.Tensor) -> Operand:
 
 
 class Plan(NamedTuple):
-    """The launches of one call as data, the tensors that their operands name, and the scratch memory behind these."""
+    """The launches of one call as data, the tensors that their operands name (`Tensors`, then those of functions), and the scratch memory
+    behind these."""
 
     launches: list[Launch]
     tensors: list[torch.Tensor | None]
     scratch: list[Operand]
 
 
-def plan(host: Host, spec: KernelSpec, tensors: Sequence[torch.Tensor | None], keywords: Mapping[str, Any]) -> Plan:
-    """The launches of a call of `spec`; `tensors` are its operands in the order of `operand_names`.
+def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numbers: Any) -> Plan:
+    """The launches of a call: its tensors, those of its functions, and its numbers, by the names of LaunchInputs.
 
-    `keywords` are the call's parameters (`CallParameters.keywords`) with the device's (`provided`). Where the kernel needs it, a
-    scale that isn't positive moves into a copy of q, and a bias that the copy engine can't read is copied.
+    Where the kernel needs it, a scale that isn't positive moves into a copy of q, and a bias that the copy engine can't read is copied.
+    `misses` may be among the numbers as Residents in place of tensors, and `pages` as all of LaunchInputs' Pages behind the table.
     """
-    names = operand_names(spec)
-    q, scale = positive_scale(host, tensors[0], keywords["scale"])  # type: ignore[arg-type]
-    everything = [q, *tensors[1:]]
-    places: dict[str, Operand | None] = {
-        name: None if x is None else operand(i, x) for i, (name, x) in enumerate(zip(names, everything, strict=True))
-    }
-    more = {name: keywords.get(name) for name in ("counts", "mask", "slopes", "sinks")}
-    more |= dict(zip(("q_descale", "k_descale", "v_descale"), keywords.get("descale") or (), strict=False))
-    more["bias"] = bias_copy(host, keywords.get("mask"))
-    first = len(everything)
-    everything += [more.get(name) for name in _MORE]
-    found = {name: operand(first + i, x) for i, name in enumerate(_MORE) if (x := more.get(name)) is not None}
-    descale = tuple(found.pop(name) for name in ("q_descale", "k_descale", "v_descale") if name in found)
-    if "bias" not in found and "mask" in found:
-        places["bias"] = host.narrowed_bias(found["mask"])
-    misses = keywords.get("misses")
-    if misses is not None and isinstance(misses[0], torch.Tensor):
-        misses = tuple(operand(len(everything) + i, x) for i, x in enumerate(misses))
-        everything += keywords["misses"]
-    lengths = keywords.get("lengths")
-    if lengths is not None:
-        lengths = tuple(None if x is None else operand(len(everything) + i, x) for i, x in enumerate(lengths))
-        everything += keywords["lengths"]
-    captured: Any = keywords.get("mods", ())
-    if callable(captured):
-        # Lists of blocks depend on the config's tiles.
-        captured = captured(host.config)
-    mods = tuple(operand(len(everything) + i, x) for i, x in enumerate(captured))
-    everything += captured
+    q, scale = positive_scale(host, tensors.q, numbers.pop("scale"))
+    tensors = tensors._replace(q=q, bias=bias_copy(host, tensors.mask))
+    places: dict[str, Any] = {name: operand(i, x) for i, (name, x) in enumerate(tensors._asdict().items()) if x is not None}
+    cu_q, cu_k, used, table, counted, mirror = (places.pop(name, None) for name in tensors._fields[-6:])
+    factors = [places.pop(name, None) for name in FACTORS]
+    if "bias" not in places and "mask" in places:
+        places["bias"] = host.narrowed_bias(places["mask"])
+    if cu_q is not None:
+        places["lengths"] = (cu_q, cu_k, used)
+    if table is not None:
+        # Queries have no factor beside pages.
+        places["pages"] = Pages(table, *numbers.pop("pages"))
+        factors[0] = places["q"]
+    if any(factors):
+        places["descale"] = tuple(factors)
+    if counted is not None:
+        places["misses"] = (counted, mirror)
+    everything: list[torch.Tensor | None] = [*tensors, *mods]
+    places["mods"] = tuple(operand(len(tensors) + i, x) for i, x in enumerate(mods))
     scratch = Scratch(len(everything))
-    numbers = {name: keywords[name] for name in _NUMBERS if name in keywords}
-    numbers |= {"lengths": lengths, "misses": misses, "mods": mods}
-    inputs = LaunchInputs(**places, **found, **numbers, descale=descale or None, scale=scale)  # type: ignore[arg-type]
+    inputs = LaunchInputs(**places | numbers, scale=scale)
     return Plan(host.launches(inputs, scratch), everything, scratch.operands)
 
 
-_NUMBERS = ("diagonal", "window_left", "window_right", "softcap", "dropout_p", "seed", "offset", "sms")
+def keyword_plan(host: Host, operands: Sequence[torch.Tensor | None], keywords: Mapping[str, Any]) -> Plan:
+    """The launches of a call whose operands are in the order of `operand_names`, and all else as `launch` of a rendered module takes it.
+
+    That are the call's parameters (`CallParameters.keywords`) with the device's (`provided`), and `mods`: the tensors of functions, or a
+    function of the config that makes them, since lists of blocks depend on its tiles.
+    """
+    numbers = dict(keywords)
+    others = {name: numbers.pop(name, None) for name in ("counts", "mask", "slopes", "sinks")}
+    others |= dict(zip(FACTORS, numbers.pop("descale", None) or (), strict=False))
+    others |= dict(zip(("cu_q", "cu_k", "used"), numbers.pop("lengths", None) or (), strict=False))
+    misses: Any = numbers.pop("misses", None)
+    mods: Any = numbers.pop("mods", ())
+    if misses is not None and isinstance(misses[0], torch.Tensor):
+        others |= dict(zip(("counted", "mirror"), misses, strict=True))
+    elif misses is not None:
+        numbers["misses"] = misses
+    if callable(mods):
+        mods = mods(host.config)
+    return plan(host, Tensors.of(host.spec, operands, **others), mods, **numbers)
 
 
 def positive_scale(host: Host, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
@@ -172,15 +224,16 @@ class LoadedKernel:
         if self.host is None:
             found: list[Any] = self.module.launches(*tensors, **kwargs)  # type: ignore[union-attr]
             return found
-        planned = plan(self.host, self.host.spec, tensors, kwargs)
+        planned = keyword_plan(self.host, tensors, kwargs)
         arguments = Arguments(planned)
         return [(getattr(self.module, one.kernel), one.grid, arguments.of(one), dict(one.options)) for one in planned.launches]
 
 
 class Arguments:
-    """Arguments of planned launches for Triton: tensors and descriptors in place of operands."""
+    """Arguments of planned launches for Triton: tensors and descriptors in place of operands, and `numbers` of varying ones, if given."""
 
-    def __init__(self, planned: Plan) -> None:
+    def __init__(self, planned: Plan, numbers: Sequence[int] = ()) -> None:
+        self._numbers = numbers
         self._tensors = planned.tensors
         self._device = next(x.device for x in planned.tensors if x is not None)
         self._scratch = [torch.empty(x.shape, dtype=TYPES[x.dtype], device=self._device) for x in planned.scratch]
@@ -192,6 +245,8 @@ class Arguments:
     def _argument(self, x: Any) -> Any:
         if isinstance(x, Operand):
             return self._tensor(x)
+        if isinstance(x, Varying) and self._numbers:
+            return self._numbers[x.source]
         if isinstance(x, Resident):
             # Triton compiles for the type and the alignment alone.
             return unread(self._device)[0]

@@ -10,7 +10,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Fate, Outcome, Source, TuningRecord
 from flashtune.core.target import Target, targets
-from flashtune.dispatch.records import Pool, differences, group_of, same_features, unaligned
+from flashtune.dispatch.records import Pool, differences, group_of, same_features, unaligned, valid_config
 from flashtune.dispatch.torch_times import calls_tie, slower_reading, step_ratio, torch_has
 from flashtune.templates.expected import LOG_HOST, logs_us
 from flashtune.templates.family import Family
@@ -337,10 +337,7 @@ class _Ranking:
         family = fit.family
         if other is None or other.template != family.name:
             return None
-        config = family.completed(other.config)
-        try:
-            family.validate(config)
-        except InputError:
+        if (config := valid_config(family, other)) is None:
             return None
         moved = self._move(family, config)
         if isinstance(moved, str) or settles(moved):

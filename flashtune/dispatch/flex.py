@@ -13,15 +13,16 @@ from flashtune.core import devices
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
-from flashtune.dispatch import api, flex_functions, flex_kernels, inspection
+from flashtune.dispatch import api, flex_functions, inspection
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend, types_of
 from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import problem_of
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, explained_kernel, kernel_of, served_here
+from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of, served_here
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
+from flashtune.dispatch.kernel import Kernel, NotBuilt, layout
 from flashtune.dispatch.packed import Packed, octaves_of
 from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation, slug_of
@@ -73,7 +74,8 @@ def flex_attention(
         scale = unwrapped(scale)
     call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, with_lse, return_aux))
     if call is None:
-        query, key, value = _checked(query, key, value, scale, enable_gqa)
+        check_functions(score_mod, block_mask, "block_mask")
+        query, key, value = _checked(query, key, value, scale, enable_gqa, kernel_options)
         call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
@@ -108,13 +110,26 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _checked(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool) -> tuple[Any, Any, Any]:
-    """Query, key and value without lazy negations; raises for a scale that is no finite number, and for what is no tensor or bool."""
+def check_functions(score_mod: Any, mask: Any, name: str) -> None:
+    """Raise InputTypeError for a score_mod or a mask of this name that is no function; a `block_mask` may be a BlockMask, too."""
+    if score_mod is not None and not callable(score_mod):
+        raise InputTypeError(f"score_mod must be a function or None, not {type(score_mod).__name__}: check the order of the arguments")
+    if mask is not None and not callable(mask) and not (name == "block_mask" and hasattr(mask, "mask_mod")):
+        kinds = "a BlockMask, a function" if name == "block_mask" else "a function"
+        raise InputTypeError(f"{name} must be {kinds} or None, not {type(mask).__name__}: check the order of the arguments")
+
+
+def _checked(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool, kernel_options: Any = None) -> tuple[Any, Any, Any]:
+    """Query, key and value without lazy negations; raises for what is no tensor of four dimensions, finite number, bool or dictionary."""
     check_flags({"enable_gqa": enable_gqa})
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise InputTypeError(f"kernel_options must be a dictionary or None, not {type(kernel_options).__name__}: pass {{name: value}}")
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not hasattr(x, "__torch_function__"):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
+        if isinstance(x, Tensor) and x.dim() != 4:
+            raise InputError(f"{name} has {x.dim()} dimensions: give (B, Hq, L, E), (B, Hkv, S, E) and (B, Hkv, S, Ev)")
     if scale is not None and (type(scale) is float or not torch.compiler.is_compiling()):
         number("scale", scale, wide=getattr(query, "dtype", None) is torch.float64)
     query, key, value = (x.resolve_neg() if isinstance(x, Tensor) and not x.is_nested else x for x in tensors.values())
@@ -140,13 +155,14 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     bound = _SIGNATURE.bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    check_flags({"return_lse": given["return_lse"]})
+    with_lse = wants_lse(given["return_lse"], given["return_aux"])
     given["scale"] = unwrapped(given["scale"])
-    tensors = _checked(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa")))
+    check_functions(given["score_mod"], given["block_mask"], "block_mask")
+    tensors = _checked(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa", "kernel_options")))
     given |= dict(zip(("query", "key", "value"), tensors, strict=True))
     gpu = slug_of(given["query"].device) if isinstance(given["query"], Tensor) else "cpu"
-    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "return_lse")
-    call = _call_of(*(given[name] for name in names))
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
+    call = _call_of(*[given[name] for name in names], with_lse)  # type: ignore[call-arg]
     if isinstance(call, str):
         need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux")))
         if need is not None:
@@ -156,15 +172,16 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     if isinstance(call, PackedCall):
         return explained_packed(call, *(given[name] for name in names[:3]))
     if isinstance(call, dict):
-        served = api.explain(*(given[name] for name in names[:3]), return_lse=bool(given["return_lse"]), **call)
+        served = api.explain(*(given[name] for name in names[:3]), return_lse=with_lse, **call)
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
         return replace(served, reason=f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}")
     (batch, heads, n_q, _), (_, kv_heads, n_kv, _) = given["query"].shape, given["key"].shape
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv}
 
-    def of(kernel: ModKernel) -> Explanation:
-        said = f"{kernel.variant.template} {kernel.variant.id}, functions {kernel.variant.spec.mods}"
-        return explained_kernel(kernel, said, gpu, problem_of(kernel.variant.spec, **sizes))
+    def of(kernel: Kernel) -> Explanation:
+        assert kernel.variant is not None, "kernels with functions aren't pinned"
+        said = f"{kernel.variant.template} {kernel.variant.id}, functions {kernel.spec.mods}"
+        return explained_kernel(kernel, said, gpu, problem_of(kernel.spec, **sizes))
 
     backward = call.kernels.backward
     return replace(of(call.kernel), backward=None if backward is None else of(backward))
@@ -234,7 +251,7 @@ def with_kernel(
     if sequences is not None:
         sizes = octaves_of(Packed(*tensors, *sequences.bounds), sequences.numbers), sequences.bounds[0].shape
         flags = (*flags, *sequences.numbers[3:], *sizes, sequences.bounds[2] is None, sequences.deterministic)
-    place = id(functions), flex_kernels.layout(tensors), tensors[0].device, trains, flags
+    place = id(functions), layout(tensors), tensors[0].device, trains, flags
     known = _chosen_in(memo)
     of, chosen = known.get(place, (None, ""))
     if of is not functions or (not isinstance(chosen, str) and chosen.failed):
@@ -322,7 +339,7 @@ def _built_in(
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(() if slopes is None else (slopes,))))
     numbers = tuple(x for x in words.values() if not isinstance(x, Tensor))
     wanted = tuple(trained and x is not None and x.requires_grad for x in (query, key, value, slopes))
-    place = flex_kernels.layout((query, key, value, slopes)), query.device, numbers, wants_lse, wanted
+    place = layout((query, key, value, slopes)), query.device, numbers, wants_lse, wanted
     known: dict[Hashable, bool] = current().packed.setdefault("built in", {})
     if place not in known:
         served = api.explain(query, key, value, return_lse=wants_lse, **words)
@@ -330,7 +347,7 @@ def _built_in(
     return words if known[place] else None
 
 
-def _slower(passes: Sequence[ModKernel]) -> str | None:
+def _slower(passes: Sequence[Kernel]) -> str | None:
     """The reason why PyTorch serves where its passes took less time than kernels beside them; None where one of them wasn't measured."""
     records = [one.record for one in passes if one.record is not None]
     theirs = [record.framework_us for record in records if record.framework_us is not None]

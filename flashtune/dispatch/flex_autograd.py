@@ -15,9 +15,10 @@ from flashtune.core.launches import copyable
 from flashtune.core.launching import operand
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_blocks import FlexCall, Kernels, blocks
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, kernel_of, launch
+from flashtune.dispatch.flex_kernels import kernel_of, launch
 from flashtune.dispatch.flex_torch import by_matrices, of_sequence
 from flashtune.dispatch.gradients import recording
+from flashtune.dispatch.kernel import Kernel, NotBuilt
 from flashtune.dispatch.packed import Packed
 from flashtune.templates.mods.emit import Captured, Mods, emitted
 from flashtune.templates.mods.scores import as_function
@@ -154,7 +155,7 @@ def _recomputed(
 
 def _of_gradients(
     call: FlexCall, tensors: tuple[Tensor, Tensor, Tensor], captured: Sequence[Tensor], trains: Sequence[bool]
-) -> tuple[ModKernel, Mods] | None:
+) -> tuple[Kernel, Mods] | None:
     """The kernel of gradients of query, key and value, and of the captured tensors that ask here, with its functions; None where none is
     left that can be built."""
     kernel, mods = call.kernels.backward, call.kernels.trained
@@ -167,9 +168,9 @@ def _of_gradients(
     return kernel, mods
 
 
-def _lists(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, *, backward: bool = False) -> list[Tensor]:
+def _lists(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, *, backward: bool = False) -> list[Tensor]:
     """The lists of blocks that a kernel walks, in its order."""
-    if not call.mods.listed(kernel.variant.spec):
+    if not call.mods.listed(kernel.spec):
         return []
     # Of keys come first, where there are both.
     places = enumerate(kernel.tiles[: 2 if backward else 1])

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtune.core.torch_private import C
-from flashtune.dispatch.flex_kernels import ModKernel, Sequences, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.dispatch.flex_kernels import Sequences, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.dispatch.kernel import Kernel
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.documents import Documents
 from flashtune.templates.mods.emit import Mods
@@ -38,9 +39,9 @@ class Functions:
 class Kernels(NamedTuple):
     """Kernels of a call's passes, with the functions that are compiled into each; no backward where nothing gets a gradient."""
 
-    forward: ModKernel
+    forward: Kernel
     mods: Mods
-    backward: ModKernel | None = None
+    backward: Kernel | None = None
     trained: Mods | None = None
 
     @property
@@ -62,7 +63,7 @@ class FlexCall:
     sequences: Sequences | None = None
 
     @property
-    def kernel(self) -> ModKernel:
+    def kernel(self) -> Kernel:
         """The forward's kernel."""
         return self.kernels.forward
 
@@ -125,7 +126,7 @@ def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
 
 
-def blocks(call: FlexCall, kernel: ModKernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
+def blocks(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
     """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
     sizes = sizes_of(query, key)
 

@@ -73,7 +73,7 @@ def recorded(problem: Problem, target: Target, pool: Pool, *, unmeasured: bool) 
         if record.key.gpu != target.slug or theirs != spec or name not in FAMILIES[spec.direction]:
             continue
         kind = family(name)
-        if (config := valid_config(kind, record)) is None:
+        if (config := valid_config(kind, record.outcome)) is None:
             continue
         config = config if record.key == key else kind.resized(config, problem, target)
         if kind.unfit(config, spec, target) is None and not pool.refutation(kind, config, spec, record):

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_blocks import FOREIGN, MOST_LISTS, agrees_with_band, versions_of
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT
-from flashtune.dispatch.flex_kernels import layout
 from flashtune.dispatch.inspection import flash_attention_on
+from flashtune.dispatch.kernel import layout
 from flashtune.dispatch.plan import capturing
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.documents import Documents

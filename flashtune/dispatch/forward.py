@@ -1,10 +1,8 @@
 """Plans of the forward pass by a kernel, whose launches are prepared at a signature's first call, and the latch to a fallback kernel."""
 
 import contextlib
-import ctypes
 import math
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,83 +12,19 @@ from torch import Tensor
 from flashtune.core import launching
 from flashtune.core.config import Config
 from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.launching import Tensors
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.torch_attention import out_strides
 from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.launch import Code, Program
+from flashtune.dispatch.misprediction import MISPREDICTIONS, Latch, Misprediction
 from flashtune.dispatch.plan import Plan, capturing, padded, placed, random_bits
 from flashtune.dispatch.pytorch import TorchPlan
 
-WINDOW = 8
-"""Launches whose programs are looked at (`count_launch` in flashtune/templates/hopper keeps as many counts). With SHARE two whole launches
-have to mispredict, so that one odd launch changes nothing."""
-
-SHARE = 4
-"""The latch closes where 1 / SHARE of the programs mispredicted: such a program loses up to half of its speed, and the fallback kernel is
-some 10 % slower than the others."""
-
-_LOW = 2**32 - 1
-
-
-class Misprediction:
-    """Counts of a plan's launches and of their mispredicting programs, and the latch. Threads share it without a lock.
-
-    `addresses` are those of the count in the GPU's memory and of its mirror in the host's. The mirror is a 64-bit word, with launches in
-    the high half and mispredicting programs in the low one, then copies of it from the start of each of the last WINDOW launches, that of
-    launch i at i % WINDOW.
-    """
-
-    __slots__ = ("_words", "addresses", "latched", "mispredicted", "programs", "seen")
-
-    def __init__(self, counted: int, mirror: int) -> None:
-        self.addresses = counted, mirror
-        self._words = (ctypes.c_uint64 * (1 + WINDOW)).from_address(mirror)
-        self.mispredicted = ctypes.c_uint32.from_address(mirror)
-        """Mispredicting programs so far, modulo 2^32, in `value`; may lag behind."""
-        self.seen = 0
-        """Its value at the last `check`: where it is the same, nothing is to be checked."""
-        self.programs = 1
-        """Programs of a launch."""
-        self.latched = False
-        """True from when on the fallback kernel serves."""
-
-    def check(self) -> bool:
-        """True where the fallback kernel serves, by all counts so far."""
-        if not self.latched:
-            now = self._words[0]
-            self.seen = now & _LOW
-            mispredicted = (now - self._words[1 + (now >> 32) % WINDOW]) & _LOW
-            self.latched = SHARE * mispredicted >= WINDOW * self.programs
-        return self.latched
-
-
-class Mispredictions:
-    """Counts by key, so that a plan that is chosen again continues with its own, and its latch. They stay for as long as the process runs,
-    since a captured graph may still write to them."""
-
-    _ROOM = 128
-    _CHUNK = 8192
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[tuple[int, Hashable], Misprediction] = {}
-        self._free: dict[int, list[tuple[int, int]]] = {}
-
-    def of(self, device: int, key: Hashable) -> Misprediction:
-        """Counts of this key on a GPU, 0 where they are new; raises DriverError."""
-        with self._lock:
-            if (device, key) not in self._found:
-                free = self._free.setdefault(device, [])
-                if not free:
-                    counted, mirror = driver.resident(device, bytes(self._CHUNK)), driver.host_memory(device, self._CHUNK)
-                    free += [(counted + place, mirror + place) for place in range(0, self._CHUNK, self._ROOM)]
-                self._found[device, key] = Misprediction(*free.pop())
-            return self._found[device, key]
-
-
-MISPREDICTIONS = Mispredictions()
+_NO_MORE = (0,) * (len(Tensors._fields) - launch.MASK - 1 - len(PER_HEAD))
+"""Addresses of a copied bias and of what a dense forward lacks, behind per-head arguments."""
 
 
 class Fallback(NamedTuple):
@@ -102,7 +36,7 @@ class Fallback(NamedTuple):
 
 
 class KernelPlan(Plan):
-    """Plan that launches a forward's kernel, or its fallback kernel once the softmax was mispredicted (`misprediction`)."""
+    """Plan that launches a forward's kernel, or its fallback kernel once the softmax was mispredicted (`latch`)."""
 
     __slots__ = (
         "_copies_mask",
@@ -115,7 +49,6 @@ class KernelPlan(Plan):
         "_lse_offset",
         "_memory",
         "_moves_sign",
-        "_other",
         "_plain",
         "_rest",
         "_scratch",
@@ -123,7 +56,7 @@ class KernelPlan(Plan):
         "call",
         "code",
         "fallback",
-        "misprediction",
+        "latch",
         "program",
     )  # fmt: skip
 
@@ -141,9 +74,8 @@ class KernelPlan(Plan):
         self.call, self.code = call, code
         self.program: Program | None = None
         self.fallback = fallback
-        self._other: KernelPlan | None = None
+        self.latch: Latch[KernelPlan] | None = None
         self._in_graphs: Fallback | KernelPlan | None = in_graphs
-        self.misprediction: Misprediction | None = None
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q_strides), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._counters = 0
@@ -157,7 +89,7 @@ class KernelPlan(Plan):
         # True where a launch of a call reads scratch that an earlier launch of it wrote.
         self._hands_on = False
         # Addresses after the counters for a call without a mask and per-head arguments, where there are no temporaries.
-        self._rest: tuple[int, ...] = (0, *self._heads, 0)
+        self._rest: tuple[int, ...] = (0, *self._heads, *_NO_MORE)
         # Stream of the last call, its counters and scratch, and `_rest` with its temporaries; one tuple, to be read atomically.
         self._memory: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
 
@@ -177,13 +109,13 @@ class KernelPlan(Plan):
                 factors = launch.resident_factors(call.device, call.factors)
                 resident: dict[str, int] = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
                 self._heads = [resident.get(name, 0) for name in PER_HEAD]
-                self._rest = (0, *self._heads, 0)
-            misprediction = self._counts(q.device.index)
-            misses = None if misprediction is None else misprediction.addresses
-            self.program = self.code.program(operands, parameters, misses)
+                self._rest = (0, *self._heads, *_NO_MORE)
+            counts = self._counts(q.device.index)
+            misses = None if counts is None else counts.addresses
+            self.program = self.code.program(lambda kernel: launch.planned(kernel, operands, parameters, misses))
             if self.program is not None:
-                if misprediction is not None:
-                    misprediction.programs, self.misprediction = self.program.programs, misprediction
+                if counts is not None:
+                    counts.programs, self.latch = self.program.programs, Latch(counts, self._instead)
                 self._like_query = self._layout[1] == q.stride() and call.d == call.d_v and call.out_dtype == call.dtype
                 self._take_memory_for(self.program)
 
@@ -204,22 +136,15 @@ class KernelPlan(Plan):
             return None
         return MISPREDICTIONS.of(device, (self.fallback.config, self.call))
 
-    def _instead(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> "KernelPlan | None":
-        """Plan of the fallback kernel, where that serves this call; None where this plan does."""
-        misprediction, fallback = self.misprediction, self.fallback
-        if misprediction is None or fallback is None or torch.are_deterministic_algorithms_enabled():
-            return None
-        if C._cuda_isCurrentStreamCapturing():
-            # A graph keeps the kernel of its capture, so that captured calls never switch.
-            return self._other if misprediction.latched else None
-        if not misprediction.check():
-            return None
-        if self._other is None:
-            self._other = self._built("a kernel mispredicts softmax, but its fallback", fallback, query, key, value, mask, per_head)
-            if self._other is None:
-                # The present kernel is slower on these scores, but correct.
-                self.misprediction, misprediction.latched = None, False
-        return self._other
+    @property
+    def misprediction(self) -> Misprediction | None:
+        """Counts of mispredicting programs, where they have an effect."""
+        return None if self.latch is None else self.latch.state
+
+    def _instead(self, *given: Any) -> "KernelPlan | None":
+        """Plan of the fallback kernel."""
+        assert self.fallback is not None, "a plan without one counts nothing"
+        return self._built("a kernel mispredicts softmax, but its fallback", self.fallback, *given)
 
     def _built(self, why: str, wanted: Fallback, *given: Any) -> "KernelPlan | None":
         """Plan of another kernel, built with the arguments `given`; None, and a warning that begins with `why`, where it can't serve."""
@@ -247,10 +172,10 @@ class KernelPlan(Plan):
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
         if self._in_graphs is not None and (captured := self._captured(query, key, value, mask, per_head)) is not None:
             return captured.run(query, key, value, mask, seed, per_head)
-        misprediction = self.misprediction
-        if misprediction is not None and (misprediction.latched or misprediction.mispredicted.value != misprediction.seen):
-            other = self._instead(query, key, value, mask, per_head)
-            if other is not None:
+        if (latch := self.latch) is not None and (state := latch.state) is not None:
+            # Asked here, where hardly any call has to look further.
+            suspect = state.latched or state.mispredicted.value != state.seen
+            if suspect and (other := latch.serving(query, key, value, mask, per_head)) is not None:
                 return other.run(query, key, value, mask, seed, per_head)
         call, program, device, index = self.call, self.program, self.call.device, self.call.device.index
         if program is not None and C._cuda_getDevice() != index:
@@ -314,7 +239,7 @@ class KernelPlan(Plan):
         if per_head is not None:
             views = per_head.views(call)
             heads = [known if x is None else x.data_ptr() for x, known in zip(views, heads, strict=True)]
-        found = 0 if full is None else full.data_ptr(), *heads, 0 if bias is None else bias.data_ptr()
+        found = 0 if full is None else full.data_ptr(), *heads, 0 if bias is None else bias.data_ptr(), *_NO_MORE[1:]
         return found + tuple([scratch + offset for offset in self._temporaries]), full, bias, views
 
     def _stream_memory(self, stream: int, in_graph: bool) -> tuple[int, int, Tensor | None]:

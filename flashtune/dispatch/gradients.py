@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core import devices, launching, reference
+from flashtune.core.launching import LoadedKernel, Tensors
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import out_strides, readable
 from flashtune.core.torch_private import C
@@ -109,14 +110,18 @@ class GradientPlan:
         parameters = inputs.parameters(call)
         if self.code.module.host is not None:
             self._copies_mask = launching.bias_copy(self.code.module.host, parameters.mask) is not None
+
+        def planned(kernel: LoadedKernel) -> launching.Plan | None:
+            return launch.planned(kernel, self._operands(inputs), parameters)
+
         with torch.cuda.device(call.device):
-            self.program = self.code.prepared(self._operands(inputs), parameters)
+            self.program = self.code.prepared(planned)
             if self.program is None and not devices.TRITON:
                 self._all = True
-                self.program = self.code.prepared(self._operands(inputs), parameters)
+                self.program = self.code.prepared(planned)
             if self.program is None and self.code.load():
                 self._all = False
-                self.program = self.code.prepared(self._operands(inputs), parameters)
+                self.program = self.code.prepared(planned)
         if self.program is not None:
             self._temporaries, self._scratch = placed(self.program.temporaries)
 
@@ -137,19 +142,12 @@ class GradientPlan:
         bias = None
         if self._copies_mask and self.code.module.host is not None:
             bias = launching.bias_copy(self.code.module.host, call.full_mask(mask))
-        addresses = [0 if x is None else x.data_ptr() for x in operands]
-        addresses += [
-            # Counters, which backwards don't have.
-            0,
-            0 if mask is None else mask.data_ptr(),
-            # Factors of fp8, which has no backward.
-            0 if slopes is None else slopes.data_ptr(),
-            0,
-            0,
-            0,
-            0 if sinks is None else sinks.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-        ]
+        # Backwards have no counters, and fp8 has no backward.
+        _, _, _, _, _, dout, dlse, dq, dk, dv, *_ = operands
+        places = dout, dlse, dq, dk, dv, *_more(inputs, operands)
+        query, key, value, out, lse = inputs[:5]
+        tensors = Tensors(query, key, value, out, lse, None, mask, slopes, None, None, None, sinks, bias, *places)
+        addresses = launching.addresses(tensors)
         for offset in self._temporaries:
             addresses.append(start + offset)
         program.run(addresses, C._cuda_getCurrentRawStream(index), (inputs.seed, 0))
@@ -175,13 +173,12 @@ class GradientPlan:
         return *operands, *more
 
     def _requested(self, inputs: BackwardInputs, operands: launch.Operands) -> Gradients:
-        dq, dk, dv, *more = operands[7:]
-        dbias = dslopes = None
-        if inputs.of_mask and inputs.mask is not None:
-            dbias = more[0][tuple(slice(size) for size in inputs.mask.shape)]
-        if inputs.of_slopes:
-            dslopes = more[-1].sum(-1)
-        return dq if inputs.of_query else None, dk if inputs.of_keys else None, dv if inputs.of_keys else None, dbias, dslopes
+        dq, dk, dv = operands[7:10]
+        dbias, dslopes = _more(inputs, operands)
+        if dbias is not None and inputs.mask is not None:
+            dbias = dbias[tuple(slice(size) for size in inputs.mask.shape)]
+        of_slopes = None if dslopes is None else dslopes.sum(-1)
+        return dq if inputs.of_query else None, dk if inputs.of_keys else None, dv if inputs.of_keys else None, dbias, of_slopes
 
     def _through_triton(self, inputs: BackwardInputs) -> Gradients:
         """Requested gradients by the module's own launcher."""
@@ -189,6 +186,11 @@ class GradientPlan:
         with torch.cuda.device(self.call.device) if self.call.device.type == "cuda" else contextlib.nullcontext():
             launching.launcher(self.code.module)(*operands, **inputs.parameters(self.call).keywords())
         return self._requested(inputs, operands)
+
+
+def _more(inputs: BackwardInputs, operands: launch.Operands) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a bias and of slopes among a launch's operands."""
+    return operands[10] if inputs.of_mask and inputs.mask is not None else None, operands[-1] if inputs.of_slopes else None
 
 
 class ReferencePlan:

@@ -1,14 +1,17 @@
 """Kernels: machine code where it is shipped or cached, else rendered text; and those that failed here."""
 
 import functools
-from collections.abc import Callable
+import gzip
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from threading import Timer
 from typing import TypeVar
 
 import torch
 
-from flashtune.core import devices
-from flashtune.core.binaries import Manifest, machine_arch, source_digest
+from flashtune.core import devices, kernel_cache
+from flashtune.core.binaries import Binary, Manifest, machine_arch, source_digest
 from flashtune.core.collector import held_off
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import EnvironmentProblem, FlashtuneError, environment_fault
@@ -39,8 +42,6 @@ def compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> boo
     chosen = variant(family, spec, config).id
     if shipped_index(PACKAGE).manifest_of(chosen, arch) is not None:
         return True
-    from flashtune.core import kernel_cache
-
     return arch.isdigit() and kernel_cache.find(chosen, machine_arch(int(arch))) is not None
 
 
@@ -63,8 +64,6 @@ def manifest(chosen: Variant, arch: str) -> Manifest | None:
     shipped = shipped_manifest(PACKAGE, chosen.id, arch)
     if shipped is not None or not arch.isdigit():
         return shipped
-    from flashtune.core import kernel_cache
-
     found = kernel_cache.find(chosen.id, machine_arch(int(arch)))
     if found is None:
         return None
@@ -93,6 +92,31 @@ def host_code(family: Family, chosen: Variant) -> LoadedKernel:
     return loaded(family, chosen.spec, chosen.config)
 
 
+def _keep(
+    family: Family, variant: Variant, manifest: Manifest | None, new: Sequence[Binary], code_of: Callable[[Binary], bytes]
+) -> Manifest:
+    """A variant's manifest with new binaries, tried first, as it was written to the user's cache with their code."""
+    from flashtune.templates import rendering
+
+    text, digests = rendering.render(family, variant), [one.sha256 for one in new]
+    binaries = (*reversed(new), *(one for one in (manifest.binaries if manifest else ()) if one.sha256 not in digests))
+    if manifest is None:
+        manifest = Manifest(variant_id=variant.id, binaries=binaries, source_sha256=source_digest(text))
+    manifest = replace(manifest, binaries=binaries)
+    # What can't be kept is compiled again by the next process.
+    with suppress(EnvironmentProblem):
+        return kept(text, manifest, {one.sha256: code_of(one) for one in binaries})
+    return manifest
+
+
+def kept(text: str, manifest: Manifest, codes: Mapping[str, bytes]) -> Manifest:
+    """The manifest as it was written to the user's cache, its code given by digest; raises EnvironmentProblem where it can't be written."""
+    named = tuple(replace(one, file=f"{one.kernel}_{one.sha256[:16]}.cubin.gz") for one in manifest.binaries)
+    written = replace(manifest, binaries=named, archive=None)
+    folder = kernel_cache.keep(text, written, {one.file: gzip.compress(codes[one.sha256], mtime=0) for one in named})
+    return replace(written, folder=folder)
+
+
 class Kernels:
     """Loaded kernels of a dispatch state, and those that failed on a device: `broken` for good, `faults` by this machine's fault."""
 
@@ -110,8 +134,8 @@ class Kernels:
         kernel = (variant.id, str(device))
         return self.broken.get(kernel) or self.faults.get(kernel)
 
-    def code(self, family: Family, variant: Variant, device: torch.device, target: Target) -> Code | str:
-        """Code of a kernel, or the reason why it can't be loaded."""
+    def code(self, family: Family, variant: Variant, device: torch.device, target: Target, *, keeps: bool = False) -> Code | str:
+        """Code of a kernel, or the reason why it can't be loaded; with `keeps` the user's cache gets what Triton compiles of it."""
         if (why := self.failure(variant, device)) is not None:
             return why
         name = (variant.id, target.arch)
@@ -119,7 +143,9 @@ class Kernels:
             whole = functools.partial(load, family, variant)
             shipped = self.machine_code(family, variant, target) if driver.driven(device) else None
             try:
-                self._code[name] = Code(whole(), warn=self._warn) if shipped is None else Code(*shipped, whole, self._warn)
+                module, described = shipped or (whole(), None)
+                keep = functools.partial(_keep, family, variant) if keeps else None
+                self._code[name] = Code(module, described, whole if shipped else None, self._warn, keep)
             except (OSError, ImportError) as error:
                 if not devices.TRITON:
                     return "Triton is not installed, and no machine code was shipped for it"

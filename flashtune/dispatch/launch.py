@@ -25,7 +25,7 @@ from flashtune.core.binaries import (
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.folders import let_triton_write
 from flashtune.core.launches import Descriptor, Launch, Operand, Resident, Varying
-from flashtune.core.launching import LoadedKernel, Plan
+from flashtune.core.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.parameters import CallParameters
 from flashtune.dispatch import driver
 
@@ -206,9 +206,8 @@ def encode(place: int, descriptor: Descriptor, parameter: Parameter, address: in
     )
 
 
-Q, K, V, OUT, LSE, COUNTS, MASK, HEADS = range(8)
-"""Indices of a forward's addresses: from HEADS on those of `PER_HEAD`, then a copied bias, then its scratch memory. A backward has its
-operands in place of the first five."""
+OUT, LSE, COUNTS, MASK = (Tensors._fields.index(name) for name in ("out", "lse", "counts", "mask"))
+"""Places in a call's addresses, which begin with those of a forward without features."""
 
 SEED, OFFSET = range(2)
 """Indices of the numbers that change from call to call."""
@@ -232,54 +231,20 @@ def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters
     words = varying.keywords() | launching.provided(kernel, q, k)
     if "misses" in words:
         words["misses"] = tuple(Resident(at, "i64") for at in misses or (x.data_ptr() for x in words["misses"]))
-    return launching.plan(kernel.host, kernel.host.spec, operands, words)
+    return launching.keyword_plan(kernel.host, operands, words)
 
 
-def program(
-    kernel: LoadedKernel,
-    manifest: Manifest | None,
-    operands: Operands,
-    parameters: CallParameters,
-    *,
-    compiles: bool,
-    misses: tuple[int, int] | None = None,
-) -> Program | None:
-    """Prepared launches of a kernel for calls like this one; None for kernels whose text contains their host side.
+PlanOf = Callable[[LoadedKernel], Plan | None]
+"""Plans the launches of a call by a kernel's host side; None for kernels whose text contains it."""
 
-    Kernels without fitting machine code in `manifest` are compiled by Triton, which may raise anything; with `compiles` False, where the
-    kernel is its host side alone, None is returned instead. `misses` is as in `planned`. Raises DriverError where the GPU or its driver
-    refuses a kernel or a tensor map.
-    """
-    plan = planned(kernel, operands, parameters, misses)
-    if plan is None:
-        return None
-    index = operands[Q].device.index
-    major, minor = torch.cuda.get_device_capability(index)
-    arch = machine_arch(10 * major + minor)
-    binaries: list[Binary] = []
-    functions: list[int] = []
-    for launch in plan.launches:
-        binary = None if manifest is None else manifest.matching(launch.kernel, launch.arguments)
-        if manifest is not None and binary is not None and binary.arch == arch:
-            function = _function(binary, functools.partial(manifest.code, binary), index)
-        elif not compiles:
-            return None
-        else:
-            arguments = launching.Arguments(plan).of(launch)
-            binary, code = compiled(getattr(kernel, launch.kernel), launch.grid, arguments, launch.options)
-            function = _function(binary, lambda code=code: code, index)  # type: ignore[misc]
-        binaries.append(binary)
-        functions.append(function)
-    addresses = [0 if x is None else x.data_ptr() for x in plan.tensors]
-    # Temporaries have no address yet; any aligned one will do for encoding.
-    addresses += [operands[OUT].data_ptr() // 256 * 256] * len(plan.scratch)
-    return Program(plan, binaries, functions, index, addresses)
+Keep = Callable[[Manifest | None, Sequence[Binary], Callable[[Binary], bytes]], Manifest]
+"""The manifest of a kernel, if it had one, with binaries that Triton compiled here; the last argument reads the code of any binary."""
 
 
 class Code:
     """Code of a kernel: its host side, its machine code where there is any, and what Triton compiles in place of missing code."""
 
-    __slots__ = ("manifest", "module", "warn", "whole")
+    __slots__ = ("_codes", "keep", "manifest", "module", "warn", "whole")
 
     def __init__(
         self,
@@ -287,15 +252,21 @@ class Code:
         manifest: Manifest | None = None,
         whole: Callable[[], LoadedKernel] | None = None,
         warn: Callable[[str], object] = warnings.warn,
+        keep: Keep | None = None,
     ) -> None:
         """`manifest` describes the machine code. `whole` loads the kernel with its module where `module` is its host side alone. `warn` is
-        called with a message about damaged machine code."""
-        self.module, self.manifest, self.whole, self.warn = module, manifest, whole, warn
+        called with a message about damaged machine code. `keep`, if any, keeps what Triton compiles for other processes."""
+        self.module, self.manifest, self.whole, self.warn, self.keep = module, manifest, whole, warn, keep
+        self._codes: dict[str, bytes] = {}
 
-    def program(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
-        """Prepared launches, as `launch.program`: by machine code, else compiled."""
-        found = self.prepared(operands, parameters, misses)
-        return self.prepared(operands, parameters, misses) if found is None and self.load() else found
+    def program(self, plan: PlanOf) -> Program | None:
+        """Prepared launches of calls like the one that `plan` plans, by machine code, else compiled by Triton, which may raise anything.
+
+        None for kernels whose text contains their host side. Raises DriverError where the GPU or its driver refuses a kernel or a tensor
+        map.
+        """
+        found = self.prepared(plan)
+        return self.prepared(plan) if found is None and self.load() else found
 
     def load(self) -> bool:
         """Load the whole kernel, which Triton compiles; False where it is loaded already."""
@@ -305,17 +276,54 @@ class Code:
         self.whole = None
         return True
 
-    def prepared(self, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Program | None:
-        """Prepared launches; None where only the whole kernel has them. Damaged machine code is replaced by what Triton compiles."""
-        compiles = self.whole is None
+    def prepared(self, plan: PlanOf) -> Program | None:
+        """Prepared launches, as `program`; None where only the whole kernel has them. Damaged machine code is replaced by what Triton
+        compiles."""
+        planned = plan(self.module)
+        if planned is None:
+            return None
         try:
-            return program(self.module, self.manifest, operands, parameters, compiles=compiles, misses=misses)
+            return self._program(planned)
         except EnvironmentProblem as error:
             if self.manifest is None:
                 raise
             self.warn(f"flashtune: {error}; until then Triton compiles it")
             self.manifest = None
-            return program(self.module, None, operands, parameters, compiles=compiles, misses=misses)
+            return self._program(planned)
+
+    def _program(self, planned: Plan) -> Program | None:
+        index = next(x for x in planned.tensors if x is not None).device.index
+        major, minor = torch.cuda.get_device_capability(index)
+        arch = machine_arch(10 * major + minor)
+        binaries: list[Binary] = []
+        functions: list[int] = []
+        new: list[Binary] = []
+        for launch in planned.launches:
+            binary = None if self.manifest is None else self.manifest.matching(launch.kernel, launch.arguments)
+            if binary is None or binary.arch != arch:
+                if self.whole is not None:
+                    return None
+                arguments = launching.Arguments(planned).of(launch)
+                binary, code = compiled(getattr(self.module, launch.kernel), launch.grid, arguments, launch.options)
+                new.append(binary)
+                if self.keep is not None:
+                    self._codes[binary.sha256] = code
+                functions.append(_function(binary, lambda code=code: code, index))  # type: ignore[misc]
+            else:
+                functions.append(_function(binary, functools.partial(self._code, binary), index))
+            binaries.append(binary)
+        if new and self.keep is not None:
+            self.manifest = self.keep(self.manifest, new, self._code)
+        addresses = launching.addresses(planned.tensors)
+        # Temporaries have no address yet; any aligned one will do for encoding.
+        addresses += [next(x for x in addresses if x) // 256 * 256] * len(planned.scratch)
+        return Program(planned, binaries, functions, index, addresses)
+
+    def _code(self, binary: Binary) -> bytes:
+        """The code of a binary of the manifest, or that was compiled in this process."""
+        if binary.sha256 in self._codes or self.manifest is None:
+            return self._codes[binary.sha256]
+        return self.manifest.code(binary)
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Binary, bytes]:

@@ -1,7 +1,7 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
-import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,24 +10,21 @@ from torch import Tensor
 
 from flashtune.core import devices, launching
 from flashtune.core.band import Band
-from flashtune.core.config import Direction, Variant
+from flashtune.core.config import Direction, KernelSpec
+from flashtune.core.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.lengths import Lengths, spread
 from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
-from flashtune.core.results import TuningRecord
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
-from flashtune.core.torch_private import C
-from flashtune.dispatch import context, driver
+from flashtune.dispatch import context, driver, launch
 from flashtune.dispatch.context import Memo
+from flashtune.dispatch.kernel import Kernel, NotBuilt, Prepared
 from flashtune.dispatch.kernels import variant as variant_of
-from flashtune.dispatch.launch import Code, Program
-from flashtune.dispatch.packed_configs import configs_of, explanation
-from flashtune.dispatch.plan import placed
+from flashtune.dispatch.launch import Code
+from flashtune.dispatch.misprediction import MISPREDICTIONS, Latch
+from flashtune.dispatch.packed_configs import Chosen, configs_of, explanation
 from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates import families
-
-MOST_PROGRAMS = 256
-"""Prepared launches of a kernel, one for each number of rows; beyond it all are dropped."""
 
 
 class Packed(NamedTuple):
@@ -113,38 +110,19 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
     )
 
 
-class Prepared(NamedTuple):
-    """Launches that are prepared for tensors of some sizes and strides, the counts that they take, and places in their scratch memory."""
-
-    program: Program
-    counts: int
-    offsets: tuple[int, ...]
-    scratch: int
-
-
-class Served(NamedTuple):
-    """Kernel for packed sequences, with its prepared launches. `record` gave its config, None where that is the family's default; `variant`
-    is None for a pinned kernel."""
-
-    variant: Variant | None
-    record: TuningRecord | None
-    code: Code
-    launches: dict[Hashable, Prepared]
-
-
 class PackedPlan:
-    """A decided call: its kernel, its numbers, and, once it ran on a GPU, the launches that are prepared for its tensors' layout."""
+    """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout."""
 
     __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers", "trains")
 
-    def __init__(self, memo: Memo, forward: Served, numbers: Numbers, *, trains: bool = False, heads_outside: bool = False) -> None:
+    def __init__(self, memo: Memo, forward: Kernel, numbers: Numbers, *, trains: bool = False, heads_outside: bool = False) -> None:
         """With `trains` kernels compute the gradients, which are needed; with `heads_outside` the output is (Hq, T_q, D_v) in memory."""
         self.memo, self.numbers, self.trains, self.heads_outside = memo, numbers, trains, heads_outside
-        self.forward: Served | None = forward
-        self.fixed: Prepared | None = None
+        self.forward: Kernel | None = forward
+        self.fixed: tuple[Kernel, Prepared] | None = None
 
 
-def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Served | None:
+def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Kernel | None:
     """The best kernel that takes a call; None where none does."""
     memo = memo or context.current()
     query, key, value, cu_q, _, used, slopes, sinks = packed
@@ -156,11 +134,11 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
     signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
     if signature not in memo.packed:
         memo.packed[signature] = _choose(packed, numbers, direction, memo)
-    found: Served | None = memo.packed[signature]
+    found: Kernel | None = memo.packed[signature]
     return found
 
 
-def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) -> Served | None:
+def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) -> Kernel | None:
     device = packed.query.device
     problem = problem_of(packed, numbers, direction)
     if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
@@ -171,13 +149,11 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
     with memo.lock:
         if (problem, device) not in memo.packed:
             memo.packed[problem, device] = list(_loaded(memo, problem, device))
-        found: list[Served] = memo.packed[problem, device]
-    # A pinned kernel, which has no variant, isn't passed over.
-    usable = (one for one in found if one.variant is None or memo.kernels.failure(one.variant, device) is None)
-    return next((one for one in usable if _takes(one, packed, numbers, direction)), None)
+        found: list[Kernel] = memo.packed[problem, device]
+    return next((one for one in found if one.failed is None and _takes(one, packed, numbers, direction)), None)
 
 
-def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
+def _takes(found: Kernel, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
     """True if a kernel takes these tensors, and repeats its bits where that is required."""
     varies = direction == "bwd" and found.variant is not None and not families()[found.variant.template].repeatable
     # Kernels whose bits vary know no unused keys either.
@@ -186,20 +162,34 @@ def _takes(found: Served, packed: Packed, numbers: Numbers, direction: Direction
     return found.code.module.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
 
 
-def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Served]:
+def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kernel]:
     """Kernels of a problem that can be loaded, best first."""
     target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
     if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
-        yield Served(None, None, Code(pinned), {})
-    for family, config, record in configs_of(memo, problem, target, tuned=device.type == "cuda"):
-        variant = variant_of(family, problem.spec(), config)
-        code = memo.kernels.code(family, variant, device, target)
+        yield Kernel(memo, None, Code(pinned), device)
+    for chosen in configs_of(memo, problem, target, tuned=device.type == "cuda"):
+        variant = variant_of(chosen.family, problem.spec(), chosen.config)
+        code = memo.kernels.code(chosen.family, variant, device, target)
         if isinstance(code, Code):
-            yield Served(variant, record, code, {})
+            made = Kernel(memo, variant, code, device, chosen.record)
+            made.fallback = chosen.fallback
+            if chosen.fallback is not None and code.module.counts_misses and driver.driven(device):
+                counts = MISPREDICTIONS.of(device.index, (chosen.fallback, problem))
+                made.latch = Latch(counts, functools.partial(_instead, chosen, problem, made))
+            yield made
 
 
-def _nothing() -> None:
-    """Build nothing."""
+def _instead(chosen: Chosen, problem: Problem, kernel: Kernel) -> Kernel | None:
+    """The fallback kernel, where the softmax was mispredicted; None, and a warning, where it can't serve."""
+    memo, device, config = kernel.memo, kernel.device, chosen.fallback
+    assert config is not None, "a kernel without one has no latch"
+    variant = variant_of(chosen.family, problem.spec(), config)
+    with memo.lock:
+        code = memo.kernels.code(chosen.family, variant, device, devices.target_of(device))
+    if isinstance(code, Code):
+        return Kernel(memo, variant, code, device, chosen.record)
+    memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
+    return None
 
 
 def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
@@ -208,14 +198,15 @@ def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, di
     problem = problem_of(packed, numbers, direction)
     found = None if why_torch is not None else served(packed, numbers, direction, memo)
     gpu = slug_of(device)
-    failed: list[Served] = memo.packed.get((problem, device), [])
+    failed: list[Kernel] = memo.packed.get((problem, device), [])
     reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
     refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
     if found is None:
         reason = why_torch or (refused[0] if refused else "no kernel takes packed sequences of this kind here")
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu, refused=refused)
     assert problem is not None and found.variant is not None, "a kernel that isn't pinned serves it"
-    return replace(explanation(problem, gpu, found.variant, found.record), refused=refused)
+    fallback, state = found.fallback, None if found.latch is None else found.latch.state
+    return replace(explanation(problem, gpu, found.variant, found.record, fallback), refused=refused).remembering(state)
 
 
 def rows_last(x: Tensor) -> Tensor:
@@ -270,7 +261,7 @@ def _dense(x: Tensor) -> bool:
 
 def _launch(
     memo: Memo,
-    found: Served,
+    found: Kernel,
     operands: Sequence[Tensor | None],
     packed: Packed,
     numbers: Numbers,
@@ -281,69 +272,45 @@ def _launch(
 
     Operands are (T, H, D), and numbers of rows (H, T).
     """
-    device = packed.query.device
-    if not driver.driven(device):
-
-        def run() -> bool:
-            launching.launcher(found.code.module)(*viewed(operands), **parameters_of(packed, numbers, seed).keywords())
+    latch = None if numbers.deterministic else found.latch
+    if latch is not None and (other := latch.serving()) is not None:
+        if _launch(memo, other, operands, packed, numbers, seed, plan):
             return True
+        latch.release()
+    host, (query, *others) = found.code.module.host, operands
+    if numbers.scale <= 0.0 and host is not None:
+        # Kept until the launches are enqueued.
+        query, _ = launching.positive_scale(host, packed.query, numbers.scale)
+    tensors, bits = named(found.spec, (query, *others), packed), (seed, 0)
+    if plan is not None and plan.fixed is not None and plan.fixed[0] is found:
+        found.run(plan.fixed[1], tensors, (), bits)
+        return True
+    misses = None if latch is None or latch.state is None else latch.state.addresses
 
-        return memo.kernels.tried(found.variant, device, _nothing, run) or _dropped(memo, found)
-    with torch.cuda.device(device) if C._cuda_getDevice() != device.index else contextlib.nullcontext():
-        known = _known(memo, found, operands, packed, numbers) if plan is None or plan.fixed is None else plan.fixed
-        if known is None:
-            return _dropped(memo, found)
-        if plan is not None:
-            plan.fixed = known
-        _run(found, known, operands, packed, numbers, seed)
+    def planned(kernel: LoadedKernel) -> Plan | None:
+        return launch.planned(kernel, viewed(operands), parameters_of(packed, numbers, seed), misses)
+
+    try:
+        fixed = found.launch(numbers[2:], tensors, planned, (), bits)
+    except NotBuilt:
+        return _dropped(memo, found)
+    if plan is not None and fixed is not None:
+        plan.fixed = found, fixed
     return True
 
 
-def _dropped(memo: Memo, found: Served) -> bool:
+def named(spec: KernelSpec, operands: Sequence[Tensor | None], packed: Packed) -> Tensors:
+    """The tensors of a call as its launches name them."""
+    lengths = {"cu_q": packed.cu_q, "cu_k": packed.cu_k, "used": packed.used}
+    return Tensors.of(spec, operands, slopes=packed.slopes, sinks=packed.sinks, **lengths)
+
+
+def _dropped(memo: Memo, found: Kernel) -> bool:
     """Choose anew for the calls that a kernel served which failed."""
     with memo.lock:
         for place in [place for place, one in memo.packed.items() if one is found]:
             del memo.packed[place]
     return False
-
-
-def _known(memo: Memo, found: Served, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared | None:
-    """Launches that are prepared once for tensors of these sizes and strides; None where the kernel can't be built here."""
-    tensors = named(operands, None, packed)
-    signature = (numbers[2:], *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
-    known = found.launches.get(signature)
-    if known is not None:
-        return known
-
-    def build() -> None:
-        if len(found.launches) >= MOST_PROGRAMS:
-            found.launches.clear()
-        found.launches[signature] = _prepared(found.code, operands, packed, numbers)
-
-    with memo.lock:
-        return memo.kernels.tried(found.variant, packed.query.device, build, lambda: found.launches[signature])
-
-
-def _run(found: Served, known: Prepared, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers, seed: int) -> None:
-    """Launch by the driver."""
-    query = packed.query
-    counts = launching.counts_of(query.device, known.counts) if known.counts else None
-    if numbers.scale <= 0.0 and found.code.module.host is not None:
-        query, _ = launching.positive_scale(found.code.module.host, query, numbers.scale)
-    # From a graph's pool under capture: nothing outlives the call.
-    scratch = torch.empty(known.scratch, dtype=torch.uint8, device=query.device) if known.scratch else None
-    start = 0 if scratch is None else scratch.data_ptr()
-    addresses = [0 if x is None else x.data_ptr() for x in named((query, *operands[1:]), counts, packed)]
-    addresses += [start + offset for offset in known.offsets]
-    known.program.run(addresses, C._cuda_getCurrentRawStream(query.device.index), (seed, 0))
-
-
-def _prepared(code: Code, operands: Sequence[Tensor | None], packed: Packed, numbers: Numbers) -> Prepared:
-    views = viewed(operands)
-    program = code.program(views, parameters_of(packed, numbers, 0))
-    assert program is not None, "families of packed sequences have host code"
-    offsets, size = placed(program.temporaries)
-    return Prepared(program, code.module.counts_needed(views[0], views[1]), offsets, size)
 
 
 def viewed(operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -364,9 +331,3 @@ def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters
         sinks=None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1),
         lengths=(packed.cu_q, packed.cu_k, packed.used),
     )
-
-
-def named(operands: Sequence[Tensor | None], counts: Tensor | None, packed: Packed) -> tuple[Tensor | None, ...]:
-    """The tensors of a call in the order in which a plan's launches name them, without their scratch memory."""
-    # In the places of a mask, of fp8's factors and of a bias there is nothing.
-    return (*operands, counts, None, packed.slopes, None, None, None, packed.sinks, None, packed.cu_q, packed.cu_k, packed.used)

@@ -3,16 +3,17 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
-from flashtune.core.config import Config, Variant
+from flashtune.core.config import Config, Variant, settles
 from flashtune.core.nearness import FEATURE, distance
 from flashtune.core.problem import Problem
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Outcome, TuningRecord
 from flashtune.core.target import Target
 from flashtune.dispatch.choose import Kind
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernels import variant as variant_of
-from flashtune.dispatch.records import differences, valid_config
+from flashtune.dispatch.records import Pool, differences, valid_config
 from flashtune.dispatch.resolve import Explanation, said_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
@@ -21,7 +22,17 @@ MOST_RECORDS = 64
 """Records of a kind that are looked at for one whose config fits packed sequences."""
 
 
-def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[tuple[Family, Config, TuningRecord | None]]:
+class Chosen(NamedTuple):
+    """A family with a config and the record that gave it, None for the family's default; `fallback` is the config of the kernel that serves
+    where the softmax is mispredicted, where the record's search measured one."""
+
+    family: Family
+    config: Config
+    record: TuningRecord | None = None
+    fallback: Config | None = None
+
+
+def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> Iterator[Chosen]:
     """Families with configs: of a record of packed sequences nearer than any dense one can be, of the nearest dense record, moved to what
     packed sequences allow, of a predicted record of the key where unmeasured ones are allowed, then their defaults."""
     spec = problem.spec()
@@ -35,17 +46,27 @@ def configs_of(memo: Memo, problem: Problem, target: Target, *, tuned: bool) -> 
             if like is problem and distance(record.key, key) >= FEATURE:
                 break
             family = able.get(record.outcome.template)
-            if family is None or (tuned_config := valid_config(family, record)) is None:
+            if family is None or (config := _moved(pool, family, record, record.outcome, problem, target)) is None:
                 continue
-            config = pool.refit(family, tuned_config, spec).config
-            if config is not None:
-                resized = family.resized(config, problem, target)
-                config = resized if family.violated(resized, spec, target) is None else config
-                if not pool.refutation(family, config, spec, record):
-                    yield family, config, record
-                    break
+            other = record.fallback if settles(config) else None
+            fallback = None if other is None else _moved(pool, family, record, other, problem, target)
+            yield Chosen(family, config, record, None if fallback is None or settles(fallback) else fallback)
+            break
     for family in able.values():
-        yield family, family.default(spec, target), None
+        yield Chosen(family, family.default(spec, target))
+
+
+def _moved(pool: Pool, family: Family, record: TuningRecord, outcome: Outcome, problem: Problem, target: Target) -> Config | None:
+    """The config of an outcome of a record, moved to what a problem allows; None where it can't be."""
+    spec = problem.spec()
+    if outcome.template != family.name or (tuned := valid_config(family, outcome)) is None:
+        return None
+    config = pool.refit(family, tuned, spec).config
+    if config is None:
+        return None
+    resized = family.resized(config, problem, target)
+    config = resized if family.violated(resized, spec, target) is None else config
+    return None if pool.refutation(family, config, spec, record) else config
 
 
 def dense_of(problem: Problem) -> Problem:
@@ -57,14 +78,15 @@ def dense_of(problem: Problem) -> Problem:
 
 def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for a problem of packed sequences, by the records alone."""
-    for family, config, record in configs_of(memo, problem, target, tuned=True):
-        return explanation(problem, target.slug, variant_of(family, problem.spec(), config), record)
+    for chosen in configs_of(memo, problem, target, tuned=True):
+        variant = variant_of(chosen.family, problem.spec(), chosen.config)
+        return explanation(problem, target.slug, variant, chosen.record, chosen.fallback)
     return Explanation(
         kind="framework", reason=f"no kernel takes {problem.label()}, so each sequence is a call of its own", gpu=target.slug
     )
 
 
-def explanation(problem: Problem, gpu: str, variant: Variant, record: TuningRecord | None) -> Explanation:
+def explanation(problem: Problem, gpu: str, variant: Variant, record: TuningRecord | None, fallback: Config | None = None) -> Explanation:
     """Explanation of a kernel with a record's config, or its family's default."""
     key = problem.key(gpu)
     kind: Kind = "default"
@@ -84,5 +106,6 @@ def explanation(problem: Problem, gpu: str, variant: Variant, record: TuningReco
         variant_id=variant.id,
         config=variant.config,
         differences=apart,
+        twin=fallback,
         **said_of(record),
     )

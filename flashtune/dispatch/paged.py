@@ -1,6 +1,7 @@
 """Paged keys and values: plans of kernels that find pages by a table on the device, and sequences that are gathered where none serves."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -11,19 +12,16 @@ from torch import Tensor
 from flashtune.core import devices, launching
 from flashtune.core.config import Config
 from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.launches import LaunchInputs, Operand, Pages, Scratch
-from flashtune.core.launching import Plan, operand
-from flashtune.core.torch_private import C
-from flashtune.dispatch import context, driver
+from flashtune.core.launching import LoadedKernel, Plan, Tensors
+from flashtune.dispatch import context
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.context import Memo
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, layout, loaded_kernel, served_here
+from flashtune.dispatch.flex_kernels import loaded_kernel, served_here
 from flashtune.dispatch.inspection import GRADIENTS, is_distributed, perhaps_fake, transformed, why_torch_now
-from flashtune.dispatch.launch import Program
+from flashtune.dispatch.kernel import MOST_PROGRAMS, Kernel, NotBuilt, Prepared, layout
 from flashtune.dispatch.operators import define_lazily
-from flashtune.dispatch.packed import MOST_PROGRAMS, Numbers, Packed, problem_of, rows_last
+from flashtune.dispatch.packed import Numbers, Packed, problem_of, rows_last
 from flashtune.dispatch.packed_ops import by_attention
-from flashtune.dispatch.plan import placed
 from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates.paged import flash_paged
 
@@ -61,16 +59,13 @@ class Paged(NamedTuple):
 
 
 class PagedPlan:
-    """Plan of paged calls whose tensors have one layout: their kernel and its launches."""
+    """Plan of paged calls whose tensors have one layout: their kernel, and its launches once it ran on a GPU."""
 
-    __slots__ = ("kernel", "key", "numbers", "offsets", "program", "scratch", "splits")
+    __slots__ = ("fixed", "kernel", "numbers", "splits")
 
-    def __init__(self, kernel: ModKernel, key: Hashable, numbers: Numbers, splits: int | None) -> None:
-        """`key` is that of the layout and the numbers."""
-        self.kernel, self.key, self.numbers, self.splits = kernel, key, numbers, splits
-        self.program: Program | None = None
-        self.offsets: tuple[int, ...] = ()
-        self.scratch = 0
+    def __init__(self, kernel: Kernel, numbers: Numbers, splits: int | None) -> None:
+        self.kernel, self.numbers, self.splits = kernel, numbers, splits
+        self.fixed: Prepared | None = None
 
 
 def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
@@ -92,7 +87,7 @@ def checked(paged: Paged, dropout_p: float) -> list[Tensor]:
         raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")
     if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64) or table.device != query.device:
         raise InputError(
-            f"block_table is {table.dtype} {tuple(table.shape)} on {table.device}: give (sequences, pages) int32 on query's device"
+            f"block_table is {table.dtype} {tuple(table.shape)} on {table.device}: give (sequences, pages) int32 or int64 on query's device"
         )
     if paged.used is None:
         raise InputError("block_table says nothing about lengths: give seqused_k, the number of keys of each sequence, or cu_seqlens_k")
@@ -149,7 +144,7 @@ def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config |
         kernel = _kernel(memo, paged, numbers, splits, config)
         if len(plans) >= MOST_PROGRAMS:
             plans.clear()
-        plans[key] = None if isinstance(kernel, str) else PagedPlan(kernel, key, numbers, splits)
+        plans[key] = None if isinstance(kernel, str) else PagedPlan(kernel, numbers, splits)
     return plans[key]
 
 
@@ -159,7 +154,7 @@ def _bounded(numbers: Numbers) -> Numbers:
     return numbers._replace(max_q=of_q, max_k=of_k)
 
 
-def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, config: Config | None) -> ModKernel | str:
+def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, config: Config | None) -> Kernel | str:
     """The kernel for tensors of this layout, or the reason why none takes them."""
     query, key, value = paged[:3]
     problem = problem_of(paged.packed(key[:, 0], value[:, 0], paged.cu_q), numbers)
@@ -176,10 +171,10 @@ def _kernel(memo: Memo, paged: Paged, numbers: Numbers, splits: int | None, conf
     place = "paged kernel", spec, config, query.device
     if place not in memo.packed:
         memo.packed[place] = loaded_kernel(family, spec, config, "the family's default", query.device, target)
-    kernel: ModKernel | str = memo.packed[place]
+    kernel: Kernel | str = memo.packed[place]
     if isinstance(kernel, str) or kernel.failed:
         return kernel if isinstance(kernel, str) else str(kernel.failed)
-    return kernel if kernel.loaded.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else NO_KERNEL
+    return kernel if kernel.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else NO_KERNEL
 
 
 def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
@@ -188,57 +183,35 @@ def run(plan: PagedPlan, paged: Paged) -> tuple[Tensor, Tensor]:
     rows, heads, _ = query.shape
     out = torch.empty((rows, heads, value.shape[3]), dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
-    tensors = (*paged, out, lse)
-    if not driver.driven(query.device):
-        plan.kernel.run(plan.key, tensors, lambda: _launches(plan, tensors))
-        return out, lse
-    with torch.cuda.device(query.device) if C._cuda_getDevice() != query.device.index else contextlib.nullcontext():
-        if plan.program is None:
-            program = plan.kernel.prepared(plan.key, lambda: _launches(plan, tensors))
-            plan.offsets, plan.scratch = placed(program.temporaries)
-            plan.program = program
-        scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=query.device) if plan.scratch else None
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        if scratch is not None:
-            start = scratch.data_ptr()
-            addresses += [start + offset for offset in plan.offsets]
-        plan.program.run(addresses, C._cuda_getCurrentRawStream(query.device.index))
+    _, key, _, cu_q, table, used, slopes, sinks, of_k, of_v = paged
+    lists = {"cu_q": cu_q, "cu_k": cu_q, "used": used, "table": table}
+    tensors = Tensors(query, key, value, out, lse, slopes=slopes, k_descale=of_k, v_descale=of_v, sinks=sinks, **lists)
+    if plan.fixed is not None:
+        plan.kernel.run(plan.fixed, tensors)
+    else:
+        plan.fixed = plan.kernel.launch((plan.numbers, plan.splits), tensors, functools.partial(_planned, plan, tensors))
     return out, lse
 
 
-def _launches(plan: PagedPlan, tensors: tuple[Tensor | None, ...]) -> Plan:
+def _planned(plan: PagedPlan, tensors: Tensors, kernel: LoadedKernel) -> Plan:
     """The launches for tensors of the plan's layout."""
-    numbers = plan.numbers
-    paged, (out, lse) = Paged(*tensors[:-2]).expanded(), tensors[-2:]  # type: ignore[arg-type]
-
-    def at(index: int, x: Tensor | None) -> Operand | None:
-        return None if x is None else operand(index, x)
-
-    q, k, v, cu_q, table, used, slopes, sinks, *factors = itertools.starmap(at, enumerate(paged))
-    q, k, v = (operand(0, rows_last(paged.query)), operand(1, paged.key.transpose(1, 2)), operand(2, paged.value.transpose(1, 2)))
-    assert out is not None and lse is not None and cu_q is not None and table is not None
-    scratch = Scratch(len(tensors))
-    inputs = LaunchInputs(
-        q=q,
-        k=k,
-        v=v,
-        out=operand(len(paged), rows_last(out)),
-        lse=operand(len(paged) + 1, lse[None]),
-        slopes=slopes,
-        sinks=sinks,
-        descale=(q, *factors),  # type: ignore[arg-type]
-        lengths=(cu_q, cu_q, used),
-        pages=Pages(table, numbers.max_q, numbers.max_k, plan.splits),
+    numbers, (sequences, _) = plan.numbers, tensors.table.shape  # type: ignore[union-attr]
+    views = {name: getattr(tensors, name) for name in ("slopes", "sinks", "k_descale", "v_descale")}
+    views = {name: None if x is None else x.expand(sequences, x.shape[-1]) for name, x in views.items()}
+    views |= {"q": rows_last(tensors.q), "k": tensors.k.transpose(1, 2), "v": tensors.v.transpose(1, 2)}
+    views |= {"out": rows_last(tensors.out), "lse": tensors.lse[None]}
+    assert kernel.host is not None, "families of the package have a host side"
+    return launching.plan(
+        kernel.host,
+        tensors._replace(**views),
         scale=numbers.scale,
         diagonal=int(numbers.bottom_right),
         window_left=numbers.left,
         window_right=numbers.right,
         softcap=numbers.softcap,
-        sms=launching.sms_of(paged.query.device),
+        pages=(numbers.max_q, numbers.max_k, plan.splits),
+        sms=launching.sms_of(tensors.q.device),
     )
-    host = plan.kernel.loaded.host
-    assert host is not None, "families of the package have a host side"
-    return Plan(host.launches(inputs, scratch), list(tensors), scratch.operands)
 
 
 def gathered(paged: Paged, numbers: Numbers) -> tuple[Tensor, Tensor]:
@@ -274,6 +247,7 @@ def explained(paged: Paged, numbers: Numbers, splits: int | None) -> Explanation
         reason = why_torch or _kernel(context.current(), paged, _bounded(numbers), splits, None)
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is gathered and a call of its own", gpu=gpu)
     variant = plan.kernel.variant
+    assert variant is not None, "kernels of pages aren't pinned"
     reason = "paged keys and values take the family's default config"
     return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=variant.config)
 

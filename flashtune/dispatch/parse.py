@@ -275,14 +275,19 @@ def check_flags(flags: Mapping[str, object]) -> None:
 
 
 def wants_lse(return_lse: bool, return_aux: Any) -> bool:
-    """True where the LSE is requested, by PyTorch's AuxRequest or beside it; raises InputTypeError for what is no bool or AuxRequest."""
+    """True where the LSE is requested, by itself or in PyTorch's AuxRequest.
+
+    Raises InputTypeError for what is no bool or AuxRequest, and InputError for both requests at once, as PyTorch raises a ValueError.
+    """
     if type(return_lse) is not bool:
         check_flags({"return_lse": return_lse})
     if return_aux is None:
         return return_lse
     if not hasattr(return_aux, "lse"):
         raise InputTypeError(f"return_aux must be an AuxRequest or None, not {type(return_aux).__name__}: pass AuxRequest(lse=True)")
-    return return_lse or bool(return_aux.lse)
+    if return_lse:
+        raise InputError("return_lse stands beside return_aux: leave it out, and pass AuxRequest(lse=True)")
+    return bool(return_aux.lse)
 
 
 def number(name: str, value: object, *, wide: bool = False) -> float:

@@ -14,7 +14,7 @@ from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
 from flashtune.core.errors import InputError
 from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
 from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import Outcome, TuningRecord
 from flashtune.core.target import Target, targets
 from flashtune.db.preference import Findings, by_key, preference, raced_for_same_bits, refutation
 from flashtune.templates.family import ConstraintCache, Family, Refit
@@ -25,9 +25,9 @@ Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
 _Answer = TypeVar("_Answer")
 
 
-def valid_config(family: Family, record: TuningRecord) -> Config | None:
-    """A record's config under today's axes; None where it has others or other values, as of a version before or after this one."""
-    config = family.completed(record.outcome.config)
+def valid_config(family: Family, outcome: Outcome) -> Config | None:
+    """An outcome's config under today's axes; None where it has others or other values, as of a version before or after this one."""
+    config = family.completed(outcome.config)
     try:
         family.validate(config)
     except InputError:

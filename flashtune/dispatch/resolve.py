@@ -19,9 +19,10 @@ from flashtune.dispatch.call import Call, PerHead, trained_as
 from flashtune.dispatch.choose import BUCKET, Choice, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_configs import choice_of
-from flashtune.dispatch.forward import Fallback, KernelPlan, Misprediction
+from flashtune.dispatch.forward import Fallback, KernelPlan
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.launch import Code
+from flashtune.dispatch.misprediction import Misprediction
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
 from flashtune.dispatch.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of

@@ -22,7 +22,7 @@ from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
-from flashtune.dispatch.flex import refuse_beside_functions
+from flashtune.dispatch.flex import check_functions, refuse_beside_functions
 from flashtune.dispatch.inspection import GRADIENTS, autocast, is_distributed, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
@@ -107,6 +107,7 @@ def attention_varlen(
         refuse_beside_functions(
             dict(zip(_NOT_BESIDE_FUNCTIONS, beside, strict=True)), _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions"
         )
+        check_functions(score_mod, mask_mod, "mask_mod")
     num_splits = _splits(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
@@ -218,9 +219,11 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
+    wants_lse(given["return_lse"], given["return_aux"])
     functions = given["score_mod"], given["mask_mod"]
     if functions != (None, None):
         refuse_beside_functions(given, _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions")
+        check_functions(*functions, "mask_mod")
     splits = _splits(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})

@@ -15,8 +15,9 @@ from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
-from flashtune.dispatch.flex_kernels import ModKernel, NotBuilt, Sequences, explained_kernel
+from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
+from flashtune.dispatch.kernel import Kernel, NotBuilt
 from flashtune.dispatch.packed import Numbers, Packed, problem_of
 from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates.mods import structure
@@ -176,8 +177,8 @@ def explained(call: FlexCall | str, packed: Packed) -> Explanation:
     return found if backward is None else replace(found, backward=_of_kernel(backward, packed, call.sequences.numbers, gpu))
 
 
-def _of_kernel(kernel: ModKernel, packed: Packed, numbers: Numbers, gpu: str) -> Explanation:
-    spec = kernel.variant.spec
+def _of_kernel(kernel: Kernel, packed: Packed, numbers: Numbers, gpu: str) -> Explanation:
+    spec = kernel.spec
     return explained_kernel(
         kernel, f"packed sequences with the functions {spec.mods}", gpu, problem_of(packed, numbers, spec.direction, mods=spec.mods)
     )

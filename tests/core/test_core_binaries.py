@@ -15,7 +15,7 @@ from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, Tens
 from flashtune.core.compiled import from_compiled
 from flashtune.core.errors import EnvironmentProblem
 from flashtune.core.launches import Operand
-from flashtune.core.launching import plan, provided
+from flashtune.core.launching import keyword_plan, provided
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.templates import family
@@ -197,7 +197,7 @@ def test_parameters_are_those_of_the_ptx_in_order_then_two_scratch_pointers(name
     inputs = make_inputs(problem, device="meta", seed=2**40)
     with compiling_for(H200):
         words = inputs.keywords | provided(module, inputs.q, inputs.k)
-        planned = plan(module.host, module.host.spec, inputs.arguments, words).launches
+        planned = keyword_plan(module.host, inputs.arguments, words).launches
         for (kernel, grid, args, options), launch in zip(module.launches(*inputs.arguments, **words), planned, strict=True):
             compiled = kernel.warmup(*args, grid=grid, **options)
             binary, code = from_compiled(compiled)

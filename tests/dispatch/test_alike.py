@@ -13,6 +13,7 @@ import ways
 from interpreting import output_of_tests
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest
 from ways import WAYS, Tensors, rows_of, tensors
 
 from flashtune import dispatch
@@ -61,6 +62,16 @@ def every(differ: dict[str, str] | None = None, but: tuple[str, ...] = ()) -> An
 def called(way: str, given: Tensors, **words: Any) -> Any:
     with torch.no_grad():
         return WAYS[way](given, **words)
+
+
+def explained(way: str, given: Tensors, **words: Any) -> Any:
+    """The explanation of the same call."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, explain in ways.EXPLAINED.items():
+            patch.setattr(dispatch, name, lambda *x, explain=explain, **y: found.append(explain(*x, **y)))
+        called(way, given, **words)
+    return found[0]
 
 
 def right(way: str, out: Tensor, given: Tensors, scale: float = ways.D**-0.5) -> None:
@@ -166,6 +177,34 @@ def test_what_is_no_request_for_more_is_refused(way: str) -> None:
         called(way, tensors(), return_aux=True)
 
 
+@every(but=("dense",))
+def test_the_lse_is_requested_in_one_place(way: str) -> None:
+    for call in (called, explained):
+        with pytest.raises(InputError, match=r"^return_lse stands beside return_aux: leave it out, "):
+            call(way, tensors(), return_lse=True, return_aux=AuxRequest(lse=True))
+
+
+@every()
+@pytest.mark.parametrize("name", ["score_mod", "mask"])
+def test_what_is_no_function_is_refused_by_its_name(way: str, name: str) -> None:
+    masks = {"dense": "block_mask", "functions": "block_mask"}
+    word = masks.get(way, "mask_mod") if name == "mask" else name
+    beside = {} if name == "score_mod" else {"score_mod": ways.doubled}
+    more: dict[str, Any] = {"functions": {"score_mod": None}, "paged": {}}.get(way, {}) | beside | {word: 1}
+    pattern = "^block_table is no argument beside " if way == "paged" else rf"^{word} must be (a BlockMask, )?a function or None, not int: "
+    for call in (called, explained):
+        with pytest.raises((InputError, InputTypeError), match=pattern):
+            call(way, tensors(), **more)
+
+
+def test_options_of_pytorchs_kernels_are_a_dictionary_and_tensors_have_four_dimensions() -> None:
+    for call in (dispatch.flex_attention, dispatch.explain_flex):
+        with pytest.raises(InputTypeError, match=r"^kernel_options must be a dictionary or None, not int: "):
+            call(*tensors(), ways.doubled, enable_gqa=True, kernel_options=1)
+        with pytest.raises(InputError, match=r"^query has 3 dimensions: give \(B, Hq, L, E\)"):
+            call(*[x[0] for x in tensors()], ways.doubled, enable_gqa=True)
+
+
 @every()
 @pytest.mark.parametrize("layout", ["tokens first", "every other column"])
 def test_any_layout_is_right(way: str, layout: str) -> None:
@@ -212,12 +251,7 @@ def _untyped(way: str, query: Tensor, key: Tensor) -> None:
 
 @every()
 def test_an_explanation_is_data(way: str) -> None:
-    found: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, explain in ways.EXPLAINED.items():
-            patch.setattr(dispatch, name, lambda *x, explain=explain, **y: found.append(explain(*x, **y)))
-        called(way, tensors())
-    [one] = found
+    one = explained(way, tensors())
     assert isinstance(one, Explanation) and one.kind and one.reason and one.gpu == "cpu"
 
 

@@ -172,7 +172,7 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
     assert planned is not None and dbias is not None and dslopes is not None
     assert dbias.shape == bias.shape and dslopes.shape == slopes.shape and len(met[0]) == len(planned.tensors) + 1
     of_bias, of_slopes = (step for step in planned.launches if step.kernel == "score_gradients")
-    place = launching.operand_names(spec).index("dbias")
+    place = launching.Tensors._fields.index("dbias")
     places = [[x.source for x in step.arguments if isinstance(x, Operand)] for step in (of_bias, of_slopes)]
     assert place in places[0] and place + 1 not in places[0] and place + 1 in places[1] and place not in places[1]
     assert met[0][place] == dbias.data_ptr()

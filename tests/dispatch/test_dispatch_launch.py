@@ -15,7 +15,7 @@ from flashtune.core import devices
 from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap
 from flashtune.core.kernel_archive import HEADER_BYTES, Place
 from flashtune.core.launches import Descriptor, Launch, Operand, Varying
-from flashtune.core.launching import Plan
+from flashtune.core.launching import LoadedKernel, Plan
 from flashtune.core.problem import Features
 from flashtune.core.target import find_target
 from flashtune.dispatch import driver, kernels, launch, resolve
@@ -138,7 +138,7 @@ def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Libr
         [candidate] = itertools.islice(resolve.candidates(memo, call, q, k, k, None, None), 1)
         assert isinstance(candidate.plan, KernelPlan) and candidate.kind == "near_n"
         operands = (q, k, k, torch.empty_like(q), torch.empty(1, 32, 1))
-        return candidate.plan.code.prepared(operands, call.parameters(None, None)) is not None
+        return candidate.plan.code.prepared(lambda kernel: launch.planned(kernel, operands, call.parameters(None, None))) is not None
 
     assert served(8000)
     for where, name in ((kernels, "manifest"), (kernels, "host_code"), (Manifest, "code")):
@@ -171,8 +171,12 @@ def test_damaged_machine_code_is_warned_of_and_left_to_triton(library: Library, 
     code = Code(module, manifest, lambda: module, warned.append)
     plan = KernelPlan(parse(Arguments(q, q, q), Options(is_causal=True)), code, q.stride())
     operands, parameters = plan._given(q, q, q, None, None)
-    assert code.prepared(operands, parameters) is None, "host code alone can't compile"
-    assert code.program(operands, parameters) is not None
+
+    def planned(kernel: LoadedKernel) -> Plan | None:
+        return launch.planned(kernel, operands, parameters)
+
+    assert code.prepared(planned) is None, "host code alone can't compile"
+    assert code.program(planned) is not None
     assert compiled == [manifest.binaries[0].kernel]
     assert len(warned) == 1 and str(tmp_path) in warned[0] and "until then Triton compiles" in warned[0]
 

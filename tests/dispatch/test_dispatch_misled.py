@@ -19,8 +19,9 @@ from flashtune.core.target import find_target
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.choose import choose
-from flashtune.dispatch.forward import SHARE, WINDOW, Fallback, KernelPlan, Misprediction, Mispredictions
+from flashtune.dispatch.forward import Fallback, KernelPlan
 from flashtune.dispatch.launch import Code
+from flashtune.dispatch.misprediction import SHARE, WINDOW, Latch, Misprediction, Mispredictions
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
@@ -150,7 +151,7 @@ def planned(plan: Callable[[], Any], warned: list[str] | None = None) -> tuple[S
     call, module = parse(Arguments(q, q, q), Options()), SimpleNamespace()
     found = Settled(call, Code(module, warn=warn), q.stride(), fallback=Fallback(config=CONFIG, plan=plan))  # type: ignore[arg-type]
     counts = Counts()
-    found.misprediction = counts.misprediction
+    found.latch = Latch(counts.misprediction, found._instead)
     return found, counts
 
 

@@ -10,7 +10,7 @@ from launched import RECORDS, hopper, host_side
 from flashtune.core import launching
 from flashtune.core.dtypes import output_dtype
 from flashtune.core.launches import Descriptor, Operand, Resident, Varying
-from flashtune.core.launching import LoadedKernel
+from flashtune.core.launching import LoadedKernel, Tensors
 from flashtune.core.parameters import PER_HEAD, CallParameters
 from flashtune.core.problem import Features, MaskKind, Problem
 from flashtune.core.results import TuningRecord
@@ -74,7 +74,7 @@ def test_a_plan_names_the_calls_own_tensors_and_its_scratch_memory(record: Tunin
     assert plan is not None and [x is None or any(x is y for y in plan.tensors) for x in operands] == [True] * len(operands)
     sources = {x.source for planned in plan.launches for x in map(operand_of, planned.arguments) if x is not None}
     named = {place for place, x in enumerate([*plan.tensors, *plan.scratch]) if x is not None}
-    assert sources <= named and {launch.Q, launch.K, launch.V} <= sources
+    assert sources <= named and {0, 1, 2} <= sources
     varying = {x.source for planned in plan.launches for x in planned.arguments if isinstance(x, Varying)}
     assert varying == ({launch.SEED, launch.OFFSET} if record.problem.features.dropout else set())
 
@@ -140,7 +140,8 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
         plan.run(q, q, q, None, None, PerHead(**given))
         wanted = {name: x.data_ptr() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"q_descale": 101, "v_descale": 103}
         assert runs[-1][: launch.OUT] == [q.data_ptr()] * 3
-        assert runs[-1][launch.HEADS :] == [*(wanted[name] for name in PER_HEAD), 0]
+        heads = launch.MASK + 1
+        assert runs[-1][heads:] == [*(wanted[name] for name in PER_HEAD), *[0] * (len(Tensors._fields) - heads - len(PER_HEAD))]
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 21), (1, 4, 9, 21), (2, 1, 9, 21), (9, 21), (2, 1, 1, 21)], ids=str)
@@ -165,7 +166,7 @@ def test_a_bias_whose_rows_arent_aligned_is_copied_once_a_call_and_launches_are_
     runs: list[tuple[int, torch.Tensor]] = []
 
     def run(addresses: list[int], *_: object) -> None:
-        runs.append((addresses[launch.HEADS + len(PER_HEAD)], copied[-1].clone()))
+        runs.append((addresses[Tensors._fields.index("bias")], copied[-1].clone()))
 
     plan.program = SimpleNamespace(run=run)  # type: ignore[assignment]
     plan._plain, plan._copies_mask = False, True
@@ -205,4 +206,4 @@ def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: p
             plan.run(q, k, v, None, None, per_head)
             place = 4096 * stream
             assert runs[-1][:3] == [x.data_ptr() for x in (q, k, v)]
-            assert runs[-1][launch.LSE :] == [place + 768, 1000 * stream, *[0] * (2 + len(PER_HEAD)), place, place + 512]
+            assert runs[-1][launch.LSE :] == [place + 768, 1000 * stream, *[0] * (len(Tensors._fields) - launch.MASK), place, place + 512]

@@ -8,7 +8,7 @@ import torch
 from launched import PROBLEMS, SHIPPED, code_of, host_of_shipped
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 
-from flashtune.dispatch import driver
+from flashtune.dispatch import driver, launch
 from flashtune.dispatch.forward import KernelPlan
 from flashtune.dispatch.launch import Code
 from flashtune.dispatch.parse import Arguments, Options, parse
@@ -31,7 +31,7 @@ def plan_of(x: torch.Tensor, mask: torch.Tensor) -> KernelPlan:
     host = host_of_shipped(MASKED)
     plan = KernelPlan(parse(Arguments(x, x, x, mask), Options()), Code(host, code_of(MASKED)), x.stride())
     operands, parameters = plan._given(x, x, x, mask, None)
-    plan.program = plan.code.program(operands, parameters)
+    plan.program = plan.code.program(lambda kernel: launch.planned(kernel, operands, parameters))
     assert plan.program is not None and [one.kernel for one in plan.program.planned] == ["pack_mask", "flash_fwd_hopper"]
     plan._take_memory_for(plan.program)
     return plan

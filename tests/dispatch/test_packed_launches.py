@@ -10,11 +10,15 @@ import torch
 from driven import Driven, drive, serve_by
 from launched import RECORDS
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
+from test_dispatch_misled import PROGRAMS, Counts
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
+from flashtune.core.config import settles
 from flashtune.dispatch import context, kernels
 from flashtune.dispatch import packed as packed_calls
+from flashtune.dispatch.kernel import Kernel
+from flashtune.dispatch.packed_configs import Chosen
 from flashtune.templates import family
 
 BOUNDS = (0, 100, 230)
@@ -115,7 +119,7 @@ def test_packed_calls_take_shipped_machine_code_and_compile_what_it_does_not_tak
     def configs(memo: Any, problem: Any, target: Any, **_: Any) -> Any:
         for one in chosen:
             if one.problem.direction == problem.direction:
-                yield family(one.outcome.template), one.outcome.config, one
+                yield Chosen(family(one.outcome.template), one.outcome.config, one)
 
     def loaded(*_: object) -> Any:
         loads.append(None)
@@ -133,6 +137,69 @@ def test_packed_calls_take_shipped_machine_code_and_compile_what_it_does_not_tak
         _, others = driven.since(partial(torch.autograd.grad, out.sum(), (q, k, v)))
         assert "flash_fwd_hopper" in dict(launches) and "flash_bwd_hopper" in dict(others)
         assert bool(driven.tried) == bool(loads) == compiles
+
+
+@pytest.fixture
+def mispredicted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Packed calls are served by a record whose kernel has a frozen row maximum; the memory that it counts in."""
+    settling = [one for one in RECORDS if one.problem.features.packed and settles(one.outcome.config)]
+    record = next(one for one in settling if one.fallback is not None and one.problem.d == 64)
+    chosen = Chosen(family(record.outcome.template), record.outcome.config, record, record.fallback.config if record.fallback else None)
+    found = Counts()
+    monkeypatch.setattr(packed_calls, "configs_of", lambda *_, **__: iter([chosen]))
+    monkeypatch.setattr(packed_calls.MISPREDICTIONS, "of", lambda device, key: found.misprediction)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_fallback_serves_packed_calls_from_when_on_their_softmax_was_mispredicted(
+    driven: Driven, mispredicted: Counts, deterministic: bool
+) -> None:
+    words: Any = {"is_causal": True, "deterministic": deterministic}
+    q, bounds = torch.zeros(512, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 100, 512], dtype=torch.int32)
+    given = q, q, q, bounds, bounds, 412, 412
+
+    def said() -> Any:
+        return dispatch.explain_varlen(*given, **words)
+
+    def kernels_of(rows: int) -> list[Any]:
+        made: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(Kernel, "run", lambda kernel, *_: made.append(kernel))
+            for _ in range(rows):
+                dispatch.attention_varlen(*given, **words)
+        return [one.config for one in made]
+
+    settled, fallback = said().config, said().twin
+    assert settles(settled) and fallback is not None and not settles(fallback)
+    assert kernels_of(3) == [settled] * 3
+    mispredicted.misprediction.programs = PROGRAMS
+    mispredicted.launch(PROGRAMS, 2)
+    assert kernels_of(3) == [settled if deterministic else fallback] * 3
+    assert said().twin_serves is not deterministic
+    dispatch.reload()
+    # Chosen anew, as after other calls, the latch is the same.
+    assert kernels_of(2) == [settled if deterministic else fallback] * 2
+
+
+def test_a_fallback_for_packed_calls_that_cannot_be_built_leaves_them_to_what_serves(driven: Driven, mispredicted: Counts) -> None:
+    # No machine code is shipped for 64-bit bounds.
+    q, bounds = torch.zeros(512, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 100, 512])
+    given: Any = q, q, q, bounds, bounds, 412, 412
+    wanted = dispatch.explain_varlen(*given, is_causal=True).config
+    with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        dispatch.attention_varlen(*given, is_causal=True)
+        mispredicted.launch(PROGRAMS, 2)
+        driven.fails["flash_fwd_hopper"] = OutOfResources(300_000, 232_448, "shared memory")
+        for _ in range(3):
+            before = len(driven.launches)
+            dispatch.attention_varlen(*given, is_causal=True)
+            assert len(driven.launches) == before + 1
+    assert len([one for one in warned if "shared memory" in str(one.message)]) == 1
+    said = dispatch.explain_varlen(*given, is_causal=True)
+    assert said.config == wanted and not said.twin_serves
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3])

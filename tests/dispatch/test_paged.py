@@ -12,10 +12,12 @@ from flashtune import dispatch
 from flashtune.core import launching
 from flashtune.core.config import Config, KernelSpec
 from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.launching import Tensors
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
 from flashtune.dispatch import context, paged
-from flashtune.dispatch.flex_kernels import ModKernel
+from flashtune.dispatch.flex_kernels import loaded_kernel
+from flashtune.dispatch.kernel import Kernel
 from flashtune.dispatch.packed import Numbers
 from flashtune.templates.paged import flash_paged
 from flashtune.tuner.children.compile import compiling_for, facts_of
@@ -157,7 +159,8 @@ def facts(
     target, queries = find_target(gpu), rows or 1
     spec = KernelSpec(direction="fwd", dtype="bf16", d=d, d_v=d, causal=True, window=False, softcap=False, mask="none")
     config: Config = flash_paged.chosen(spec, target, None if rows is None else 4 * rows, narrow=cache.itemsize == 1)
-    kernel = ModKernel(flash_paged.FAMILY, spec, config, "", torch.device("meta"), target)
+    kernel = loaded_kernel(flash_paged.FAMILY, spec, config, "", torch.device("meta"), target)
+    assert isinstance(kernel, Kernel)
     numbers = Numbers(queries, 4096, d**-0.5, -1, 0, True, 0.0, 0.0, False, False)
 
     def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -166,13 +169,14 @@ def facts(
     caches = [made(999, page, 8, d, dtype=cache) for _ in range(2)]
     lengths = made(9, dtype=torch.int32), made(8, 4096 // page, dtype=torch.int32), made(8, dtype=torch.int32)
     factors = [made(8, 8, dtype=torch.float32) if cache == FP8 else None for _ in range(2)]
-    tensors = (made(8 * queries, 32, d), *caches, *lengths, None, None, *factors)
     results = made(8 * queries, 32, d), made(32, 8 * queries, dtype=torch.float32)
-    plan = paged._launches(paged.PagedPlan(kernel, None, numbers, splits), (*tensors, *results))
+    lists = dict(zip(("cu_q", "table", "used"), lengths, strict=True)) | {"cu_k": lengths[0]}
+    tensors = Tensors(made(8 * queries, 32, d), *caches, *results, k_descale=factors[0], v_descale=factors[1], **lists)
+    plan = paged._planned(paged.PagedPlan(kernel, numbers, splits), tensors, kernel.code.module)
     arguments, found = launching.Arguments(plan), []
     with compiling_for(target):
         for one in plan.launches:
-            function, words = getattr(kernel.loaded, one.kernel), launching.compiler_options(one.options)
+            function, words = getattr(kernel.code.module, one.kernel), launching.compiler_options(one.options)
             found.append((one.kernel, function.warmup(*arguments.of(one), grid=one.grid, **words)))
     return facts_of(found, target)
 
@@ -200,9 +204,9 @@ def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
 
 
 def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = object.__new__(ModKernel)
+    failed = object.__new__(Kernel)
     monkeypatch.setattr(paged, "_why_torch", lambda _: None)
-    monkeypatch.setattr(ModKernel, "failed", "flash_paged can't be built here (too many registers)")
+    monkeypatch.setattr(Kernel, "failed", "flash_paged can't be built here (too many registers)")
     memo = context.current()
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)
     said = dispatch.explain_varlen(**inputs({}).arguments)

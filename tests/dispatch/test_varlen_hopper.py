@@ -12,6 +12,7 @@ from test_hopper_pieces import Masked
 from varlen_cases import Inputs, inputs, wanted
 
 from flashtune.core import launching
+from flashtune.core.config import settles
 from flashtune.core.launching import provided
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
@@ -112,10 +113,9 @@ def test_prepared_launches_name_tensors_in_the_order_in_which_calls_give_them(na
         operands += [q.clone(), torch.zeros(4, 300), q.clone(), k.clone(), k.clone()]
     plan = launch.planned(kernel, viewed(operands), parameters_of(packed, PLAIN, 0))
     assert plan is not None
-    given = named(operands, launching.counts_of(q.device, kernel.counts_needed(*viewed(operands)[:2])), packed)
-    places = [[None if x is None else x.data_ptr() for x in tensors] for tensors in (plan.tensors, given)]
-    # Counts are made anew.
-    del places[0][len(operands)], places[1][len(operands)]
+    given = named(spec, operands, packed)
+    # Counts are found at each launch.
+    places = [launching.addresses(given._make(tensors)._replace(counts=None)) for tensors in (plan.tensors, given)]
     assert places[0] == places[1]
     assert [x.source for x in plan.scratch] == list(range(len(given), len(given) + len(plan.scratch)))
 
@@ -139,5 +139,7 @@ def test_configs_of_dense_records_stay_valid_where_tiles_are_few(gpu: str, direc
     target = find_target(gpu)
     found = list(configs_of(current(), problem, target, tuned=True))
     assert found
-    for chosen, its_config, _ in found:
-        assert chosen.violated(its_config, problem.spec(), target) is None
+    for chosen in found:
+        for its_config in (chosen.config, chosen.fallback):
+            assert its_config is None or chosen.family.violated(its_config, problem.spec(), target) is None
+    assert direction == "bwd" or any(chosen.fallback for chosen in found) == settles(found[0].config)

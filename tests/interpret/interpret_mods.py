@@ -9,7 +9,10 @@ import torch
 from mod_cases import CASES, OPERATIONS, Case, oracle, random_case
 
 from flashtune import dispatch
+from flashtune.core.launching import Tensors
 from flashtune.dispatch import flex, flex_blocks, flex_kernels
+from flashtune.dispatch.kernel import Kernel, layout
+from flashtune.dispatch.launch import COUNTS
 
 warnings.filterwarnings("ignore")
 
@@ -268,15 +271,19 @@ def empty() -> list[float]:
 def watched() -> dict[Any, Any]:
     """Launches of every plan from here on by kernel and key: equal keys have equal ones, and tensors come in the order of the plan's."""
     seen: dict[Any, Any] = {}
-    run = flex_kernels.ModKernel.run
+    run = Kernel.launch
 
-    def checked(self: Any, key: Any, tensors: Any, plan: Any) -> None:
-        made = plan()
-        assert len(tensors) == len(made.tensors) and all(x is y for x, y in zip(tensors, made.tensors, strict=True)), "another order"
-        assert seen.setdefault((self.variant, key), made.launches) == made.launches, "a key with two plans"
-        run(self, key, tensors, lambda: made)
+    def checked(self: Any, words: Any, tensors: Any, plan: Any, mods: Any = (), numbers: Any = ()) -> Any:
+        made, given = plan(self.code.module), [*tensors, *mods]
+        key = self.variant, words, layout(given)
+        if isinstance(tensors, Tensors):
+            # Counts are found at each launch.
+            given[COUNTS] = made.tensors[COUNTS]
+        assert all(x is y for x, y in zip(given, made.tensors, strict=True)), "another order"
+        assert seen.setdefault(key, made.launches) == made.launches, "a key with two plans"
+        return run(self, words, tensors, lambda _: made, mods, numbers)
 
-    flex_kernels.ModKernel.run = checked  # type: ignore[method-assign]
+    Kernel.launch = checked  # type: ignore[method-assign]
     return seen
 
 

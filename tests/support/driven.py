@@ -11,6 +11,7 @@ from flashtune.core import devices
 from flashtune.core.binaries import Binary, Parameter, TensorMap
 from flashtune.core.target import find_target
 from flashtune.dispatch import context, driver, launch, packed
+from flashtune.dispatch.packed_configs import Chosen
 from flashtune.templates import family
 
 
@@ -77,6 +78,6 @@ def serve_by(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def configs(memo: Any, problem: Any, target: Any, **_: Any) -> Any:
         for kind in map(family, names):
             if kind.refusal(problem, problem.spec(), target) is None:
-                yield kind, kind.default(problem.spec(), target), None
+                yield Chosen(kind, kind.default(problem.spec(), target))
 
     monkeypatch.setattr(packed, "configs_of", configs)

@@ -43,7 +43,7 @@ def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tup
     sums = [torch.empty(captured[place].shape, device="meta") for place in made.trained]
     words = {"scale": 0.1, "mods": (*tensors, *lists * bool(made.mask), *sums), **launching.provided(module, q, k), "sms": 132}
     assert module.host is not None
-    plans = [launching.plan(module.host, spec, operands, words)]
+    plans = [launching.keyword_plan(module.host, operands, words)]
     if made.mask:
         kinds = torch.empty((1, 1, cdiv(n, 128), cdiv(n, 64)), dtype=torch.int8, device="meta")
         launch = kinds_launch(operand(0, kinds), tuple(operand(1 + i, x) for i, x in enumerate(tensors)), n, n, (128, 64))

@@ -208,7 +208,7 @@ def kernel_call(
     out, lse = (right.half(), right_lse.float()) if backward else (torch.full_like(q, math.nan), torch.full(right_lse.shape, math.nan))
     ours: list[Tensor] = [torch.full_like(x, math.nan) for x in (q, k, v)] if backward else [out, lse]
     operands = viewed((q, k, v, out, lse, *((given.dout, given.dlse, *ours) if backward else ())))
-    words = {"scale": sequences.numbers.scale, "mods": [x.detach() for x in found], **sequences.words}
+    words = {"scale": sequences.numbers.scale, "mods": [x.detach() for x in found], "lengths": sequences.bounds, **sequences.words}
     yield module, module.launches(*operands, **words, **provided(module, operands[0], operands[1]) | {"sms": 3})
     theirs = torch.autograd.grad(loss, leaves) if backward else (right, right_lse)
     assert all(torch.equal(x.isfinite(), y.isfinite()) for x, y in zip(ours, theirs, strict=True))

@@ -71,12 +71,12 @@ def paged(given: Tensors, **words: Any) -> Any:
 
 def functions(given: Tensors, **words: Any) -> Any:
     """Call of `flex_attention`."""
-    return dispatch.flex_attention(*given, doubled, enable_gqa=True, **words)
+    return dispatch.flex_attention(*given, **{"score_mod": doubled, "enable_gqa": True, **words})
 
 
 def packed_functions(given: Tensors, **words: Any) -> Any:
     """Call of `attention_varlen` with a score as code."""
-    return packed(given, score_mod=doubled, **words)
+    return packed(given, **{"score_mod": doubled, **words})
 
 
 WAYS: dict[str, Callable[..., Any]] = {

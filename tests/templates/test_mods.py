@@ -16,7 +16,7 @@ from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels
-from flashtune.dispatch.flex_kernels import NotBuilt
+from flashtune.dispatch.kernel import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, scores, structure
 from flashtune.templates.mods.additions import PAIR, by_distance, kept_values, varies
@@ -433,7 +433,9 @@ def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch
 def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = SimpleNamespace(accepts=lambda *given: True)
     names = ("flash_fwd_hopper", "flash_fwd")
-    made = {name: SimpleNamespace(variant=SimpleNamespace(template=name), failed=None, loaded=loaded) for name in names}
+    made = {
+        name: SimpleNamespace(variant=SimpleNamespace(template=name), failed=None, code=SimpleNamespace(module=loaded)) for name in names
+    }
     dispatch.reload()
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made[kind.name])
     functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
@@ -462,7 +464,7 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
 
     monkeypatch.setattr(flex, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
-    monkeypatch.setattr(flex_kernels, "ModKernel", made)
+    monkeypatch.setattr(flex_kernels, "Kernel", made)
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
     for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):

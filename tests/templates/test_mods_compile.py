@@ -6,7 +6,8 @@ import mod_compiling
 import pytest
 from forked import python
 
-from flashtune.dispatch.flex_kernels import added, kept
+from flashtune.dispatch.kernels import _keep
+from flashtune.templates import family
 
 CASES = ("padding", "fwd"), ("signed_alibi", "bwd")
 
@@ -21,13 +22,12 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
     planned = [mod_compiling.planned(*case) for case in CASES]
     launches = [sum(len(plan.launches) for plan in plans) for *_, plans in planned]
     assert found_by_another_process(1056) == [f"0 {number}" for number in launches]
-    for variant, text, module, plans in planned:
-        manifest, codes = None, {}
+    for variant, _, module, plans in planned:
+        written, codes = None, {}
         for binary, code in mod_compiling.compiled(module, plans):
-            manifest = added(manifest, variant, text, binary)
             codes[binary.sha256] = code
-        assert manifest is not None
-        written = kept(text, manifest, codes)
+            written = _keep(family(variant.template), variant, written, [binary], lambda one, codes=codes: codes[one.sha256])
+        assert written is not None
         assert [written.code(binary) for binary in written.binaries] == [codes[binary.sha256] for binary in written.binaries]
     assert found_by_another_process(1056, 1059, 131) == [f"{number} {number}" for number in launches for _ in range(3)]
 

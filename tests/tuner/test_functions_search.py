@@ -489,7 +489,7 @@ def test_a_call_takes_the_config_of_its_record(
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", surroundings)
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
-    monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", samples_kernel)
     q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4096, 4096))
     with dispatch.use(path, alone=True):
         found: Any = flex_kernels.kernel_of(direction, q, k, k, mods)
@@ -502,7 +502,12 @@ def test_a_call_takes_the_config_of_its_record(
 
 def samples_kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, record: Any = None) -> Any:
     return SimpleNamespace(
-        config=config, origin=origin, record=record, failed="", loaded=SimpleNamespace(accepts=lambda *given: True), median_us=1.0
+        config=config,
+        origin=origin,
+        record=record,
+        failed="",
+        median_us=1.0,
+        code=SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True)),
     )
 
 
@@ -581,7 +586,7 @@ def test_two_records_with_one_config_keep_their_own_times(file: Path, tmp_path: 
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
-    monkeypatch.setattr(flex_kernels, "ModKernel", lambda *given: samples_kernel(*given))
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", samples_kernel)
     with dispatch.use(path, alone=True):
         for n, of in ((4096, problem), (1024, short)):
             q = torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu)

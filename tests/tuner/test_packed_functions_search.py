@@ -285,14 +285,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, record: Any = None) -> Any:
         variant = SimpleNamespace(template=kind.name, spec=spec, config=config, id="0" * 16)
-        loaded = SimpleNamespace(accepts=lambda *given: True)
-        return SimpleNamespace(variant=variant, config=config, origin=origin, record=record, failed="", loaded=loaded)
+        code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
+        return SimpleNamespace(variant=variant, spec=spec, config=config, origin=origin, record=record, failed="", code=code)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
     monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
-    monkeypatch.setattr(flex_kernels, "ModKernel", kernel)
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", kernel)
     monkeypatch.setattr(flex, "_chosen_in", lambda memo, chosen={}: chosen)
     monkeypatch.setattr(flex, "why_torch", lambda *given, **words: None)
 

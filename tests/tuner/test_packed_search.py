@@ -168,8 +168,8 @@ def chosen(problem: Problem) -> Any:
     """The record and the config that come first."""
     memo = context.current()
     with memo.lock:
-        _, config, record = next(packed_configs.configs_of(memo, problem, H200, tuned=True))
-    return record, config
+        found = next(packed_configs.configs_of(memo, problem, H200, tuned=True))
+    return found.record, found.config
 
 
 def test_a_packed_record_serves_before_a_dense_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from commands import flashtune
 from flashtune.core.binaries import Binary, Manifest, source_digest
 from flashtune.core.kernel_archive import Archive
 from flashtune.core.kernel_index import INDEX, read_index
-from flashtune.core.launching import LoadedKernel, plan, provided
+from flashtune.core.launching import LoadedKernel, keyword_plan, provided
 from flashtune.core.problem import Problem
 from flashtune.core.shipped_kernels import PACKAGE, folder_of, manifest_in, shipped_index, shipped_manifest
 from flashtune.db.library import Library, shipped_path
@@ -80,7 +80,7 @@ def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: P
     compared = 0
     with compiling_for(one.target):
         again = load_kernel(one.text, "again").launches(*inputs.arguments, **words)
-        planned = plan(module.host, module.host.spec, inputs.arguments, words).launches
+        planned = keyword_plan(module.host, inputs.arguments, words).launches
         launches = module.launches(*inputs.arguments, **words)
         for (kernel, grid, args, options), (fresh, *_), launch in zip(launches, again, planned, strict=True):
             compiled = kernel.warmup(*args, grid=grid, **options)
@@ -229,10 +229,10 @@ def test_usual_calls_meet_the_conditions_of_a_shipped_binary(n_kv: int, heads_in
             continue
         words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": one.target.sms}
         assert module.host is not None
-        launches = plan(module.host, module.host.spec, inputs.arguments, words).launches
+        launches = keyword_plan(module.host, inputs.arguments, words).launches
         if one.variant.spec.direction == "bwd":
             # Without a gradient of the LSE.
-            launches += plan(module.host, module.host.spec, (*inputs.arguments[:6], None, *inputs.arguments[7:]), words).launches
+            launches += keyword_plan(module.host, (*inputs.arguments[:6], None, *inputs.arguments[7:]), words).launches
         for launch in launches:
             tried = {binary.specialization: binary.refusal(launch.arguments) for binary in manifest.of(launch.kernel)}
             assert None in tried.values(), (one.kernel.path, launch.kernel, tried)
@@ -245,7 +245,7 @@ def test_a_call_whose_offsets_pass_32_bits_is_refused() -> None:
     module = load_kernel(decode().text, decode().variant.id)
     far = torch.empty_strided(inputs.k.shape, (2**40, 2**35, inputs.k.shape[3], 1), device="meta", dtype=inputs.k.dtype)
     words = inputs.keywords | provided(module, inputs.q, far) | {"sms": 132}
-    launch, *_ = plan(module.host, module.host.spec, (inputs.q, far, inputs.v, inputs.out, inputs.lse), words).launches
+    launch, *_ = keyword_plan(module.host, (inputs.q, far, inputs.v, inputs.out, inputs.lse), words).launches
     [binary] = manifest.of(launch.kernel)
     refusal = binary.refusal(launch.arguments)
     takes_strides = any(parameter.name == "stride_kh" for parameter in binary.parameters)

@@ -202,7 +202,7 @@ def as_function(output: Node, captured: Sequence[torch.Tensor]) -> Callable[...,
     """A traced function as a caller's own was: of scalars, by position."""
 
     def function(*given: torch.Tensor) -> torch.Tensor:
-        inputs = dict(zip(INDICES if len(given) == len(INDICES) else ("score", *INDICES), given, strict=True))
+        inputs: dict[str, torch.Tensor] = dict(zip(INDICES if len(given) == len(INDICES) else ("score", *INDICES), given, strict=True))
         found: torch.Tensor = _evaluated(output, captured, inputs)
         return found.reshape(())
 

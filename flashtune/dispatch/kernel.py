@@ -1,0 +1,170 @@
+"""A kernel on one device: the launches that are prepared for each layout of its tensors, of every way in but the dense one's fast path."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashtune.core import launching
+from flashtune.core.config import Config, KernelSpec, Variant
+from flashtune.core.launches import Host
+from flashtune.core.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.results import TuningRecord
+from flashtune.core.torch_private import C
+from flashtune.dispatch import driver, launch
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.launch import Code, Program
+from flashtune.dispatch.misprediction import Latch
+from flashtune.dispatch.plan import placed
+
+MOST_PROGRAMS = 256
+"""Prepared launches of a kernel, one for each layout: packed sequences have another number of rows at every step. Beyond it all are
+dropped."""
+
+
+_Found = TypeVar("_Found")
+
+
+class NotBuilt(Exception):
+    """A kernel that failed on this machine, as at a first call of a plan (`Kernels.tried`); who chooses passes over it from then on."""
+
+
+class Prepared(NamedTuple):
+    """Launches that are prepared for tensors of one layout, the counts that they take, and places in their scratch memory."""
+
+    program: Program
+    counts: int
+    offsets: tuple[int, ...]
+    scratch: int
+
+
+class Kernel:
+    """A kernel on one device. `record` gave its config, or `origin` says where it comes from; `variant` is None for a pinned kernel.
+
+    `latch` leads to the fallback kernel, of the config `fallback`, that serves from when on its softmax was mispredicted; None where it has
+    none.
+    """
+
+    __slots__ = ("_prepared", "code", "device", "fallback", "latch", "memo", "origin", "record", "tiles", "variant")
+
+    def __init__(
+        self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, record: TuningRecord | None = None, origin: str = ""
+    ) -> None:
+        self.memo, self.variant, self.code, self.device, self.record, self.origin = memo, variant, code, device, record, origin
+        self._prepared: dict[Hashable, Prepared] = {}
+        self.latch: Latch[Kernel] | None = None
+        self.fallback: Config | None = None
+        steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in self.config.as_dict()]
+        self.tiles = [(self.config.number(f"{step}BLOCK_M"), self.config.number(f"{step}BLOCK_N")) for step in steps]
+        """Rows and columns of the tiles of each of its lists of blocks: those of the forward or of keys, then those of queries."""
+
+    @property
+    def spec(self) -> KernelSpec:
+        """What is compiled into it."""
+        spec: KernelSpec = self._host.spec
+        return spec
+
+    @property
+    def config(self) -> Config:
+        """Its config."""
+        config: Config = self._host.config
+        return config
+
+    @property
+    def _host(self) -> Host:
+        host = self.code.module.host
+        assert host is not None, "families of the package have a host side"
+        return host
+
+    @property
+    def failed(self) -> str | None:
+        """Reason why it isn't tried, where it failed before."""
+        # A pinned kernel isn't passed over.
+        why = None if self.variant is None else self.memo.kernels.failure(self.variant, self.device)
+        return why if why is None or self.variant is None else f"{self.variant.template} can't be built here ({why})"
+
+    def launch(
+        self,
+        words: Hashable,
+        tensors: Sequence[Tensor | None],
+        plan: Callable[[LoadedKernel], Plan | None],
+        mods: Sequence[Tensor] = (),
+        numbers: Sequence[int] = (),
+    ) -> Prepared | None:
+        """Launch on the tensors' device and its current stream; returns what `run` takes for tensors of this layout.
+
+        `words` are all that a plan takes from a call beside layouts of its tensors; those and `mods` come in the order of the plan's
+        sources, and `numbers` are the varying ones. None is returned where Triton launches. Raises NotBuilt where the kernel fails.
+        """
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if not driver.driven(self.device):
+                self._tried(lambda: None, lambda: self._through_triton(plan, numbers))
+                return None
+            key = words, layout((*tensors, *mods))
+            known = self._prepared.get(key) or self._built(key, tensors, plan)
+            self.run(known, tensors, mods, numbers)
+            return known
+
+    def run(self, known: Prepared, tensors: Sequence[Tensor | None], mods: Sequence[Tensor] = (), numbers: Sequence[int] = ()) -> None:
+        """Launch what is prepared for tensors of this layout, on their device and its current stream."""
+        index = self.device.index
+        if C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.run(known, tensors, mods, numbers)
+        addresses = launching.addresses(tensors)
+        if known.counts:
+            counts = launching.counts_of(self.device, known.counts)
+            addresses[launch.COUNTS] = 0 if counts is None else counts.data_ptr()
+        addresses += launching.addresses(mods)
+        if known.scratch:
+            # From a graph's pool under capture: nothing outlives the call.
+            scratch = torch.empty(known.scratch, dtype=torch.uint8, device=self.device)
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in known.offsets]
+        known.program.run(addresses, C._cuda_getCurrentRawStream(index), numbers)
+        return None
+
+    def _built(self, key: Hashable, tensors: Sequence[Tensor | None], plan: Callable[[LoadedKernel], Plan | None]) -> Prepared:
+        def build() -> None:
+            if key in self._prepared:
+                return
+            if len(self._prepared) >= MOST_PROGRAMS:
+                self._prepared.clear()
+            planned: list[Plan | None] = []
+
+            def kept(kernel: LoadedKernel) -> Plan | None:
+                planned[:] = [plan(kernel)]
+                return planned[0]
+
+            program = self.code.program(kept)
+            assert program is not None and planned[0] is not None, "families of the package have a host side"
+            counts = planned[0].tensors[launch.COUNTS] if isinstance(tensors, Tensors) else None
+            if self.latch is not None and self.latch.state is not None:
+                # Launches of more programs need more mispredicting ones.
+                self.latch.state.programs = max(self.latch.state.programs, program.programs)
+            self._prepared[key] = Prepared(program, 0 if counts is None else counts.numel(), *placed(program.temporaries))
+
+        with self.memo.lock:
+            return self._tried(build, lambda: self._prepared[key])
+
+    def _tried(self, build: Callable[[], None], run: Callable[[], _Found]) -> _Found:
+        found = self.memo.kernels.tried(self.variant, self.device, build, run)
+        if found is None:
+            raise NotBuilt(self.failed)
+        return found
+
+    def _through_triton(self, plan: Callable[[LoadedKernel], Plan | None], numbers: Sequence[int]) -> bool:
+        planned = plan(self.code.module)
+        assert planned is not None, "families of the package have a host side"
+        arguments = launching.Arguments(planned, numbers)
+        for one in planned.launches:
+            function = getattr(self.code.module, one.kernel)
+            function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
+        return True
+
+
+def layout(tensors: Sequence[Tensor | None]) -> Hashable:
+    """All that a plan takes from tensors beside their addresses."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
