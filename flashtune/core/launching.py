@@ -248,8 +248,8 @@ class Arguments:
         if isinstance(x, Varying) and self._numbers:
             return self._numbers[x.source]
         if isinstance(x, Resident):
-            # Triton compiles for the type and the alignment alone.
-            return unread(self._device)[0]
+            # Triton compiles for the type and the alignment alone; where it launches, nobody reads what is counted.
+            return unread(self._device)[1]
         return self._descriptor(x) if isinstance(x, Descriptor) else x
 
     def _tensor(self, x: Operand) -> torch.Tensor:

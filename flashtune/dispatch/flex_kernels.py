@@ -15,6 +15,7 @@ from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import kernels
+from flashtune.dispatch import launch as launches
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_configs import (
     UNMEASURED,
@@ -215,7 +216,7 @@ def launch(
 
     def plan(loaded: LoadedKernel) -> Plan:
         assert loaded.host is not None, "families of the package have a host side"
-        given = launching.provided(loaded, tensors.q, tensors.k)
+        given = launches.provided(loaded, tensors.q, tensors.k)
         return launching.plan(loaded.host, tensors._replace(counts=given.pop("counts")), more, **numbers, **given)
 
     kernel.launch((scale, () if sequences is None else sequences.numbers[2:]), tensors, plan, more)

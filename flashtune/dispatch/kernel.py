@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flashtune.core import launching
+from flashtune.core import devices, launching
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.launches import Host
 from flashtune.core.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.results import TuningRecord
 from flashtune.core.torch_private import C
-from flashtune.dispatch import driver, launch
+from flashtune.dispatch import driver, kernels, launch
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.launch import Code, Program
-from flashtune.dispatch.misprediction import Latch
+from flashtune.dispatch.misprediction import MISPREDICTIONS, Latch
 from flashtune.dispatch.plan import placed
+from flashtune.templates.family import Family
 
 MOST_PROGRAMS = 256
 """Prepared launches of a kernel, one for each layout: packed sequences have another number of rows at every step. Beyond it all are
@@ -72,6 +74,28 @@ class Kernel:
         config: Config = self._host.config
         return config
 
+    def fall_back_to(self, family: Family, config: Config | None, key: Hashable) -> None:
+        """Have the family's kernel with this config, if any, serve from when on the softmax was mispredicted; counts go by `key`."""
+        self.fallback = config
+        if config is not None and self.code.module.counts_misses and driver.driven(self.device):
+            counts = MISPREDICTIONS.of(self.device.index, (config, key))
+            self.latch = Latch(counts, partial(self._other, family, config))
+
+    def _other(self, family: Family, config: Config) -> "Kernel | None":
+        """The fallback kernel; None, and a warning, where it can't be loaded."""
+        variant, target = kernels.variant(family, self.spec, config), devices.target_of(self.device)
+        with self.memo.lock:
+            code = self.memo.kernels.code(family, variant, self.device, target, keeps=self.code.keep is not None)
+        if isinstance(code, Code):
+            return Kernel(self.memo, variant, code, self.device, self.record, self.origin)
+        self.memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
+        return None
+
+    @property
+    def misses(self) -> tuple[int, int] | None:
+        """Addresses where it counts mispredicting programs, where that has an effect."""
+        return None if self.latch is None or self.latch.state is None else self.latch.state.addresses
+
     @property
     def _host(self) -> Host:
         host = self.code.module.host
@@ -113,17 +137,17 @@ class Kernel:
         if C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(known, tensors, mods, numbers)
-        addresses = launching.addresses(tensors)
+        addresses, stream = launching.addresses(tensors), C._cuda_getCurrentRawStream(index)
         if known.counts:
-            counts = launching.counts_of(self.device, known.counts)
-            addresses[launch.COUNTS] = 0 if counts is None else counts.data_ptr()
+            in_graph = C._cuda_isCurrentStreamCapturing()
+            addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.counts, in_graph)
         addresses += launching.addresses(mods)
         if known.scratch:
             # From a graph's pool under capture: nothing outlives the call.
             scratch = torch.empty(known.scratch, dtype=torch.uint8, device=self.device)
             start = scratch.data_ptr()
             addresses += [start + offset for offset in known.offsets]
-        known.program.run(addresses, C._cuda_getCurrentRawStream(index), numbers)
+        known.program.run(addresses, stream, numbers)
         return None
 
     def _built(self, key: Hashable, tensors: Sequence[Tensor | None], plan: Callable[[LoadedKernel], Plan | None]) -> Prepared:

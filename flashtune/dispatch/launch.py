@@ -228,10 +228,15 @@ def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters
         return None
     q, k, *_ = operands
     varying = replace(parameters, seed=Varying.of(SEED, 2**64 - 1), offset=Varying.of(OFFSET, 2**32 - 1))
-    words = varying.keywords() | launching.provided(kernel, q, k)
+    return launching.keyword_plan(kernel.host, operands, varying.keywords() | provided(kernel, q, k, misses))
+
+
+def provided(kernel: LoadedKernel, q: torch.Tensor, k: torch.Tensor, misses: tuple[int, int] | None = None) -> dict[str, Any]:
+    """What a device provides for a launch (`launching.provided`), with the addresses where it counts mispredicting programs."""
+    words = launching.provided(kernel, q, k)
     if "misses" in words:
         words["misses"] = tuple(Resident(at, "i64") for at in misses or (x.data_ptr() for x in words["misses"]))
-    return launching.keyword_plan(kernel.host, operands, words)
+    return words
 
 
 PlanOf = Callable[[LoadedKernel], Plan | None]

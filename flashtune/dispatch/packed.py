@@ -1,6 +1,5 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernel import Kernel, NotBuilt, Prepared
 from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.launch import Code
-from flashtune.dispatch.misprediction import MISPREDICTIONS, Latch
-from flashtune.dispatch.packed_configs import Chosen, configs_of, explanation
+from flashtune.dispatch.packed_configs import configs_of, explanation
 from flashtune.dispatch.resolve import Explanation, slug_of
 from flashtune.templates import families
 
@@ -172,24 +170,8 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kern
         code = memo.kernels.code(chosen.family, variant, device, target)
         if isinstance(code, Code):
             made = Kernel(memo, variant, code, device, chosen.record)
-            made.fallback = chosen.fallback
-            if chosen.fallback is not None and code.module.counts_misses and driver.driven(device):
-                counts = MISPREDICTIONS.of(device.index, (chosen.fallback, problem))
-                made.latch = Latch(counts, functools.partial(_instead, chosen, problem, made))
+            made.fall_back_to(chosen.family, chosen.fallback, problem)
             yield made
-
-
-def _instead(chosen: Chosen, problem: Problem, kernel: Kernel) -> Kernel | None:
-    """The fallback kernel, where the softmax was mispredicted; None, and a warning, where it can't serve."""
-    memo, device, config = kernel.memo, kernel.device, chosen.fallback
-    assert config is not None, "a kernel without one has no latch"
-    variant = variant_of(chosen.family, problem.spec(), config)
-    with memo.lock:
-        code = memo.kernels.code(chosen.family, variant, device, devices.target_of(device))
-    if isinstance(code, Code):
-        return Kernel(memo, variant, code, device, chosen.record)
-    memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
-    return None
 
 
 def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
@@ -285,7 +267,7 @@ def _launch(
     if plan is not None and plan.fixed is not None and plan.fixed[0] is found:
         found.run(plan.fixed[1], tensors, (), bits)
         return True
-    misses = None if latch is None or latch.state is None else latch.state.addresses
+    misses = None if latch is None else found.misses
 
     def planned(kernel: LoadedKernel) -> Plan | None:
         return launch.planned(kernel, viewed(operands), parameters_of(packed, numbers, seed), misses)

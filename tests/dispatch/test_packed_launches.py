@@ -18,6 +18,7 @@ from flashtune.core.config import settles
 from flashtune.dispatch import context, kernels
 from flashtune.dispatch import packed as packed_calls
 from flashtune.dispatch.kernel import Kernel
+from flashtune.dispatch.misprediction import MISPREDICTIONS
 from flashtune.dispatch.packed_configs import Chosen
 from flashtune.templates import family
 
@@ -147,7 +148,7 @@ def mispredicted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> Counts:
     chosen = Chosen(family(record.outcome.template), record.outcome.config, record, record.fallback.config if record.fallback else None)
     found = Counts()
     monkeypatch.setattr(packed_calls, "configs_of", lambda *_, **__: iter([chosen]))
-    monkeypatch.setattr(packed_calls.MISPREDICTIONS, "of", lambda device, key: found.misprediction)
+    monkeypatch.setattr(MISPREDICTIONS, "of", lambda device, key: found.misprediction)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     return found
 

@@ -67,6 +67,9 @@ def drive(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Driven:
     monkeypatch.setattr(driver, "driven", lambda device: True)
     monkeypatch.setattr(launch, "compiled", found.compiled)
     monkeypatch.setattr(devices, "INTERPRETING", True)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(driver, "STREAM_MEMORY", driver.StreamMemory())
+    monkeypatch.setattr(driver, "resident", lambda device, data: 1 << 40)
     monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
     context.current().forget()
     return found
