@@ -148,9 +148,14 @@ def plan_of(paged: Paged, numbers: Numbers, splits: int | None, config: Config |
     return plans[key]
 
 
+def bounds_of(max_q: int, max_k: int) -> tuple[int, int]:
+    """Bounds of lengths in powers of two, so that growing lengths share plans."""
+    return 1 << max(0, max_q - 1).bit_length(), 1 << max(0, max_k - 1).bit_length()
+
+
 def _bounded(numbers: Numbers) -> Numbers:
-    """The numbers with bounds of lengths in powers of two, so that growing lengths share plans."""
-    of_q, of_k = (1 << max(0, x - 1).bit_length() for x in numbers[:2])
+    """The numbers with the bounds that a plan has."""
+    of_q, of_k = bounds_of(numbers.max_q, numbers.max_k)
     return numbers._replace(max_q=of_q, max_k=of_k)
 
 

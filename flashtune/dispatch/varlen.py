@@ -181,7 +181,8 @@ def _paged(
         factors = [x for x in given[-2:] if x is not None]
         if signature is not None and all(isinstance(x, Tensor) and not x.is_neg() for x in factors):
             more = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in factors]
-            signature = "paged", signature, splits, given.k_descale is None, *more
+            # A launch has programs for the longest sequence of all calls of its plan.
+            signature = "paged", signature, splits, pages.bounds_of(max_q, max_k), given.k_descale is None, *more
         else:
             signature = None
         plan: Any = None if signature is None else STACK.get().plans.get(signature)

@@ -48,6 +48,14 @@ def of_hundreds_of_sequences() -> None:
     agrees(inputs({"lengths": lengths, "heads": 1, "kv_heads": 1, "page": 4}))
 
 
+def of_other_lengths_in_as_many_rows() -> None:
+    """A later call whose tensors have the same sizes, and whose longest sequence is longer, or has a larger bound."""
+    for of_q in ((1,) * 60, (60, *[0] * 59), (30, *[0] * 58, 30)):
+        given = inputs({"lengths": (of_q, (9,) * 60), "heads": 1, "kv_heads": 1})
+        agrees(given)
+        agrees(given, max_seqlen_q=1000, max_seqlen_k=4000)
+
+
 def of_nothing() -> None:
     for lengths in (((0, 0), (3, 4)), ((1, 1), (0, 0)), ((3,), (5,))):
         agrees(inputs({"lengths": lengths}, padding=3, pages=1))
