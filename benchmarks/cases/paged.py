@@ -18,7 +18,9 @@ from benchmarks.shared.environment import argument_parser, numbers_of
 from benchmarks.shared.peers import runnable
 from flashtune import dispatch
 from flashtune.core.config import Config
-from flashtune.dispatch import paged, varlen
+from flashtune.dispatch import context, packed, paged, varlen
+from flashtune.dispatch.parse import Options
+from flashtune.dispatch.sequences import Packed
 from flashtune.templates.paged import flash_paged
 
 ROUNDS, ROUND_S = 9, 0.01
@@ -84,13 +86,14 @@ class Cell:
     def configured(self, config: Config) -> Callable[[], Any]:
         """Our kernel with a config: its plan, launched."""
         factors = (self.words.get("k_descale"), self.words.get("v_descale"))
-        given = paged.Paged(self.query, *self.caches, self.bounds, self.table, self.used, None, None, *factors)  # type: ignore[arg-type]
-        options = (0.0, True, None, self.shared, (-1, -1), 0.0, "bottom_right", False, False, False)
-        parsed, numbers = varlen._parsed_pages(given, options, self.rows, self.keys)
-        plan = paged.plan_of(parsed, numbers, None, config)
-        if plan is None:
-            raise ValueError("no kernel takes the call")
-        return lambda: paged.run(plan, parsed)
+        given = Packed(self.query, *self.caches, self.bounds, self.bounds, self.used, None, None, self.table, *factors)  # type: ignore[arg-type]
+        options = Options(0.0, True, None, self.shared, (-1, -1), 0.0, "bottom_right", False, False, False)
+        parsed, numbers = varlen._parsed(given, options, self.rows, self.keys)
+        kernel = paged.kernel_of(memo := context.current(), parsed, numbers, config)
+        if isinstance(kernel, str):
+            raise ValueError(kernel)
+        plan = packed.PackedPlan(memo, kernel, numbers)
+        return lambda: packed.forward(memo, parsed, numbers, 0, plan)
 
     def dense(self) -> Callable[[], Any]:
         """Our call on keys and values in a row: dense for one query to a sequence, else packed."""

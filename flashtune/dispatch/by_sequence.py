@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtune.core.errors import InputError
 from flashtune.dispatch.calls import part_of_packed
-from flashtune.dispatch.packed import Numbers, Packed
+from flashtune.dispatch.sequences import Numbers, Packed
 
 
 def by_sequence(
@@ -24,7 +24,7 @@ def by_sequence(
     That takes query, key and value (1, H, N, D), `numbers`, `seed`, the sequence's index, its slopes and the sinks, and returns its output
     and LSE. `zero` makes a 0 in whose graph is what gets gradients beside the tensors of `packed`.
     """
-    query, key, value, cu_q, cu_k, used, slopes, sinks = packed
+    query, key, value, cu_q, cu_k, used, slopes, sinks = packed[:8]
     of_q, of_k = cu_q.tolist(), cu_k.tolist()
     for name, bounds, x in (("cu_seqlens_q", of_q, query), ("cu_seqlens_k", of_k, key)):
         if bounds[0] != 0 or bounds[-1] > len(x) or bounds != sorted(bounds):

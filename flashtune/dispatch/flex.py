@@ -19,13 +19,13 @@ from flashtune.dispatch.flex_autograd import attend, types_of
 from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import problem_of
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
-from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of, served_here
+from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
-from flashtune.dispatch.kernel import Kernel, NotBuilt, layout
-from flashtune.dispatch.packed import Packed, octaves_of
+from flashtune.dispatch.kernel import Kernel, NotBuilt, layout, served_here
 from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation, slug_of
+from flashtune.dispatch.sequences import Packed, octaves_of
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.reader import Unsupported

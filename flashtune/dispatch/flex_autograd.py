@@ -19,7 +19,7 @@ from flashtune.dispatch.flex_kernels import kernel_of, launch
 from flashtune.dispatch.flex_torch import by_matrices, of_sequence
 from flashtune.dispatch.gradients import recording
 from flashtune.dispatch.kernel import Kernel, NotBuilt
-from flashtune.dispatch.packed import Packed
+from flashtune.dispatch.sequences import Packed
 from flashtune.templates.mods.emit import Captured, Mods, emitted
 from flashtune.templates.mods.scores import as_function
 

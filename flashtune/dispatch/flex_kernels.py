@@ -11,10 +11,8 @@ from flashtune.core import devices, launching
 from flashtune.core.config import Config, Direction, KernelSpec
 from flashtune.core.launching import LoadedKernel, Plan, Tensors, operand
 from flashtune.core.problem import MAX_HEAD_DIM, Problem
-from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
-from flashtune.dispatch import kernels
 from flashtune.dispatch import launch as launches
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_configs import (
@@ -29,24 +27,15 @@ from flashtune.dispatch.flex_configs import (
     source_note,
     usual,
 )
-from flashtune.dispatch.kernel import Kernel
-from flashtune.dispatch.packed import Numbers, Packed, rows_last, viewed
-from flashtune.dispatch.packed import problem_of as packed_problem
+from flashtune.dispatch.kernel import Kernel, loaded_kernel
 from flashtune.dispatch.resolve import Explanation, said_of
+from flashtune.dispatch.sequences import Numbers, Packed, rows_last, viewed
+from flashtune.dispatch.sequences import problem_of as packed_problem
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
-
-
-def served_here(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if kernels with plain pointers run on this device, on a GPU or in Triton's interpreter."""
-    if KERNEL_DTYPES.get(dtype, "fp8") == "fp8" or not devices.TRITON:
-        return False
-    if device.type == "cpu":
-        return devices.INTERPRETING and dtype is not torch.bfloat16
-    return device.type == "cuda"
 
 
 class Sequences(NamedTuple):
@@ -143,15 +132,6 @@ def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | 
     if (why := refusal(kind, spec, target)) is not None:
         return why
     return loaded_kernel(kind, spec, *_config(kind, spec, device, target), device, target)
-
-
-def loaded_kernel(
-    kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target, record: TuningRecord | None = None
-) -> Kernel | str:
-    """The kernel with a config, or the reason why it can't be loaded."""
-    memo, variant = current(), kernels.variant(kind, spec, config)
-    code = memo.kernels.code(kind, variant, device, target, keeps=True)
-    return code if isinstance(code, str) else Kernel(memo, variant, code, device, record, origin)
 
 
 def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:

@@ -15,7 +15,7 @@ from flashtune.core.flex_attention import Mod, within
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch import inspection
-from flashtune.dispatch.packed import Numbers
+from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.mods.graph import INTEGERS
 
 

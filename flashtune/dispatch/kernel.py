@@ -13,9 +13,11 @@ from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.launches import Host
 from flashtune.core.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.results import TuningRecord
+from flashtune.core.target import Target
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, kernels, launch
-from flashtune.dispatch.context import Memo
+from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.misprediction import MISPREDICTIONS, Latch
 from flashtune.dispatch.plan import placed
@@ -192,3 +194,21 @@ class Kernel:
 def layout(tensors: Sequence[Tensor | None]) -> Hashable:
     """All that a plan takes from tensors beside their addresses."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
+
+
+def served_here(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if kernels with plain pointers run on this device, on a GPU or in Triton's interpreter."""
+    if KERNEL_DTYPES.get(dtype, "fp8") == "fp8" or not devices.TRITON:
+        return False
+    if device.type == "cpu":
+        return devices.INTERPRETING and dtype is not torch.bfloat16
+    return device.type == "cuda"
+
+
+def loaded_kernel(
+    kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target, record: TuningRecord | None = None
+) -> Kernel | str:
+    """The kernel with a config, or the reason why it can't be loaded."""
+    memo, variant = current(), kernels.variant(kind, spec, config)
+    code = memo.kernels.code(kind, variant, device, target, keeps=True)
+    return code if isinstance(code, str) else Kernel(memo, variant, code, device, record, origin)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,101 +11,18 @@ from flashtune.core import devices, launching
 from flashtune.core.band import Band
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.launching import LoadedKernel, Plan, Tensors
-from flashtune.core.lengths import Lengths, spread
 from flashtune.core.parameters import CallParameters
-from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.problem import Problem
 from flashtune.dispatch import context, driver, launch
+from flashtune.dispatch import paged as pages
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernel import Kernel, NotBuilt, Prepared
 from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.launch import Code
 from flashtune.dispatch.packed_configs import configs_of, explanation
 from flashtune.dispatch.resolve import Explanation, slug_of
+from flashtune.dispatch.sequences import Numbers, Packed, octaves_of, problem_of, rows_last, viewed
 from flashtune.templates import families
-
-
-class Packed(NamedTuple):
-    """Tensors of a call: query (T_q, Hq, D), key (T_k, Hkv, D), value (T_k, Hkv, D_v); (sequences + 1,) integers where each sequence's
-    queries and keys begin and the last one's end; (sequences,) numbers of keys that are used of each, or None for all; slopes
-    (sequences, Hq) and sinks (Hq,), or None."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    cu_q: Tensor
-    cu_k: Tensor
-    used: Tensor | None = None
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return self.cu_q.shape[0] - 1
-
-
-class Numbers(NamedTuple):
-    """Numbers of a call: bounds of the lengths, the scale, the sides of the band (-1: unbounded), its diagonal, and features."""
-
-    max_q: int
-    max_k: int
-    scale: float
-    left: int
-    right: int
-    bottom_right: bool
-    softcap: float
-    dropout_p: float
-    tf32: bool
-    deterministic: bool
-
-
-def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
-    """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean."""
-    sequences = packed.sequences
-    of_q, of_k = (spread(x.shape[0], 1, sequences) for x in (packed.query, packed.key))
-    return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
-
-
-def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *, exact: bool = False, mods: str = "") -> Problem | None:
-    """The problem of calls like this one, by octaves of lengths (`octaves_of`) or an `exact` one, and with the hash of functions; None
-    where no kernel takes such tensors."""
-    query, key, value = packed[:3]
-    dtype, d, d_v = KERNEL_DTYPES.get(query.dtype), query.shape[2], value.shape[2]
-    if dtype is None or dtype == "fp8" or not (0 < d <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM) or 0 in (packed.sequences, key.shape[1]):
-        return None
-    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
-    features = Features(
-        causal=right == 0,
-        window=(left, right),
-        alignment="bottom_right" if numbers.bottom_right else "top_left",
-        softcap=numbers.softcap > 0.0,
-        dropout=numbers.dropout_p > 0.0,
-        alibi=packed.slopes is not None,
-        sinks=packed.sinks is not None,
-        tf32=numbers.tf32 and dtype == "fp32",
-        packed=True,
-        mods=mods,
-    )
-    n_q, n_kv, ratio = octaves_of(packed, numbers)
-    longest = ratio * n_kv
-    if exact:
-        n_q, n_kv = (max(1, round(x.shape[0] / packed.sequences)) for x in (query, key))
-        longest = numbers.max_k
-    sequences = min(packed.sequences, MOST_SEQUENCES)
-    return Problem(
-        batch=sequences,
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        n_q=n_q,
-        n_kv=n_kv,
-        d=d,
-        d_v=d_v,
-        dtype=dtype,
-        features=features,
-        direction=direction,
-        lengths=Lengths.met(longest, sequences, sequences * n_kv),
-    )
 
 
 class PackedPlan:
@@ -123,11 +40,13 @@ class PackedPlan:
 def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Kernel | None:
     """The best kernel that takes a call; None where none does."""
     memo = memo or context.current()
-    query, key, value, cu_q, _, used, slopes, sinks = packed
+    query, key, value, cu_q, _, used, slopes, sinks, table, *_ = packed
     aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
     strides = query.stride(), key.stride(), value.stride()
-    sizes = query.shape[1:], key.shape[1], value.shape[2], cu_q.shape, len(query) > 0, len(key) > 0
-    bounds = octaves_of(packed, numbers) if sizes[3][0] > 1 else ()
+    sizes: tuple[Any, ...] = query.shape[1:], key.shape[1:], value.shape[-1], cu_q.shape, len(query) > 0, len(key) > 0
+    bounds: tuple[Any, ...] = octaves_of(packed, numbers) if sizes[3][0] > 1 else ()
+    if table is not None:
+        bounds = min(pages.bounded(numbers).max_q, len(query)), table.shape[1] > 0, key.dtype
     given = used is None, slopes is None, sinks is None, aligned, torch.are_deterministic_algorithms_enabled()
     signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
     if signature not in memo.packed:
@@ -137,6 +56,9 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
 
 
 def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) -> Kernel | None:
+    if packed.table is not None:
+        kernel = pages.kernel_of(memo, packed, numbers)
+        return None if isinstance(kernel, str) else kernel
     device = packed.query.device
     problem = problem_of(packed, numbers, direction)
     if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
@@ -180,6 +102,8 @@ def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, di
     problem = problem_of(packed, numbers, direction)
     found = None if why_torch is not None else served(packed, numbers, direction, memo)
     gpu = slug_of(device)
+    if packed.table is not None:
+        return _explained_pages(found, why_torch or pages.kernel_of(memo, packed, numbers), gpu)
     failed: list[Kernel] = memo.packed.get((problem, device), [])
     reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
     refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
@@ -191,11 +115,12 @@ def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, di
     return replace(explanation(problem, gpu, found.variant, found.record, fallback), refused=refused).remembering(state)
 
 
-def rows_last(x: Tensor) -> Tensor:
-    """Packed rows (T, H, D) as kernels take them: (1, H, T, D) with stride 0 of the batch."""
-    rows, heads, columns = x.shape
-    of_rows, of_heads, of_columns = x.stride()
-    return x.as_strided((1, heads, rows, columns), (0, of_heads, of_rows, of_columns))
+def _explained_pages(found: Kernel | None, why: Kernel | str, gpu: str) -> Explanation:
+    """Explanation of the kernel of a call with pages, or `why` there is none."""
+    if found is None or found.variant is None:
+        return Explanation(kind="framework", reason=f"{why}, so each sequence is gathered and a call of its own", gpu=gpu)
+    variant, reason = found.variant, f"paged keys and values take {found.origin} config"
+    return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=found.config)
 
 
 def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor] | None:
@@ -206,7 +131,7 @@ def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: Packe
     found = served(packed, numbers, "fwd", memo) if plan is None else plan.forward
     query, key, value = packed[:3]
     rows, heads, _ = query.shape
-    size = rows, heads, value.shape[2]
+    size = rows, heads, value.shape[-1]
     strides = (size[2], rows * size[2], 1) if plan is not None and plan.heads_outside else (heads * size[2], size[2], 1)
     out = torch.empty_strided(size, strides, dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
@@ -269,11 +194,16 @@ def _launch(
         return True
     misses = None if latch is None else found.misses
 
+    # Launches over pages have programs for the longest sequence.
+    words = numbers[2:] if packed.table is None else pages.bounded(numbers)
+
     def planned(kernel: LoadedKernel) -> Plan | None:
+        if packed.table is not None:
+            return pages.planned(kernel, tensors, pages.bounded(numbers))
         return launch.planned(kernel, viewed(operands), parameters_of(packed, numbers, seed), misses)
 
     try:
-        fixed = found.launch(numbers[2:], tensors, planned, (), bits)
+        fixed = found.launch(words, tensors, planned, (), bits)
     except NotBuilt:
         return _dropped(memo, found)
     if plan is not None and fixed is not None:
@@ -284,7 +214,8 @@ def _launch(
 def named(spec: KernelSpec, operands: Sequence[Tensor | None], packed: Packed) -> Tensors:
     """The tensors of a call as its launches name them."""
     lengths = {"cu_q": packed.cu_q, "cu_k": packed.cu_k, "used": packed.used}
-    return Tensors.of(spec, operands, slopes=packed.slopes, sinks=packed.sinks, **lengths)
+    factors = {"k_descale": packed.k_descale, "v_descale": packed.v_descale}
+    return Tensors.of(spec, operands, slopes=packed.slopes, sinks=packed.sinks, table=packed.table, **lengths, **factors)
 
 
 def _dropped(memo: Memo, found: Kernel) -> bool:
@@ -293,11 +224,6 @@ def _dropped(memo: Memo, found: Kernel) -> bool:
         for place in [place for place, one in memo.packed.items() if one is found]:
             del memo.packed[place]
     return False
-
-
-def viewed(operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Operands as kernels take them: with a batch in front, and rows behind heads."""
-    return tuple(None if x is None else rows_last(x) if x.dim() == 3 else x[None] for x in operands)
 
 
 def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters:

@@ -17,9 +17,11 @@ from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.gradients import recording, sink_gradients
 from flashtune.dispatch.operators import define_lazily
-from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, problem_of, served
+from flashtune.dispatch.packed import PackedPlan, served
+from flashtune.dispatch.paged import gathered
 from flashtune.dispatch.parse import signed
 from flashtune.dispatch.plan import capturing, random_bits
+from flashtune.dispatch.sequences import Numbers, Packed, problem_of
 
 
 def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:
@@ -32,8 +34,11 @@ def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:
 
 
 def by_attention(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE by a call of `attention` for each sequence."""
-    return by_sequence(packed, numbers, seed, _of_sequence)
+    """Output and LSE by a call of `attention` for each sequence, over a copy of its keys where these are in pages."""
+    if packed.table is None:
+        return by_sequence(packed, numbers, seed, _of_sequence)
+    out, lse = by_sequence(gathered(packed), numbers, seed, _of_sequence)
+    return out.to(packed.query.dtype), lse
 
 
 def _of_sequence(
@@ -133,7 +138,8 @@ def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE, and dropout's bits on the CPU, without gradients; `given` are a call's tensors, its seed and its numbers."""
     count = len(Packed._fields)
     packed, numbers = Packed(*given[:count]), Numbers(*given[count + 1 :])
-    meet_packed(current(), problem_of(packed, numbers, exact=True), None, False)
+    if packed.table is None:
+        meet_packed(current(), problem_of(packed, numbers, exact=True), None, False)
     bits = dropout_bits(packed, numbers, given[count])
     with torch.no_grad():
         out, lse = by_kernels(current(), packed, numbers, bits)
@@ -193,10 +199,13 @@ def _twice(ctx: Any, *_: object) -> None:
     )
 
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used, Tensor? slopes, Tensor? sinks"
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used, Tensor? slopes, Tensor? sinks, Tensor? table, "
+    "Tensor? k_descale, Tensor? v_descale"
+)
 _NUMBERS = (
     "SymInt max_q, SymInt max_k, float scale, SymInt left, SymInt right, bool bottom_right, float softcap, float dropout_p, bool tf32, "
-    "bool deterministic"
+    "bool deterministic, SymInt? splits"
 )
 _FORWARD = f"({_TENSORS}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
@@ -215,7 +224,7 @@ def _define() -> None:
     def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         numbers, (rows, heads, _) = Numbers(*others[len(Packed._fields) - 2 :]), query.shape
         state = torch.empty(1 if numbers.dropout_p else 0, dtype=torch.int64)
-        return query.new_empty((rows, heads, value.shape[2])), query.new_empty((heads, rows), dtype=torch.float32), state
+        return query.new_empty((rows, heads, value.shape[-1])), query.new_empty((heads, rows), dtype=torch.float32), state
 
     def gradients(dout: Tensor | None, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
         saved = 3 + len(Packed._fields)

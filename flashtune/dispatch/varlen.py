@@ -24,11 +24,11 @@ from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
 from flashtune.dispatch.flex import check_functions, refuse_beside_functions
 from flashtune.dispatch.inspection import GRADIENTS, autocast, is_distributed, perhaps_fake, transformed, why_torch_now
-from flashtune.dispatch.packed import Numbers, Packed, PackedPlan, explained, problem_of, served
+from flashtune.dispatch.packed import PackedPlan, explained, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
-from flashtune.dispatch.paged import Paged
 from flashtune.dispatch.parse import Options, check_flags, scalars, seed_bits, signed, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.sequences import Numbers, Packed, problem_of
 
 
 def attention_varlen(
@@ -112,40 +112,52 @@ def attention_varlen(
     # A plain tuple: a named one takes several times as long to make.
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
     if block_table is not None:
-        caches: tuple[Any, ...] = (block_table, seqused_k, alibi_slopes, sinks, k_descale, v_descale)
-        paged = Paged(query, key, value, cu_seqlens_q, *caches)
-        out, lse = _paged(paged, cu_seqlens_k, options, max_seqlen_q, max_seqlen_k, num_splits)
-        return (out, lse) if with_lse else out
-    if k_descale is not None or v_descale is not None:
-        raise InputError(
-            "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
-        )
-    # Models' positions leave queries and keys in float32 under autocast, and values in its dtype.
-    query, key, value = _cast(query, key, value)
+        cu_seqlens_k, seqused_k = _of_pages(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    elif k_descale is not None or v_descale is not None:
+        raise InputError(_NO_CACHES)
+    else:
+        # Models' positions leave queries and keys in float32 under autocast, and values in its dtype; caches stay in theirs.
+        query, key, value = _cast(query, key, value)
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
         out, lse = _with_functions(*_parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k), score_mod, mask_mod)
         return (out, lse) if with_lse else out
-    out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed)
+    if block_table is not None:
+        given = (*given, block_table, k_descale, v_descale)
+    out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits)
     return (out, lse) if with_lse else out
 
 
+_NO_CACHES = "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
+
+
+def _of_pages(cu_q: Any, cu_k: Any, used: Any) -> tuple[Any, Any]:
+    """Bounds and numbers of keys of a call with pages: keys have no bounds, and their numbers may be given as bounds."""
+    return cu_q, cu_k.diff() if used is None and isinstance(cu_k, Tensor) and cu_k.dim() else used
+
+
 def attend(
-    given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, seed: int | None, heads_outside: bool = False
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    max_q: int,
+    max_k: int,
+    seed: int | None,
+    splits: int | None = None,
+    heads_outside: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call without functions and pages, of tensors as in Packed and options in their order, by the plan of its
-    signature where there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory."""
-    signature = None if torch.compiler.is_compiling() else _signature(given, options, max_q, max_k)
+    """Output and LSE of a call without functions, of tensors as in Packed and options in their order, by the plan of its signature where
+    there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory."""
+    signature = None if torch.compiler.is_compiling() else _signature(given, options, max_q, max_k, splits)
     if signature is not None and heads_outside:
         signature = "heads outside", signature
     plan: Any = None if signature is None else STACK.get().plans.get(signature)
     if plan is None:
-        packed, numbers = _parsed(Packed(*given), Options(*options), max_q, max_k)
+        packed, numbers = _parsed(Packed(*given), Options(*options), max_q, max_k, splits)
         bits = None if seed is None else signed(seed_bits(seed))
         return _attend(packed, numbers, bits, signature if all(map(is_, packed[:6], given[:6])) else None, heads_outside)
-    query, key, value, cu_q, cu_k, used, slopes, sinks = given
+    query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
-    return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), seed)
+    return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
 
 
 _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
@@ -171,45 +183,6 @@ def _cast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     return autocast(*given, None)[:3]
 
 
-def _paged(
-    given: Paged, cu_k: Tensor | None, options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call with a block table."""
-    given, signature = _with_lengths(given, cu_k), None
-    if not torch.compiler.is_compiling():
-        signature = _signature((*given[:6], given.slopes, given.sinks), options, max_q, max_k)
-        factors = [x for x in given[-2:] if x is not None]
-        if signature is not None and all(isinstance(x, Tensor) and not x.is_neg() for x in factors):
-            more = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in factors]
-            # A launch has programs for the longest sequence of all calls of its plan.
-            signature = "paged", signature, splits, pages.bounds_of(max_q, max_k), given.k_descale is None, *more
-        else:
-            signature = None
-        plan: Any = None if signature is None else STACK.get().plans.get(signature)
-        if plan is not None:
-            return pages.run(plan, given)
-    paged, numbers = _parsed_pages(given, options, max_q, max_k)
-    out, lse, plan = pages.attend(paged, numbers, splits)
-    if plan is not None and signature is not None and all(map(is_, paged[:6], given[:6])):
-        context.current().keep(signature, plan)
-    return out, lse
-
-
-def _with_lengths(given: Paged, cu_k: Tensor | None) -> Paged:
-    """The tensors with the lengths between bounds of keys, where the numbers of used ones aren't given."""
-    return given._replace(used=cu_k.diff()) if given.used is None and isinstance(cu_k, Tensor) and cu_k.dim() else given
-
-
-def _parsed_pages(given: Paged, options: tuple[Any, ...], max_q: int, max_k: int) -> tuple[Paged, Numbers]:
-    """Checked tensors and the numbers of a call with a block table."""
-    rows = pages.checked(given, options[0])
-    like = Packed(given.query, rows[0], rows[1], given.cu_q, given.cu_q, given.used, given.slopes, given.sinks)
-    packed, numbers = _parsed(like, Options(*options), max_q, max_k)
-    # Caches stay in their dtype under autocast, and so do their queries.
-    resolved = Paged(*map(_resolved, given))  # type: ignore[arg-type]
-    return resolved._replace(cu_q=packed.cu_q, used=packed.used, slopes=packed.slopes), numbers  # type: ignore[arg-type]
-
-
 def _resolved(x: Tensor | None) -> Tensor | None:
     """A tensor whose lazy negation is in its memory, which kernels read."""
     return None if x is None else x.resolve_neg()
@@ -229,11 +202,14 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": False})
     if given["block_table"] is not None:
-        names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k", "alibi_slopes", "sinks", "k_descale", "v_descale")
-        paged = _with_lengths(Paged(*(given[name] for name in names)), given["cu_seqlens_k"])
-        return pages.explained(*_parsed_pages(paged, options, given["max_seqlen_q"], given["max_seqlen_k"]), splits)
-    tensors = [given[name] for name in _NAMES]
-    packed, numbers = _parsed(Packed(*_cast(*tensors[:3]), *tensors[3:]), options, given["max_seqlen_q"], given["max_seqlen_k"])
+        lists = _of_pages(given["cu_seqlens_q"], given["cu_seqlens_k"], given["seqused_k"])
+        given |= dict(zip(("cu_seqlens_k", "seqused_k"), lists, strict=True))
+    elif given["k_descale"] is not None or given["v_descale"] is not None:
+        raise InputError(_NO_CACHES)
+    else:
+        given |= dict(zip(_NAMES[:3], _cast(*[given[name] for name in _NAMES[:3]]), strict=True))
+    tensors = Packed(*[given[name] for name in _NAMES])
+    packed, numbers = _parsed(tensors, options, given["max_seqlen_q"], given["max_seqlen_k"], splits)
     if functions != (None, None):
         call = coded.call_of(packed, numbers, *functions)
         if isinstance(call, dict):
@@ -247,11 +223,23 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     return explained(packed, numbers, why_torch)
 
 
-def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[Packed, Numbers]:
+def _parsed(packed: Packed, options: Options, max_q: int, max_k: int, splits: int | None = None) -> tuple[Packed, Numbers]:
     """Checked tensors and the numbers of a call."""
-    query, key, value, cu_q, cu_k, used, slopes, sinks = packed
+    if packed.table is None:
+        return _checked(packed, options, max_q, max_k)
+    # The rest is checked of one row of the caches.
+    key, value = pages.checked(packed, options.dropout_p)
+    like, numbers = _checked(packed._replace(key=key, value=value), options, max_q, max_k)
+    resolved = Packed(*map(_resolved, packed))  # type: ignore[arg-type]
+    bounds = {"cu_q": like.cu_q, "cu_k": like.cu_q, "used": like.used, "slopes": like.slopes}
+    return resolved._replace(**bounds), numbers._replace(splits=splits)  # type: ignore[arg-type]
+
+
+def _checked(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[Packed, Numbers]:
+    """Checked tensors and the numbers of a call without pages."""
+    query, key, value, cu_q, cu_k, used, slopes, sinks, *_ = packed
     check_flags({name: getattr(options, name) for name in ("is_causal", "enable_gqa", "allow_tf32", "deterministic")})
-    for place, (name, x) in enumerate(zip(_NAMES, packed, strict=True)):
+    for place, (name, x) in enumerate(zip(_NAMES[:8], packed[:8], strict=True)):
         if place >= _REQUIRED and x is None:
             continue
         if not isinstance(x, Tensor):
@@ -307,7 +295,9 @@ def _parsed(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[P
     return Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), numbers
 
 
-_NAMES = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks")
+_NAMES = (
+    "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "sinks", "block_table", "k_descale", "v_descale",
+)  # fmt: skip
 """Names of a call's tensors in the order of Packed."""
 _REQUIRED = 5
 """How many of them must be given."""
@@ -347,18 +337,21 @@ def _trains(packed: Packed, numbers: Numbers, why_torch: str | None) -> bool:
     return why_torch in GRADIENTS and not GRADIENTS[why_torch] and served(packed, numbers, "bwd") is not None
 
 
-def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int) -> Hashable | None:
+def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None) -> Hashable | None:
     """Key of a plan for calls like this one; None for those whose tensors are to be changed or inspected first."""
-    query, key, value, cu_q, cu_k, used, slopes, sinks = given
+    query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     try:
         why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
         if why_torch is not None and why_torch not in GRADIENTS:
             return None
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | cu_q.data_ptr() | cu_k.data_ptr()
         more = None
-        if not used is slopes is sinks is None:
-            others = [x for x in (used, slopes, sinks) if x is not None]
+        if caches or not used is slopes is sinks is None:
+            others = [x for x in (used, slopes, sinks, *caches) if x is not None]
             more = used is None, slopes is None, *[(x.shape, x.stride(), x.dtype, x.device) for x in others]
+            if caches:
+                # A launch has programs for the longest sequence of all calls of its plan.
+                more = (*more, sinks is None, caches[1] is None, pages.bounds_of(max_q, max_k), splits)
             addresses |= functools.reduce(or_, [x.data_ptr() for x in others])
             if any([x.is_neg() for x in others]):
                 return None
@@ -397,7 +390,8 @@ def _attend(packed: Packed, numbers: Numbers, seed: int | None, signature: Hasha
         return out, lse
     memo = context.current()
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3]) and not getattr(packed.slopes, "requires_grad", False)
-    meet_packed(memo, problem_of(packed, numbers, exact=True), why_torch, trained)
+    if packed.table is None:
+        meet_packed(memo, problem_of(packed, numbers, exact=True), why_torch, trained)
     if why_torch is None or why_torch in GRADIENTS:
         found = served(packed, numbers)
         trains = found is not None and why_torch is not None and _trains(packed, numbers, why_torch)

@@ -18,8 +18,8 @@ from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
 from flashtune.dispatch.kernel import Kernel, NotBuilt
-from flashtune.dispatch.packed import Numbers, Packed, problem_of
 from flashtune.dispatch.resolve import Explanation, slug_of
+from flashtune.dispatch.sequences import Numbers, Packed, problem_of
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from interpreting import interpreted
-from paged_cases import CASES, CHUNKS, agrees, forced, inputs
+from paged_cases import CASES, CHUNKS, agrees, inputs
 from torch.utils.flop_counter import FlopCounterMode
+from varlen_cases import forced
 
 from flashtune import dispatch
 from flashtune.core import launching
@@ -15,10 +16,9 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.launching import Tensors
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
-from flashtune.dispatch import context, paged
-from flashtune.dispatch.flex_kernels import loaded_kernel
-from flashtune.dispatch.kernel import Kernel
-from flashtune.dispatch.packed import Numbers
+from flashtune.dispatch import context, paged, varlen
+from flashtune.dispatch.kernel import Kernel, loaded_kernel
+from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.paged import flash_paged
 from flashtune.tuner.children.compile import compiling_for, facts_of
 
@@ -97,9 +97,10 @@ def test_switches_of_torchs_backends_and_its_modes_leave_the_meaning_alone() -> 
 
 def test_the_operator_keeps_torchs_rules_of_operators() -> None:
     given = inputs({}, dtype=torch.float32, padding=0).arguments
-    names = ("query", "key", "value", "cu_seqlens_q", "block_table", "seqused_k")
-    arguments = (*(given[name] for name in names), *[None] * 4, 1, 70, 0.25, -1, 0, True, 0.0, 0.0, False, False, None)
-    found = torch.library.opcheck(torch.ops.flashtune_paged.attention.default, arguments)
+    names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_q", "seqused_k")
+    tensors = *(given[name] for name in names), None, None, given["block_table"], None, None
+    arguments = (*tensors, None, 1, 70, 0.25, -1, 0, True, 0.0, 0.0, False, False, None)
+    found = torch.library.opcheck(torch.ops.flashtune_packed.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}
 
 
@@ -172,7 +173,7 @@ def facts(
     results = made(8 * queries, 32, d), made(32, 8 * queries, dtype=torch.float32)
     lists = dict(zip(("cu_q", "table", "used"), lengths, strict=True)) | {"cu_k": lengths[0]}
     tensors = Tensors(made(8 * queries, 32, d), *caches, *results, k_descale=factors[0], v_descale=factors[1], **lists)
-    plan = paged._planned(paged.PagedPlan(kernel, numbers, splits), tensors, kernel.code.module)
+    plan = paged.planned(kernel.code.module, tensors, numbers._replace(splits=splits))
     arguments, found = launching.Arguments(plan), []
     with compiling_for(target):
         for one in plan.launches:
@@ -205,7 +206,7 @@ def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
 
 def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = object.__new__(Kernel)
-    monkeypatch.setattr(paged, "_why_torch", lambda _: None)
+    monkeypatch.setattr(varlen, "_why_torch", lambda _: None)
     monkeypatch.setattr(Kernel, "failed", "flash_paged can't be built here (too many registers)")
     memo = context.current()
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)

@@ -180,7 +180,7 @@ def test_jagged_tensors_of_other_kinds_are_refused() -> None:
 
 def test_the_operator_keeps_torchs_rules_of_operators() -> None:
     given = inputs({}, SQUARE, padding=0)
-    arguments = (*given.tensors, *given.bounds, None, None, None, None, *given.longest, 0.25, -1, 0, True, 0.0, 0.0, False, False)
+    arguments = (*given.tensors, *given.bounds, *[None] * 7, *given.longest, 0.25, -1, 0, True, 0.0, 0.0, False, False, None)
     found = torch.library.opcheck(torch.ops.flashtune_packed.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}
 

@@ -15,7 +15,7 @@ from varlen_functions import CASES, LENGTHS, agrees, explained, kernel_call, mad
 from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, varlen_flex
-from flashtune.dispatch.packed import Packed
+from flashtune.dispatch.sequences import Packed
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 
 WITHIN_OTHERS = {"relative", "causal relative", "both", "both, causal from the first", "built-in band", "built-in cap"}

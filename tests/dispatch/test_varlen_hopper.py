@@ -18,8 +18,9 @@ from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import launch
 from flashtune.dispatch.context import current
-from flashtune.dispatch.packed import Numbers, Packed, named, parameters_of, problem_of, rows_last, viewed
+from flashtune.dispatch.packed import named, parameters_of
 from flashtune.dispatch.packed_configs import configs_of
+from flashtune.dispatch.sequences import Numbers, Packed, problem_of, rows_last, viewed
 from flashtune.templates import family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel, loaded

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from branches import BRANCHES, Branch
-from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, forced, inputs
+from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs
+from varlen_cases import forced
 
 from flashtune import dispatch
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from interpreting import failures_of
-from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, forced, inputs
+from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs
+from varlen_cases import forced
 
 from flashtune import dispatch
 

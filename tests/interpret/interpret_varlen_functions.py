@@ -15,7 +15,8 @@ from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, 
 
 from flashtune.core.errors import InputError
 from flashtune.core.target import find_target
-from flashtune.dispatch import context, flex, flex_autograd, flex_kernels, packed, packed_ops, varlen_flex
+from flashtune.dispatch import context, flex, flex_autograd, flex_kernels, packed_ops, varlen_flex
+from flashtune.dispatch.sequences import Packed
 from flashtune.templates import family
 
 warnings.filterwarnings("ignore")
@@ -62,7 +63,7 @@ def of_other_lengths() -> None:
 
 def _parsed_of(name: str) -> tuple[Any, ...]:
     given, functions, _ = made(name)
-    return packed.Packed(*given.tensors, *given.bounds), numbers_of(given), *functions
+    return Packed(*given.tensors, *given.bounds), numbers_of(given), *functions
 
 
 def of_explanations() -> None:

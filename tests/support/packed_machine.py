@@ -9,7 +9,7 @@ from hopper_machine import Number
 from varlen_cases import Inputs
 
 from flashtune.core.band import Sides
-from flashtune.dispatch.packed import Numbers
+from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.launches.hopper_forward import RAGGED
 
 

@@ -2,21 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import pytest
 import torch
-from branches import Branch
 from torch import Tensor
 
 from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Sides
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch import paged
-from flashtune.dispatch.context import current
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """Numbers of queries and of keys of each sequence."""
@@ -157,21 +151,3 @@ def agrees(given: Inputs, *, kind: str = "fp16", **changed: Any) -> None:
     assert not out.cpu()[empty].any() and bool((lse.cpu().T[empty] == -math.inf).all())
     torch.testing.assert_close(out.cpu().double(), right, atol=bound.atol, rtol=bound.rtol)
     torch.testing.assert_close(lse.cpu().double(), right_lse, atol=bound.lse_atol, rtol=LSE_RTOL)
-
-
-@contextmanager
-def forced(branch: Branch) -> Iterator[None]:
-    """Context in which all paged calls are served by gathered sequences, or all by kernels, which have to take them."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Plans of earlier calls would serve in either case.
-        current().plans.clear()
-        choose = paged.plan_of
-
-        def plan_of(*given: Any) -> Any:
-            found = choose(*given) if branch == "kernels" else None
-            assert found is not None or branch == "torch", "no kernel takes the call"
-            return found
-
-        patch.setattr(paged, "plan_of", plan_of)
-        yield
-        current().plans.clear()

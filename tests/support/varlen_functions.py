@@ -19,7 +19,7 @@ from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
 from flashtune.dispatch import flex_functions
 from flashtune.dispatch.flex_autograd import types_of
 from flashtune.dispatch.flex_kernels import Sequences
-from flashtune.dispatch.packed import viewed
+from flashtune.dispatch.sequences import viewed
 from flashtune.templates.family import Family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known

@@ -29,7 +29,7 @@ from flashtune.dispatch import flex, flex_configs, flex_functions, flex_kernels,
 from flashtune.dispatch.flex_blocks import FlexCall
 from flashtune.dispatch.flex_configs import Recorded
 from flashtune.dispatch.flex_kernels import Sequences
-from flashtune.dispatch.packed import Numbers, Packed
+from flashtune.dispatch.sequences import Numbers, Packed
 from flashtune.templates import families, family
 from flashtune.templates.mods.known import Named
 from flashtune.tuner import functions

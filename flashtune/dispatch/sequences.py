@@ -1,0 +1,115 @@
+"""Packed sequences and paged caches as one kind of call: its tensors, its numbers, and the problem that it is."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flashtune.core.config import Direction
+from flashtune.core.lengths import Lengths, spread
+from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
+from flashtune.core.torch_dtypes import KERNEL_DTYPES
+
+
+class Packed(NamedTuple):
+    """Tensors of a call: query (T_q, Hq, D), key (T_k, Hkv, D), value (T_k, Hkv, D_v); (sequences + 1,) integers where each sequence's
+    queries and keys begin and the last one's end; (sequences,) numbers of keys that are used of each, or None for all; slopes
+    (sequences, Hq) and sinks (Hq,), or None.
+
+    With a table (sequences, pages) of blocks key is (blocks, page, Hkv, D) and value (blocks, page, Hkv, D_v), with any strides, `cu_k` is
+    `cu_q`, `used` are all lengths, and key and value have factors (Hkv,) or (sequences, Hkv), float32, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+    used: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return self.cu_q.shape[0] - 1
+
+
+class Numbers(NamedTuple):
+    """Numbers of a call: bounds of the lengths, the scale, the sides of the band (-1: unbounded), its diagonal, features, and the splits of
+    pages, None for as many as suit."""
+
+    max_q: int
+    max_k: int
+    scale: float
+    left: int
+    right: int
+    bottom_right: bool
+    softcap: float
+    dropout_p: float
+    tf32: bool
+    deterministic: bool
+    splits: int | None = None
+
+
+def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
+    """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean."""
+    sequences = packed.sequences
+    of_q, of_k = (spread(x.shape[0], 1, sequences) for x in (packed.query, packed.key))
+    return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
+
+
+def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *, exact: bool = False, mods: str = "") -> Problem | None:
+    """The problem of calls like this one, by octaves of lengths (`octaves_of`) or an `exact` one, and with the hash of functions; None
+    where no kernel takes such tensors."""
+    query, key, value = packed[:3]
+    dtype, d, d_v, kv_heads = KERNEL_DTYPES.get(query.dtype), query.shape[2], value.shape[-1], key.shape[-2]
+    if dtype is None or dtype == "fp8" or not (0 < d <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM) or 0 in (packed.sequences, kv_heads):
+        return None
+    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
+    features = Features(
+        causal=right == 0,
+        window=(left, right),
+        alignment="bottom_right" if numbers.bottom_right else "top_left",
+        softcap=numbers.softcap > 0.0,
+        dropout=numbers.dropout_p > 0.0,
+        alibi=packed.slopes is not None,
+        sinks=packed.sinks is not None,
+        tf32=numbers.tf32 and dtype == "fp32",
+        packed=True,
+        mods=mods,
+    )
+    n_q, n_kv, ratio = octaves_of(packed, numbers)
+    longest = ratio * n_kv
+    if exact:
+        n_q, n_kv = (max(1, round(x.shape[0] / packed.sequences)) for x in (query, key))
+        longest = numbers.max_k
+    sequences = min(packed.sequences, MOST_SEQUENCES)
+    return Problem(
+        batch=sequences,
+        heads=query.shape[1],
+        kv_heads=kv_heads,
+        n_q=n_q,
+        n_kv=n_kv,
+        d=d,
+        d_v=d_v,
+        dtype=dtype,
+        features=features,
+        direction=direction,
+        lengths=Lengths.met(longest, sequences, sequences * n_kv),
+    )
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """Packed rows (T, H, D) as kernels take them: (1, H, T, D) with stride 0 of the batch."""
+    rows, heads, columns = x.shape
+    of_rows, of_heads, of_columns = x.stride()
+    return x.as_strided((1, heads, rows, columns), (0, of_heads, of_rows, of_columns))
+
+
+def viewed(operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Operands as kernels take them: with a batch in front, and rows behind heads."""
+    return tuple(None if x is None else rows_last(x) if x.dim() == 3 else x[None] for x in operands)
