@@ -18,7 +18,7 @@ from benchmarks.shared.environment import argument_parser, numbers_of
 from benchmarks.shared.peers import runnable
 from flashtune import dispatch
 from flashtune.core.config import Config
-from flashtune.dispatch import context, packed, paged, varlen
+from flashtune.dispatch import context, packed, packed_read, paged
 from flashtune.dispatch.parse import Options
 from flashtune.dispatch.sequences import Packed
 from flashtune.templates.paged import flash_paged
@@ -88,7 +88,7 @@ class Cell:
         factors = (self.words.get("k_descale"), self.words.get("v_descale"))
         given = Packed(self.query, *self.caches, self.bounds, self.bounds, self.used, None, None, self.table, *factors)  # type: ignore[arg-type]
         options = Options(0.0, True, None, self.shared, (-1, -1), 0.0, "bottom_right", False, False, False)
-        parsed, numbers = varlen._parsed(given, options, self.rows, self.keys)
+        parsed, numbers = packed_read.parsed(given, options, self.rows, self.keys)
         kernel = paged.kernel_of(memo := context.current(), parsed, numbers, config)
         if isinstance(kernel, str):
             raise ValueError(kernel)

@@ -87,12 +87,12 @@ def save_calls(path: "str | Path") -> None:
     runs, may add to one file, at the same time, too; remove it to begin anew. FLASHTUNE_CALLS=PATH in the environment of a process does the
     same when it exits (not where a signal, or os._exit, ends it).
 
-    Problems are forwards, and backwards of calls whose gradient was requested, as they were called: sizes, dtype and features, whichever
-    kernel served them, on any device. On the CPU only a first call of its sizes records whether gradients are requested. Of compiled models
-    those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is everything that no
-    search could help: head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, and calls that sdpa_kernel keeps
-    from flash attention. Decode steps are thinned to the longest of each octave of keys, other calls to the four longest
-    (flashtune.core.calls.thinned).
+    Problems are forwards, and backwards of calls whose gradient was requested, as they were called: sizes, dtype and features,
+    whichever kernel served them, on any device. On the CPU only a first call of its sizes records whether gradients are requested. Of
+    compiled models those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is
+    everything that no search could help: head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
+    calls that sdpa_kernel keeps from flash attention; and calls with functions, which are searched by the functions' names. Decode
+    steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.calls.thinned).
 
     Raises InputError where `path` is another kind of file, or would grow beyond 4 MB, EnvironmentProblem where it can't be written.
     """

@@ -14,8 +14,12 @@ from flashtune.dispatch.flex_blocks import FOREIGN, MOST_LISTS, agrees_with_band
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT
 from flashtune.dispatch.inspection import flash_attention_on
 from flashtune.dispatch.kernel import layout
+from flashtune.dispatch.packed_read import cast, parsed
+from flashtune.dispatch.packed_run import attend, explanation_of
+from flashtune.dispatch.parse import Options
 from flashtune.dispatch.plan import capturing
 from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.sequences import Packed
 from flashtune.templates.mods.documents import Documents
 from flashtune.templates.mods.scores import slopes_of
 
@@ -170,9 +174,6 @@ def _folded(call: PackedCall, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, N, D_v), whose heads lie in memory as the query's do, and LSE (B, Hq, N)."""
-    # Imported here, since calls of packed sequences with functions are above this module.
-    from flashtune.dispatch.varlen import attend
-
     batch, heads, n, _ = query.shape
     _, (bounds, longest), into_heads, scale, softcap, window, slopes = call
     options = (0.0, False, scale, True, window, softcap, "top_left", False, False, False)
@@ -184,12 +185,10 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
 
 
 def _explained(call: PackedCall, tensors: Sequence[Tensor]) -> Explanation:
-    from flashtune.dispatch.varlen import explain_varlen
-
     _, (bounds, longest), _, scale, softcap, window, slopes = call
-    words: dict[str, Any] = {"scale": scale, "softcap": softcap, "window_size": window, "causal_alignment": "top_left"}
-    rows = _folded(call, tensors)
-    return explain_varlen(*rows, bounds, bounds, longest, longest, alibi_slopes=slopes, enable_gqa=True, **words)
+    options = Options(scale=scale, enable_gqa=True, window=window, softcap=softcap)
+    packed = Packed(*cast(*_folded(call, tensors)), bounds, bounds, None, slopes)
+    return explanation_of(*parsed(packed, options, longest, longest))
 
 
 def explained_packed(call: PackedCall, *tensors: Tensor) -> Explanation:

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from flashtune.core import devices, launching
 from flashtune.core.config import Config
-from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.launching import LoadedKernel, Plan, Tensors
 from flashtune.dispatch.context import Memo
-from flashtune.dispatch.inspection import is_distributed
 from flashtune.dispatch.kernel import Kernel, loaded_kernel, served_here
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of, rows_last
 from flashtune.templates.paged import flash_paged
@@ -19,52 +17,6 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types of caches that are dequantised."""
 
 NO_KERNEL = "no kernel takes pages of this kind here"
-
-
-def checked(packed: Packed, dropout_p: float) -> list[Tensor]:
-    """One row of key and of value in the query's dtype, for the checks of packed calls; raises where the tensors don't fit as pages."""
-    query, key, value, cu_q, table = *packed[:4], packed.table
-    assert table is not None, "pages have a table"
-    for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens_q", cu_q), ("block_table", table)):
-        if not isinstance(x, Tensor):
-            raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
-        if is_distributed(x):
-            raise InputTypeError(f"{name} is a DTensor, and paged caches are of one rank: call with to_local() of each tensor")
-    for name, x in (("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise InputError(f"{name} has {x.dim()} dimensions: with block_table caches are (blocks, page size, heads, head size)")
-    if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or key.dtype != value.dtype:
-        raise InputError(
-            f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} don't fit: give them equal pages, none empty"
-        )
-    if key.dtype != query.dtype and key.dtype not in NARROW:
-        raise InputTypeError(f"query is {query.dtype} and its caches are {key.dtype}: give them one dtype, or caches in float8")
-    if table.dim() != 2 or table.dtype not in (torch.int32, torch.int64) or table.device != query.device:
-        raise InputError(
-            f"block_table is {table.dtype} {tuple(table.shape)} on {table.device}: give (sequences, pages) int32 or int64 on query's device"
-        )
-    if packed.used is None:
-        raise InputError("block_table says nothing about lengths: give seqused_k, the number of keys of each sequence, or cu_seqlens_k")
-    if dropout_p:
-        raise InputError(f"dropout_p={dropout_p} drops pairs, but paged caches are for inference: drop none, or pass packed keys")
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in packed):
-        raise InputError("paged caches have no gradients: call under torch.no_grad(), or pass packed keys and values")
-    if cu_q.dim() == 1 and 0 < len(cu_q) != table.shape[0] + 1:
-        raise InputError(f"block_table has {table.shape[0]} rows for {len(cu_q) - 1} sequences: give one for each")
-    sizes = table.shape[0], key.shape[2]
-    for name, factor in (("k_descale", packed.k_descale), ("v_descale", packed.v_descale)):
-        if factor is None:
-            continue
-        if not isinstance(factor, Tensor):
-            raise InputTypeError(f"{name} must be a tensor, not {type(factor).__name__}: give float32 (sequences, Hkv) or (Hkv,)")
-        if factor.device != query.device:
-            raise InputError(f"{name} is on {factor.device} and query on {query.device}: move all to one device")
-        if key.dtype not in NARROW or factor.dtype != torch.float32 or factor.shape not in (sizes, sizes[1:]):
-            raise InputError(
-                f"{name} is {factor.dtype} {tuple(factor.shape)} for {key.dtype}: give float32 (sequences, Hkv) or (Hkv,) and float8 caches"
-            )
-    stubs = [query.new_empty((1, *x.shape[2:])) for x in (key, value)]
-    return stubs
 
 
 def bounds_of(max_q: int, max_k: int) -> tuple[int, int]:

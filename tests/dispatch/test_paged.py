@@ -16,7 +16,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.launching import Tensors
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
-from flashtune.dispatch import context, paged, varlen
+from flashtune.dispatch import context, packed_run, paged
 from flashtune.dispatch.kernel import Kernel, loaded_kernel
 from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.paged import flash_paged
@@ -206,7 +206,7 @@ def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
 
 def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = object.__new__(Kernel)
-    monkeypatch.setattr(varlen, "_why_torch", lambda _: None)
+    monkeypatch.setattr(packed_run, "_why_torch", lambda _: None)
     monkeypatch.setattr(Kernel, "failed", "flash_paged can't be built here (too many registers)")
     memo = context.current()
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)

@@ -15,7 +15,7 @@ from flashtune import dispatch
 from flashtune.core import reference
 from flashtune.core.band import Sides
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch import packed, packed_ops, varlen
+from flashtune.dispatch import packed, packed_ops, packed_run
 from flashtune.dispatch.context import current
 
 SEED = 11
@@ -173,14 +173,14 @@ def forced(branch: Branch) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Plans of earlier calls would serve in either case.
         current().plans.clear()
-        choose = varlen.served
+        choose = packed.served
 
         def served(*given: Any) -> Any:
             found = choose(*given) if branch == "kernels" else None
             assert found is not None or branch == "torch", "no kernel takes the call"
             return found
 
-        for module in (varlen, packed_ops, packed):
+        for module in (packed_run, packed_ops, packed):
             patch.setattr(module, "served", served)
         yield
 
