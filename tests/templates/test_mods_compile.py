@@ -32,9 +32,17 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
     assert found_by_another_process(1056, 1059, 131) == [f"{number} {number}" for number in launches for _ in range(3)]
 
 
-@pytest.mark.parametrize("template", ["", "hopper"])
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("name", ["gated", "dilated", "pairs", "shifted"])
+@pytest.mark.parametrize(
+    ("name", "direction", "template"),
+    [
+        ("gated", "fwd", ""),
+        ("gated", "bwd", "hopper"),
+        ("dilated", "fwd", "hopper"),
+        ("dilated", "bwd", ""),
+        ("pairs", "fwd", "hopper"),
+        ("shifted", "bwd", ""),
+    ],
+)
 def test_functions_compile(name: str, direction: str, template: str) -> None:
     _, _, module, plans = mod_compiling.planned(name, direction, template=template and f"flash_{direction}_{template}")
     assert all(code for _, code in mod_compiling.compiled(module, plans))
