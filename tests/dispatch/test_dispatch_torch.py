@@ -63,12 +63,11 @@ def test_autocast_does_not_lower_the_composites_precision() -> None:
     ("dynamic", "words"),
     [
         (True, {"is_causal": True}),
-        (False, {"softcap": 2.0, "return_lse": True}),
+        (False, {"softcap": 2.0, "alibi_slopes": torch.rand(4), "return_lse": True}),
         (False, {"dropout_p": 0.3, "seed": 2**63 + 5}),
-        (False, {"alibi_slopes": torch.rand(4), "return_lse": True}),
         (True, {"alibi_slopes": torch.rand(2, 4), "is_causal": True, "sinks": torch.rand(4)}),
     ],
-    ids=["causal-dynamic", "softcap", "dropout", "alibi", "alibi-sinks-dynamic"],
+    ids=["causal-dynamic", "softcap-alibi", "dropout", "alibi-sinks-dynamic"],
 )
 def test_torch_compile_takes_it_whole_with_and_without_gradients(dynamic: bool, words: dict[str, Any]) -> None:
     def served(x: torch.Tensor) -> torch.Tensor:
@@ -87,13 +86,13 @@ def test_torch_compile_takes_it_whole_with_and_without_gradients(dynamic: bool, 
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_torch_compile_takes_fp8_with_factors(dynamic: bool) -> None:
+def test_torch_compile_takes_fp8_with_factors() -> None:
     def served(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return dispatch.attention(x, x, x, is_causal=True, q_descale=0.5, k_descale=factor)
 
     torch._dynamo.reset()
-    compiled = torch.compile(served, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    # The first length is compiled for itself, the second for any.
+    compiled = torch.compile(served, backend="aot_eager", fullgraph=True)
     for x in (Q, Q[:, :, :17]):
         e4m3, factor = x.to(torch.float8_e4m3fn), torch.rand(4)
         found = compiled(e4m3, factor)
