@@ -26,6 +26,7 @@ import torch
 from benchmarks.shared.children import NO_TIME, Children, Job, until
 from benchmarks.shared.environment import argument_parser, command, this_gpu
 from benchmarks.shared.racing import Candidates, Work, of_another_gpu, of_changed, of_models, of_records, shipped_first, ships
+from benchmarks.shared.searches import results_in
 from flashtune.core.config import KernelSpec
 from flashtune.core.problem import Problem
 from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
@@ -227,8 +228,7 @@ def arguments() -> argparse.Namespace:
 
 def work_of(options: argparse.Namespace, target: Target) -> Work:
     """Problems and candidates that the options name."""
-    with Store.open(options.records, writable=False) as store:
-        results = list(store.results())
+    results = results_in(options.records)
     if options.records_of:
         found = of_another_gpu(results, find_target(options.records_of).slug, target, most=options.most)
     elif options.changed:

@@ -51,11 +51,12 @@ GPUS = (GPU, find_target("h100"))
 
 
 class Observed(NamedTuple):
-    """Trials of a problem: their microseconds, log errors of the cost model less their mean, and the GPU."""
+    """Trials of a problem: their microseconds, log errors of the cost model less their mean, the logs of its times, and the GPU."""
 
     problem: Problem
     times: Trials
     wrong: dict[Tried, float]
+    logs: dict[Tried, float]
     gpu: Target = GPU
 
 
@@ -65,9 +66,12 @@ def observations(likeness: Likeness, problem: Problem, tried: Trials, gpu: Targe
         return None
     trials = {one: us for one, us in tried.items() if one[0] in likeness.families}
     most = HOPELESS * min(trials.values(), default=math.inf)
-    logs = {one: math.log(min(trials[one], most)) - log - likeness.families[one[0]] for one, log in expected(problem, trials, gpu).items()}
-    mean = statistics.fmean(logs.values()) if logs else 0.0
-    return Observed(problem, trials, {one: log - mean for one, log in logs.items()}, gpu) if len(logs) > 1 else None
+    logs = expected(problem, trials, gpu)
+    if len(logs) < 2:
+        return None
+    wrong = {one: math.log(min(trials[one], most)) - log - likeness.families[one[0]] for one, log in logs.items()}
+    mean = statistics.fmean(wrong.values())
+    return Observed(problem, trials, {one: error - mean for one, error in wrong.items()}, logs, gpu)
 
 
 def expected(problem: Problem, trials: Trials, gpu: Target) -> dict[Tried, float]:
@@ -217,11 +221,10 @@ def rates(trials: Sequence[Observed], wrong: Callable[[Problem, Sequence[Tried]]
     trials."""
     found = []
     for one in trials:
-        logs = expected(one.problem, one.times, one.gpu)
-        if len(logs) >= least:
-            errors = dict(zip(logs, wrong(one.problem, list(logs)), strict=True))
-            first = min(logs, key={tried: logs[tried] + errors[tried] for tried in logs}.__getitem__)
-            found.append(min(one.times[tried] for tried in logs) / one.times[first])
+        if len(one.logs) >= least:
+            errors = dict(zip(one.logs, wrong(one.problem, list(one.logs)), strict=True))
+            first = min(one.logs, key={tried: one.logs[tried] + errors[tried] for tried in one.logs}.__getitem__)
+            found.append(min(one.times[tried] for tried in one.logs) / one.times[first])
     return found
 
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from functools import cache
 
 from flashtune.core.problem import Problem
-from flashtune.core.results import TuningRecord
+from flashtune.core.results import SearchResult, TuningRecord
 from flashtune.core.target import Target
 from flashtune.db.library import Library, shipped_path
+from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
 from flashtune.tuner.propose.sampling import ByExpectedImprovement, Evenly
@@ -23,6 +24,13 @@ def text_of(candidate: Candidate, problem: Problem) -> tasks.Source:
 def shipped() -> tuple[TuningRecord, ...]:
     """Records of the package alone, whatever was searched on this machine."""
     return tuple(Library.of(shipped_path()).winners())
+
+
+@cache
+def results_in(path: str) -> tuple[SearchResult, ...]:
+    """All runs in a database, read once a process: those that ship take seconds."""
+    with Store.open(path, writable=False) as store:
+        return tuple(store.results())
 
 
 def first_candidates(problem: Problem, target: Target, *, count: int, seed: int) -> list[Candidate]:

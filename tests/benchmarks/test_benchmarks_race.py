@@ -13,6 +13,7 @@ from simulated import NoWatch
 
 from benchmarks.cases import race
 from benchmarks.shared import cells, racing
+from benchmarks.shared.searches import results_in
 from flashtune.core.config import Config, settles
 from flashtune.core.limits import least_us
 from flashtune.core.problem import DECODE_ROWS, Problem
@@ -70,10 +71,10 @@ def options(*words: str) -> Any:
 def test_records_of_another_gpu_are_raced_on_this_one_the_plain_ones_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Store.open(shipped_path(), writable=False) as shipped, Store.open(tmp_path / "h200.sqlite", writable=True) as some:
+    with Store.open(tmp_path / "h200.sqlite", writable=True) as some:
         theirs = {
             result.problem: result
-            for result in shipped.results()
+            for result in results_in(str(shipped_path()))
             if result.gpu == "h200" and result.problem.d == 64 and result.problem.n_kv < 2048
         }
         for result in theirs.values():
@@ -98,8 +99,7 @@ def test_records_of_another_gpu_are_raced_on_this_one_the_plain_ones_first(
 
 
 def test_most_important_are_plain_problems_in_bf16_then_fp16_decoding_gradients_and_all_else() -> None:
-    with Store.open(shipped_path(), writable=False) as store:
-        problems = sorted((result.problem for result in store.results() if result.gpu == "h200"), key=racing.importance)
+    problems = sorted((result.problem for result in results_in(str(shipped_path())) if result.gpu == "h200"), key=racing.importance)
     kinds = [
         (p.dtype, p.direction, p.n_q <= DECODE_ROWS and p.n_q < p.n_kv, bool(p.features.as_json().keys() - {"causal"})) for p in problems
     ]
@@ -155,12 +155,11 @@ def test_what_ships_already_wins_over_what_is_hardly_faster_and_a_row_keeps_a_tw
 
 
 def test_records_whose_kernel_has_changed_race_with_their_best_configs_alone(tmp_path: Path) -> None:
-    with Store.open(shipped_path(), writable=False) as store:
-        known = {
-            result.problem: result
-            for result in store.results()
-            if result.gpu == "h200" and result.problem.d == 64 and result.problem.n_kv == 4096 and racing.is_current(result)
-        }
+    known = {
+        result.problem: result
+        for result in results_in(str(shipped_path()))
+        if result.gpu == "h200" and result.problem.d == 64 and result.problem.n_kv == 4096 and racing.is_current(result)
+    }
     one, other, *_ = known.values()
     stale = replace(one, outcomes=tuple(replace(outcome, template_hash="0" * 64) for outcome in one.outcomes))
     assert racing.of_changed([other], H200, most=2) == []
@@ -172,8 +171,7 @@ def test_records_whose_kernel_has_changed_race_with_their_best_configs_alone(tmp
 
 def test_models_attentions_without_a_record_race_the_first_candidates_of_a_search() -> None:
     work = race.work_of(options("--models"), H200)
-    with Store.open(shipped_path(), writable=False) as store:
-        known = {result.problem.key(result.gpu) for result in store.results()}
+    known = {result.problem.key(result.gpu) for result in results_in(str(shipped_path()))}
     keys = {problem.key("h200") for problem, _ in work}
     assert keys and not keys & known
     assert keys | known >= {cell.problem.key("h200") for cell in cells.cells(("models",))}

@@ -41,7 +41,7 @@ BACKWARD = replace(PLAIN, direction="bwd")
 
 def learned(likeness: Likeness, problem: Problem, wrong: dict[Tried, float]) -> Residual:
     """Of one problem's trials, which took so much longer than expected, a logarithm."""
-    return Residual(likeness, fit.learn(likeness, [fit.Observed(problem, {}, wrong)]))
+    return Residual(likeness, fit.learn(likeness, [fit.Observed(problem, {}, wrong, {})]))
 
 
 def test_trials_tell_of_their_own_configs_at_like_problems_and_nothing_far_away() -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,17 @@ from flashtune.tuner.publish.winners import variant_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flashtune" / "kernels_generated"
-SHIPPED = Library.of(shipped_path()).records(bits=BITS)
-DECODES = [record for record in SHIPPED if record.outcome.template == "flash_decode"]
+
+
+# Not before a test needs them, since every worker collects this file.
+@cache
+def shipped() -> list[TuningRecord]:
+    return Library.of(shipped_path()).records(bits=BITS)
+
+
+@cache
+def decodes() -> list[TuningRecord]:
+    return [record for record in shipped() if record.outcome.template == "flash_decode"]
 
 
 def generated(records: list[TuningRecord]) -> dict[str, bytes]:
@@ -37,7 +47,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def test_paths_say_architecture_pass_spec_and_tile() -> None:
-    for one in arrange(SHIPPED):
+    for one in arrange(shipped()):
         arch, kind, spec, name = one.kernel.path.split("/")
         config = one.variant.config
         assert arch == "sm90"
@@ -50,25 +60,25 @@ def test_paths_say_architecture_pass_spec_and_tile() -> None:
 
 
 def test_every_distinct_winner_has_one_path_of_its_own_and_all_its_rows() -> None:
-    arranged = arrange(SHIPPED)
+    arranged = arrange(shipped())
     assert len({one.kernel.path for one in arranged}) == len({one.kernel.variant_id for one in arranged}) == len(arranged)
-    assert sum(len(one.records) for one in arranged) == len(SHIPPED)
+    assert sum(len(one.records) for one in arranged) == len(shipped())
 
 
 def test_each_shipped_row_that_settles_maxima_has_its_fallback_shipped() -> None:
     kernels = {kernel.variant_id: kernel for kernel in read_index(PACKAGE).kernels}
-    settling = [record for record in SHIPPED if settles(record.outcome.config)]
+    settling = [record for record in shipped() if settles(record.outcome.config)]
     fallbacks = [fallback for record in settling if (fallback := record.as_fallback()) is not None]
     assert len(fallbacks) > len(settling) // 2
     for fallback in fallbacks:
         assert not settles(fallback.outcome.config)
         assert kernels[variant_for(fallback).id].manifest is not None
-    of_fallbacks = {(one.variant.id, fallback.key) for one in arrange(SHIPPED) for fallback in one.fallbacks}
+    of_fallbacks = {(one.variant.id, fallback.key) for one in arrange(shipped()) for fallback in one.fallbacks}
     assert of_fallbacks == {(variant_for(fallback).id, fallback.key) for fallback in fallbacks}
 
 
 def test_a_kernel_that_is_only_a_fallback_is_listed_as_one(tmp_path: Path) -> None:
-    record = next(record for record in SHIPPED if record.fallback is not None)
+    record = next(record for record in shipped() if record.fallback is not None)
     arranged = arrange([record])
     assert sorted((len(one.records), len(one.fallbacks)) for one in arranged) == [(0, 1), (1, 0)]
     assert [one.fallbacks[0].outcome for one in arranged if one.fallbacks] == [record.fallback]
@@ -77,12 +87,12 @@ def test_a_kernel_that_is_only_a_fallback_is_listed_as_one(tmp_path: Path) -> No
 
 
 def test_names_do_not_depend_on_the_order_of_the_rows() -> None:
-    some = SHIPPED[::3]
+    some = shipped()[::3]
     assert generated(some) == generated(some[::-1])
 
 
 def test_a_kernel_that_wins_on_two_architectures_stands_under_both(tmp_path: Path) -> None:
-    [row, *_] = DECODES
+    [row, *_] = decodes()
     elsewhere = replace(row, key=replace(row.key, gpu="a100-80gb"))
     one, other = arrange([row, elsewhere])
     assert (one.kernel.arch, other.kernel.arch) == ("80", "90")
@@ -91,10 +101,10 @@ def test_a_kernel_that_wins_on_two_architectures_stands_under_both(tmp_path: Pat
 
 
 def test_the_package_shows_a_kernel_of_each_family() -> None:
-    shown = selected(arrange(SHIPPED))
+    shown = selected(arrange(shipped()))
     files = read_index(PACKAGE).files
     assert {one.kernel.path for one in shown} == {path for path in files if path.endswith(".py") and "__init__" not in path}
-    assert {one.variant.template for one in shown} == {record.outcome.template for record in SHIPPED}
+    assert {one.variant.template for one in shown} == {record.outcome.template for record in shipped()}
     assert len(shown) == len({one.variant.template for one in shown})
     listed = (PACKAGE / "README.md").read_text()
     assert not [one.kernel.path for one in shown if f"]({one.kernel.path})" not in listed]
@@ -109,7 +119,7 @@ def test_nothing_else_lies_in_the_shipped_folder() -> None:
 
 
 def test_writing_twice_changes_nothing_and_removes_nothing(tmp_path: Path) -> None:
-    files = generated(DECODES)
+    files = generated(decodes())
     assert sorted(write(files, tmp_path).written) == sorted(files)
     assert snapshot(tmp_path) == files
     changes = write(files, tmp_path)
@@ -118,8 +128,8 @@ def test_writing_twice_changes_nothing_and_removes_nothing(tmp_path: Path) -> No
 
 
 def test_what_no_longer_wins_goes_and_with_it_its_folders(tmp_path: Path) -> None:
-    write(generated(DECODES), tmp_path)
-    fewer = generated(DECODES[:1])
+    write(generated(decodes()), tmp_path)
+    fewer = generated(decodes()[:1])
     assert differing(fewer, tmp_path) != []
     changes = write(fewer, tmp_path)
     assert changes.removed
@@ -128,11 +138,11 @@ def test_what_no_longer_wins_goes_and_with_it_its_folders(tmp_path: Path) -> Non
 
 
 def test_a_strangers_files_stay_whatever_their_names(tmp_path: Path) -> None:
-    write(generated(DECODES), tmp_path)
-    left_out = next(one.variant.id for one in arrange(DECODES) if len(one.records) == 1 and not one.fallbacks)
-    others = [record for record in DECODES if record.outcome.variant_id != left_out]
+    write(generated(decodes()), tmp_path)
+    left_out = next(one.variant.id for one in arrange(decodes()) if len(one.records) == 1 and not one.fallbacks)
+    others = [record for record in decodes() if record.outcome.variant_id != left_out]
     # Another kernel's name may be shorter without it.
-    stale, *_ = sorted({one.kernel.path for one in arrange(DECODES)} - {one.kernel.path for one in arrange(others)})
+    stale, *_ = sorted({one.kernel.path for one in arrange(decodes())} - {one.kernel.path for one in arrange(others)})
     mine = {
         f"flash_decode_{'0' * 16}.py": "mine",
         "sm90/decode/notes.txt": "mine",
@@ -147,8 +157,8 @@ def test_a_strangers_files_stay_whatever_their_names(tmp_path: Path) -> None:
 
 
 def test_a_stale_file_that_someone_changed_is_left_and_named(tmp_path: Path) -> None:
-    write(generated(DECODES), tmp_path)
-    changed = arrange(DECODES)[0].kernel.path
+    write(generated(decodes()), tmp_path)
+    changed = arrange(decodes())[0].kernel.path
     (tmp_path / changed).write_text("mine")
     changes = write(generated([]), tmp_path)
     assert changes.left == (changed,)
@@ -158,7 +168,7 @@ def test_a_stale_file_that_someone_changed_is_left_and_named(tmp_path: Path) -> 
 def test_an_index_of_someone_else_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"mine": true}')
     with pytest.raises(EnvironmentProblem, match="is no index of generated kernels"):
-        write(generated(DECODES), tmp_path)
+        write(generated(decodes()), tmp_path)
     assert snapshot(tmp_path) == {INDEX: b'{"mine": true}'}
 
 
@@ -182,7 +192,7 @@ def test_an_installed_package_is_never_written_without_out(tmp_path: Path, monke
     package = tmp_path / "site-packages" / "flashtune" / "kernels_generated"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    files = generated(DECODES)
+    files = generated(decodes())
     write(files, package)
     before = snapshot(tmp_path)
     monkeypatch.setattr("flashtune.cli.generate.shipped_folder", lambda: package)
@@ -223,7 +233,7 @@ def test_a_checkout_is_told_by_its_own_project_file(tmp_path: Path) -> None:
 def test_modules_are_the_templates_text_to_the_byte() -> None:
     from flashtune.templates.rendering import render
 
-    for one in selected(arrange(SHIPPED)):
+    for one in selected(arrange(shipped())):
         assert (PACKAGE / one.kernel.path).read_bytes() == render(family(one.variant.template), one.variant).encode()
 
 
