@@ -92,8 +92,13 @@ def lists_of(seen: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> T
     return torch.cat((*numbers, torch.argsort(kinds, dim=-1, stable=True).to(torch.int32)), -1)
 
 
+def batches_of(name: str) -> int:
+    """Two batches for a mask by the batch, a mask that is the same for both, and a score; one for other functions."""
+    return 2 if name in ("unseen", "document", "both") else 1
+
+
 def shapes(device: str = "cpu") -> dict[str, Functions]:
-    """Functions over 290 queries and 300 keys of two batches and four heads."""
+    """Functions over 290 queries and 300 keys of `batches_of` batches and four heads."""
     document = torch.tensor([0] * 70 + [1] * 130 + [2] * 3 + [3] * 97, device=device)
     table = torch.randn(4, 65, generator=torch.Generator().manual_seed(3)).to(device)
     return {
