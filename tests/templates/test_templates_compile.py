@@ -39,7 +39,10 @@ def compiled(text: str, wanted: Problem, target: Target) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [(name, gpu) for name in ("flash_decode", "flash_fwd") for gpu in ("a100", "h200", "b200", "rtx5090", "mi300x")],
+    [
+        *(("flash_fwd", gpu) for gpu in ("a100", "h200", "b200", "rtx5090", "mi300x")),
+        *(("flash_decode", gpu) for gpu in ("a100", "b200", "mi300x")),
+    ],
 )
 def test_it_compiles_to_tensor_core_code_that_doesnt_spill(name: str, gpu: str) -> None:
     target, wanted = find_target(gpu), problem(Features(causal=True))
@@ -65,15 +68,14 @@ def test_fp8_with_alibi_compiles_for_every_gpu_that_has_e4m3(gpu: str) -> None:
     assert facts.tensor_core_ops > 0 and facts.spills <= 8
 
 
-@pytest.mark.parametrize(("gpu", "within"), [("h200", 0), ("l4", 0), ("b200", 2048)])
-def test_shared_memory_of_fp8_is_what_the_compiler_takes(gpu: str, within: int) -> None:
+@pytest.mark.parametrize(("gpu", "num_stages", "within"), [("h200", 2, 0), ("h200", 3, 0), ("l4", 3, 0), ("b200", 2, 2048)])
+def test_shared_memory_of_fp8_is_what_the_compiler_takes(gpu: str, num_stages: int, within: int) -> None:
     target, wanted = find_target(gpu), replace(problem(), dtype="fp8")
     spec = wanted.spec()
-    for num_stages in (2, 3):
-        config = family("flash_fwd").default(spec, target).replace(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=num_stages)
-        text = render(family("flash_fwd"), variant_of(family("flash_fwd"), spec, config))
-        taken = cross_compile(text, "compiled", wanted, target).shared_bytes
-        assert 0 <= taken - shared_bytes(config, spec, target) <= within
+    config = family("flash_fwd").default(spec, target).replace(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=num_stages)
+    text = render(family("flash_fwd"), variant_of(family("flash_fwd"), spec, config))
+    taken = cross_compile(text, "compiled", wanted, target).shared_bytes
+    assert 0 <= taken - shared_bytes(config, spec, target) <= within
 
 
 def test_one_compile_serves_every_n_batch_and_head_count() -> None:
