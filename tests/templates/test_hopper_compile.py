@@ -17,6 +17,8 @@ from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import read_facts
 
+pytestmark = pytest.mark.usefixtures("without_lines")
+
 CAUSAL = Features(causal=True)
 EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True, sinks=True)
 CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
@@ -25,14 +27,11 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
 @pytest.mark.parametrize(
     ("d", "features", "changes"),
     [
-        (128, Features(), {**CHAINED, "pingpong": True}),
         (128, CAUSAL, {**CHAINED, "section": 8, "order": "drawn"}),
         (128, CAUSAL, {"BLOCK_N": 128, "intra_wg_overlap": 0, "pingpong": True}),
-        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn"}),
         (64, Features(), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
-        (256, CAUSAL, {"tiles": "loop", "order": "drawn"}),
         (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
-        (128, Features(), {**CHAINED, "pingpong": True, "maximum": "first"}),
+        (128, CAUSAL, {**CHAINED, "pingpong": True, "maximum": "first"}),
         (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first", "rescale": "grown"}),
         (64, CAUSAL, {"BLOCK_M": 256, "num_stages": 3, "intra_wg_overlap": 0, "maximum": "first"}),
@@ -66,7 +65,6 @@ def test_it_compiles_to_warpgroup_instructions_in_flight_without_spills(d: int, 
     [
         (96, 64, "bf16", EVERYTHING),
         (96, 64, "fp8", EVERYTHING),
-        (64, 64, "bf16", Features(mask="bool")),
         (64, 40, "bf16", Features(alibi=True, softcap=True)),
         (64, 64, "fp8", Features(alibi=True, mask="bool", window=(64, 32))),
     ],
@@ -105,8 +103,11 @@ def test_e4m3_weights_reach_their_product_without_moving(d: int, features: Featu
         assert loop["F2FP"] == changes["BLOCK_N"] // 4
 
 
-@pytest.mark.parametrize(("overlap", "block_n"), [(0, 64), (1, 128)])
-@pytest.mark.parametrize("features", [Features(), CAUSAL, Features(mask="bool"), Features(mask="bool", causal=True)], ids=Features.label)
+@pytest.mark.parametrize(
+    ("features", "overlap", "block_n"),
+    [(Features(), 0, 64), (CAUSAL, 1, 128), (Features(mask="bool"), 1, 128), (Features(mask="bool", causal=True), 0, 64)],
+    ids=str,
+)
 def test_a_settled_block_votes_once_and_meets_no_other_barrier_than_a_running_one(features: Features, overlap: int, block_n: int) -> None:
     code = machine_code(
         compiled(problem(64, features), BLOCK_M=64, BLOCK_N=block_n, intra_wg_overlap=overlap, maximum="first", rescale="grown")
@@ -126,9 +127,10 @@ def test_a_settled_block_votes_once_and_meets_no_other_barrier_than_a_running_on
     assert settled["F2FP"] == scores // 2 * (1 + overlap)
 
 
-@pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize(
-    ("features", "dtype"), [(Features(mask="bool"), "bf16"), (Features(mask="bool"), "fp8"), (Features(window=(64, 32)), "fp16")], ids=str
+    ("features", "dtype", "block_n"),
+    [(Features(mask="bool"), "bf16", 128), (Features(mask="bool"), "fp8", 64), (Features(window=(64, 32)), "fp16", 64)],
+    ids=str,
 )
 def test_hiding_scores_takes_a_selection_each_and_no_comparison(features: Features, dtype: DType, block_n: int) -> None:
     # One instruction sets the predicates of some three scores from their word.
@@ -140,11 +142,11 @@ def test_hiding_scores_takes_a_selection_each_and_no_comparison(features: Featur
     assert loop["ISETP"] < 8
 
 
-@pytest.mark.parametrize(("dtype", "maximum"), [("fp16", "running"), ("bf16", "running"), ("bf16", "first")])
+@pytest.mark.parametrize(("dtype", "maximum"), [("fp16", "running"), ("bf16", "first")])
 def test_weights_wait_by_twos_and_reach_their_product_without_moving(dtype: DType, maximum: str) -> None:
     settles = maximum == "first"
-    changes = {"maximum": maximum, "rescale": "grown" if settles else "always"}
-    loops = key_loops(machine_code(compiled(problem(128, CAUSAL, dtype=dtype), **CHAINED, **changes)))
+    changes = {**CHAINED, "pingpong": True, "maximum": maximum}
+    loops = key_loops(machine_code(compiled(problem(128, CAUSAL, dtype=dtype), **changes)))
     assert len(loops) == (4 if settles else 2)
     for index, loop in enumerate(loops):
         assert loop["PRMT"] == 0
@@ -152,10 +154,11 @@ def test_weights_wait_by_twos_and_reach_their_product_without_moving(dtype: DTyp
         assert loop["F2FP"] == 128 // 4 * (2 if settles and index % 2 else 1)
 
 
-@pytest.mark.parametrize("maximum", ["running", "first"])
-def test_alibi_costs_a_causal_score_an_addition_and_a_column_a_multiply_add(maximum: str) -> None:
-    plain = key_loops(machine_code(compiled(problem(64, CAUSAL), BLOCK_M=64, maximum=maximum)))
-    leaning = key_loops(machine_code(compiled(problem(64, replace(CAUSAL, alibi=True)), BLOCK_M=64, maximum=maximum)))
+def test_alibi_costs_a_causal_score_an_addition_and_a_column_a_multiply_add() -> None:
+    # Loops with running and with settled maxima.
+    plain = key_loops(machine_code(compiled(problem(64, CAUSAL), BLOCK_M=64, maximum="first")))
+    leaning = key_loops(machine_code(compiled(problem(64, replace(CAUSAL, alibi=True)), BLOCK_M=64, maximum="first")))
+    assert len(plain) == 2
     # A thread has 64 / 2 scores of a block, in 64 / 4 columns.
     assert [more_of(*loops) for loops in zip(plain, leaning, strict=True)] == [{"FADD": 32, "FFMA": 16, "I2FP": 1}] * len(plain)
 
@@ -172,9 +175,8 @@ def more_of(plain: Counter[str], other: Counter[str]) -> dict[str, int]:
     return {name: other[name] - plain[name] for name in names if other[name] != plain[name]}
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_five_instructions_per_four(d: int) -> None:
-    changes = {**CHAINED, "pingpong": True}
+def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_five_instructions_per_four() -> None:
+    d, changes = 64, {**CHAINED, "pingpong": True}
     kernel = compiled(problem(d, Features(causal=True, dropout=True)), **changes)
     assert read_facts(kernel, H200).spills == 0
     plain = key_loops(machine_code(compiled(problem(d, CAUSAL), **changes)))
@@ -196,16 +198,14 @@ def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_fiv
         assert more["F2FP"] == 0
 
 
-@pytest.mark.parametrize(
-    ("d", "d_v", "computed"), [(80, 80, 80), (96, 96, 96), (128, 128, 128), (160, 160, 160), (192, 192, 192), (192, 128, 192)]
-)
+@pytest.mark.parametrize(("d", "d_v", "computed"), [(80, 80, 80), (160, 160, 160), (192, 128, 192)])
 def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> None:
     [loop] = key_loops(machine_code(compiled(problem(d, d_v=d_v), BLOCK_M=64, BLOCK_N=64)))
     # An instruction takes 16 columns of q and k, or 16 keys of the weights and v.
     assert loop["HGMMA"] == computed // 16 + 64 // 16
 
 
-@pytest.mark.parametrize(("d", "widths"), [(96, [64, 32]), (192, [128, 64]), (40, [32, 16]), (80, [64, 16])])
+@pytest.mark.parametrize(("d", "widths"), [(96, [64, 32]), (192, [128, 64]), (40, [32, 16])])
 def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, widths: list[int]) -> None:
     kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces")
     assert read_facts(kernel, H200).spills <= 8
@@ -221,7 +221,7 @@ def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_
 
 
 @pytest.mark.parametrize(
-    ("ctas_per_sm", "changes"), [(2, {}), (2, {"BLOCK_M": 128, "intra_wg_overlap": 0}), (3, {}), (4, {"intra_wg_overlap": 0})], ids=str
+    ("ctas_per_sm", "changes"), [(2, {"BLOCK_M": 128, "intra_wg_overlap": 0}), (3, {}), (4, {"intra_wg_overlap": 0})], ids=str
 )
 def test_as_many_programs_fit_an_sm_as_the_config_says(ctas_per_sm: int, changes: dict[str, Any]) -> None:
     wanted, changes = problem(64), {"BLOCK_M": 64, "ctas_per_sm": ctas_per_sm} | changes

@@ -255,7 +255,7 @@ class HopperLayout(HopperTiles):
         """True where swizzle-width tiles spare memory, of which products of values read no more: at two-byte head sizes of 136 to 192."""
         stored, stored_v = self.in_chunks(self.spec.d), self.in_chunks(self.spec.d_v)
         spared = self.block_d + self.block_dv - stored - stored_v
-        return self.size == 2 and min(self.block_d, self.block_dv) >= self.chunk and self.v_columns <= stored_v and spared > 0
+        return self.size == 2 and spared > 0 and min(self.block_d, self.block_dv) >= self.chunk and self.v_columns <= stored_v
 
     @property
     def out_columns(self) -> int:
