@@ -89,7 +89,7 @@ class Cell:
         given = Packed(self.query, *self.caches, self.bounds, self.bounds, self.used, None, None, self.table, *factors)  # type: ignore[arg-type]
         options = Options(0.0, True, None, self.shared, (-1, -1), 0.0, "bottom_right", False, False, False)
         parsed, numbers = packed_read.parsed(given, options, self.rows, self.keys)
-        kernel = paged.kernel_of(memo := context.current(), parsed, numbers, config)
+        kernel = paged.kernel_of_pages(memo := context.current(), parsed, numbers, config)
         if isinstance(kernel, str):
             raise ValueError(kernel)
         plan = packed.PackedPlan(memo, kernel, numbers)

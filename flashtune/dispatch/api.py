@@ -226,7 +226,7 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
     bound.apply_defaults()
     kwargs = bound.arguments
     if kwargs["score_mod"] is not None or kwargs["block_mask"] is not None:
-        found: Explanation = _functions().explained(dict(kwargs))
+        found: Explanation = _functions().explained_by_flex(dict(kwargs))
         return found
     kwargs["scale"], kwargs["dropout_p"] = unwrapped(kwargs["scale"]), unwrapped(kwargs["dropout_p"])
     if inspection.is_causal_bias(kwargs["attn_mask"]):
@@ -294,9 +294,9 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
             # Imported here, since calls of `attention` never need it.
             from flashtune.dispatch import packed_configs
 
-            return packed_configs.explain_problem(memo, problem, target)
+            return packed_configs.explained_sequences(memo, problem, target)
         record = measured_record(memo.pool(problem.key(target.slug), target), problem, target)
-        return replace(resolve.explain_problem(memo, problem, target), providers=offers(record, lambda name: PROVIDERS[name].missing()))
+        return replace(resolve.explained_problem(memo, problem, target), providers=offers(record, lambda name: PROVIDERS[name].missing()))
 
 
 def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options: Options) -> Outputs:

@@ -95,17 +95,17 @@ def _plans(memo: Memo, call: Call, given: Arguments) -> dict[Variant | None, Pla
         if len(found) > KERNELS:
             break
         if candidate.variant is not None and candidate.variant not in found:
-            found |= _tried(memo, call, given, candidate.variant, candidate.plan, expected)
+            found |= _timed_once(memo, call, given, candidate.variant, candidate.plan, expected)
     # PyTorch's own choice races anyway, math holds all scores in memory, and FlexAttention compiles for tens of seconds.
     left_out = {torchs_choice(call, given[:4]), *(["math"] * (call.device.type == "cuda")), *(["flex"] * call.fused_by_torch)}
     for name in PROVIDERS:
         if name not in left_out and PROVIDERS[name].refusal(call, given[:4], given.per_head) is None:
             variant = variant_of(name, call.problem)
-            found |= _tried(memo, call, given, variant, plan_of(name, call, given[:4], given.per_head), expected)
+            found |= _timed_once(memo, call, given, variant, plan_of(name, call, given[:4], given.per_head), expected)
     return found
 
 
-def _tried(
+def _timed_once(
     memo: Memo, call: Call, given: Arguments, variant: Variant | None, plan: "KernelPlan | ProviderPlan | TorchPlan", expected: Tensor
 ) -> dict[Variant | None, Plan]:
     """The plan by its variant, if it runs and its output agrees with `expected`; empty otherwise."""

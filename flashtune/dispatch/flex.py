@@ -15,13 +15,13 @@ from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
 from flashtune.dispatch import api, flex_functions, inspection
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.flex_autograd import attend, types_of
-from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Kernels, agrees, agrees_with_band, sizes_of
-from flashtune.dispatch.flex_configs import problem_of
+from flashtune.dispatch.flex_autograd import attend_by_kernels, types_of
+from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Passes, agrees, agrees_with_band, sizes_of
+from flashtune.dispatch.flex_configs import problem_with_functions
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
 from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
-from flashtune.dispatch.flex_torch import check_shapes, check_types, lacks, torchs
+from flashtune.dispatch.flex_torch import check_shapes, check_types, flex_by_torch, lacks
 from flashtune.dispatch.kernel import Kernel, NotBuilt, layout, served_here
 from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation, slug_of
@@ -75,17 +75,17 @@ def flex_attention(
     call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, with_lse, return_aux))
     if call is None:
         check_functions(score_mod, block_mask, "block_mask")
-        query, key, value = _checked(query, key, value, scale, enable_gqa, kernel_options)
+        query, key, value = _checked_call(query, key, value, scale, enable_gqa, kernel_options)
         call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
         words = scale, enable_gqa, return_lse, kernel_options, return_aux
         if torch.compiler.is_compiling():
-            return torchs(query, key, value, score_mod, block_mask, *words)
+            return flex_by_torch(query, key, value, score_mod, block_mask, *words)
         try:
-            return torchs(query, key, value, score_mod, block_mask, *words)
+            return flex_by_torch(query, key, value, score_mod, block_mask, *words)
         except Exception:
-            if (refused := _refusal(query, key, score_mod, block_mask)) is not None:
+            if (refused := _untraceable(query, key, score_mod, block_mask)) is not None:
                 raise refused from None
             raise
     if key.shape[0] != query.shape[0]:
@@ -96,7 +96,7 @@ def flex_attention(
     else:
         try:
             tensors = query, key, value
-            out, lse = attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend(*tensors, call)
+            out, lse = attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend_by_kernels(*tensors, call)
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
             current().plans.flex.clear()
@@ -119,7 +119,9 @@ def check_functions(score_mod: Any, mask: Any, name: str) -> None:
         raise InputTypeError(f"{name} must be {kinds} or None, not {type(mask).__name__}: check the order of the arguments")
 
 
-def _checked(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool, kernel_options: Any = None) -> tuple[Any, Any, Any]:
+def _checked_call(
+    query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool, kernel_options: Any = None
+) -> tuple[Any, Any, Any]:
     """Query, key and value without lazy negations; raises for what is no tensor of four dimensions, finite number, bool or dictionary."""
     check_flags({"enable_gqa": enable_gqa})
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
@@ -136,7 +138,7 @@ def _checked(query: Any, key: Any, value: Any, scale: float | None, enable_gqa: 
     return query, key, value
 
 
-def _refusal(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -> InputError | None:
+def _untraceable(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -> InputError | None:
     """Error for functions that nobody can trace, in place of PyTorch's, which names no line; None for other ones."""
     if not query.dim() == key.dim() == 4:
         return None
@@ -158,7 +160,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     with_lse = wants_lse(given["return_lse"], given["return_aux"])
     given["scale"] = unwrapped(given["scale"])
     check_functions(given["score_mod"], given["block_mask"], "block_mask")
-    tensors = _checked(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa", "kernel_options")))
+    tensors = _checked_call(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa", "kernel_options")))
     given |= dict(zip(("query", "key", "value"), tensors, strict=True))
     gpu = slug_of(given["query"].device) if isinstance(given["query"], Tensor) else "cpu"
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
@@ -181,7 +183,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     def of(kernel: Kernel) -> Explanation:
         assert kernel.variant is not None, "kernels with functions aren't pinned"
         said = f"{kernel.variant.template} {kernel.variant.id}, functions {kernel.spec.mods}"
-        return explained_kernel(kernel, said, gpu, problem_of(kernel.spec, **sizes))
+        return explained_kernel(kernel, said, gpu, problem_with_functions(kernel.spec, **sizes))
 
     backward = call.kernels.backward
     return replace(of(call.kernel), backward=None if backward is None else of(backward))
@@ -265,15 +267,15 @@ def with_kernel(
     return FlexCall(functions=functions, captured=captured, kernels=chosen, scale=scale, mask_of=mask_of, sequences=sequences)
 
 
-def _chosen_in(memo: Memo) -> dict[Hashable, tuple[Functions | None, Kernels | str]]:
+def _chosen_in(memo: Memo) -> dict[Hashable, tuple[Functions | None, Passes | str]]:
     """Kernels by what decides on them: functions, layout and device of the tensors, gradients, and settings."""
-    found: dict[Hashable, tuple[Functions | None, Kernels | str]] = memo.packed.setdefault("functions", {})
+    found: dict[Hashable, tuple[Functions | None, Passes | str]] = memo.packed.setdefault("functions", {})
     return found
 
 
 def _kernels(
     functions: Functions, captured: tuple[Tensor, ...], tensors: tuple[Tensor, Tensor, Tensor], trains: bool, sequences: Sequences | None
-) -> Kernels | str:
+) -> Passes | str:
     """The kernels of a call's passes, or the reason why none serve."""
     query, backward, trained = tensors[0], None, None
     try:
@@ -291,7 +293,7 @@ def _kernels(
     # The alternative of packed sequences is a call for each.
     if sequences is None and (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
         return why
-    return Kernels(kernel, mods, backward, trained)
+    return Passes(kernel, mods, backward, trained)
 
 
 _WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")
@@ -318,7 +320,7 @@ def refuse_arguments_of_attention(given: Mapping[str, Any]) -> None:
     refuse_beside_functions(given, _USUAL, "block_mask", "call attention without functions")
 
 
-def explained(given: dict[str, Any]) -> Explanation:
+def explained_by_flex(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
     refuse_arguments_of_attention(given)
     return explain_flex(**{name: given[name] for name in _TAKEN})

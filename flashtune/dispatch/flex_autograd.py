@@ -14,7 +14,7 @@ from flashtune.core.errors import InputError
 from flashtune.core.launches import copyable
 from flashtune.core.launching import operand
 from flashtune.dispatch.by_sequence import by_sequence
-from flashtune.dispatch.flex_blocks import FlexCall, Kernels, blocks
+from flashtune.dispatch.flex_blocks import FlexCall, Passes, blocks
 from flashtune.dispatch.flex_kernels import kernel_of, launch
 from flashtune.dispatch.flex_torch import by_matrices, of_sequence
 from flashtune.dispatch.gradients import recording
@@ -29,12 +29,12 @@ def types_of(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captur
     return tuple(Captured(x.dtype, x.dim(), trained and x.is_floating_point()) for x, trained in zip(captured, trains, strict=True))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor]:
+def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call, with its gradients where it has a backward."""
     if call.kernels.backward is None:
         with torch.no_grad():
             return _forward(query, key, value, call)
-    found: tuple[Tensor, Tensor] = Flex.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = AttentionWithFunctions.apply(query, key, value, call, *call.captured)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -51,7 +51,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple
     return out, lse
 
 
-class Flex(torch.autograd.Function):
+class AttentionWithFunctions(torch.autograd.Function):
     """Output and LSE; gradients of queries, keys, values and captured tensors."""
 
     @staticmethod
@@ -74,7 +74,7 @@ class Flex(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (4 + len(captured))
         with torch.no_grad():
-            found = _gradients(ctx, dout, dlse)
+            found = _gradients_of(ctx, dout, dlse)
         if torch.is_grad_enabled():
             # In a graph of the gradients (create_graph).
             made = [x for x in found if x is not None]
@@ -101,7 +101,7 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments of `Flex`, whose context this is."""
     call = ctx.call
     query, key, value, out, lse, *captured = ctx.saved_tensors
@@ -116,7 +116,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.resolve_neg().contiguous(), *gradients)
     while (found := _of_gradients(call, (query, key, value), captured, ctx.needs_input_grad[4:])) is not None:
         kernel, mods = found
-        now = replace(call, kernels=Kernels(kernel, mods), captured=tuple(captured))
+        now = replace(call, kernels=Passes(kernel, mods), captured=tuple(captured))
         # Sums of atomic additions start from 0, and are rounded once.
         sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
         # Its next kernel, where one can't be built.
@@ -126,10 +126,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
             of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
             wanted = [x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
             return *wanted, None, *of_captured
-    return _recomputed(call, (query, key, value, *captured), ctx.needs_input_grad, lse, dout, dlse)
+    return _by_matrices(call, (query, key, value, *captured), ctx.needs_input_grad, lse, dout, dlse)
 
 
-def _recomputed(
+def _by_matrices(
     call: FlexCall, tensors: Sequence[Tensor], wanted: Sequence[bool], lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments by matrices of all scores, differentiated, where no kernel computes them."""

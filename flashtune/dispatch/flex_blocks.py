@@ -36,7 +36,7 @@ class Functions:
     """Documents, a band and a score where `attention_varlen` has both built in."""
 
 
-class Kernels(NamedTuple):
+class Passes(NamedTuple):
     """Kernels of a call's passes, with the functions that are compiled into each; no backward where nothing gets a gradient."""
 
     forward: Kernel
@@ -56,7 +56,7 @@ class FlexCall:
 
     functions: Functions
     captured: tuple[Tensor, ...]
-    kernels: Kernels
+    kernels: Passes
     scale: float
     mask_of: Any
     """The BlockMask or mask_mod, for its lists of blocks; None of packed sequences, which have none."""
@@ -80,7 +80,7 @@ MOST_LISTS = 32
 """Most results that are kept with one mask: sizes may change at every step."""
 
 
-_NOTHING = object()
+_NOT_KEPT = object()
 LISTS: Any = WeakIdKeyDictionary()
 """Lists of blocks of a mask, and whether a BlockMask's blocks are those of its mask_mod, for as long as it lives."""
 
@@ -112,8 +112,8 @@ def _kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     except TypeError:
         return make()
     whole = key, versions_of(mask), stream
-    found = lists.get(whole, _NOTHING)
-    if found is _NOTHING:
+    found = lists.get(whole, _NOT_KEPT)
+    if found is _NOT_KEPT:
         found = make()
         if len(lists) >= MOST_LISTS:
             lists.clear()

@@ -88,18 +88,18 @@ def recorded_with(problem: Problem, device: torch.device) -> Recorded | None:
     if place not in found:
         with memo.lock:
             target, _, records = memo.surroundings(device, problem)
-        if len(found) >= MOST_RECORDS:
+        if len(found) >= MOST_LOOKUPS:
             found.clear()
         found[place] = recorded(problem, target, records, unmeasured=memo.unmeasured) if isinstance(records, Pool) else None
     return found[place]
 
 
 _RECORDS: "weakref.WeakKeyDictionary[Memo, dict[Hashable, Recorded | None]]" = weakref.WeakKeyDictionary()
-MOST_RECORDS = 1024
+MOST_LOOKUPS = 1024
 """Most signatures of calls with a look-up of their record at hand."""
 
 
-def usual(
+def config_without_record(
     kind: Family, spec: KernelSpec, target: Target, records_of: Callable[[Problem], Pool | Sequence[TuningRecord]]
 ) -> tuple[Config, str]:
     """The config for functions without a record: that of the nearest record of this family with a bias or a mask at TYPICAL queries and
@@ -110,7 +110,7 @@ def usual(
     """
     if not kind.interpretable:
         return kind.default(spec, target), "the family's default"
-    problem = known.alike(problem_of(spec, batch=1, heads=16, kv_heads=16, n_q=TYPICAL, n_kv=TYPICAL))
+    problem = known.alike(problem_with_functions(spec, batch=1, heads=16, kv_heads=16, n_q=TYPICAL, n_kv=TYPICAL))
     choice = choose(problem, target, records_of(problem), {kind.name: kind}, framework_serves=False, unmeasured=True)
     if choice.record is None or choice.config is None or kind.unfit(choice.config, spec, target) is not None:
         return kind.default(spec, target), "the family's default"
@@ -142,7 +142,7 @@ def choice_of(problem: Problem, target: Target, memo: Memo) -> Choice:
         if own is not None:
             return _of_record(own, spec, key)
         if refusal(kind, spec, target) is None:
-            config, origin = usual(kind, spec, target, lambda one: memo.pool(one.key(target.slug), target))
+            config, origin = config_without_record(kind, spec, target, lambda one: memo.pool(one.key(target.slug), target))
             note = f"no record is of these functions, so {kind.name} serves unmeasured ({origin})"
             return Choice(kind="default", spec=spec, note=note, family=kind, config=config)
     why = "no template serves these functions here" if unmeasured else UNMEASURED
@@ -163,7 +163,7 @@ def kind_of(record: TuningRecord, key: ProblemKey | None) -> Kind:
     return "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else "near_n"
 
 
-def problem_of(spec: KernelSpec, *, batch: int, heads: int, kv_heads: int, n_q: int, n_kv: int) -> Problem:
+def problem_with_functions(spec: KernelSpec, *, batch: int, heads: int, kv_heads: int, n_q: int, n_kv: int) -> Problem:
     """The problem of a kernel with functions at these sizes."""
     return Problem(
         batch=batch,

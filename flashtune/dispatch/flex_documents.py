@@ -56,16 +56,16 @@ class Decided(NamedTuple):
         return self.found[place]
 
 
-DECIDED: Any = WeakIdKeyDictionary()
+DECISIONS: Any = WeakIdKeyDictionary()
 """By the tensor whose numbers were read last, for as long as it lives."""
 
 
 def _decided_by(ids: Tensor) -> Decided:
-    found: Decided | None = DECIDED.get(ids)
+    found: Decided | None = DECISIONS.get(ids)
     if found is None or not found.read.holds():
         # Kept for calls with gradients, which refuse tensors of inference mode.
         with torch.inference_mode(False):
-            DECIDED[ids] = found = Decided(Read(weakref.ref(ids), ids.detach().clone()), {})
+            DECISIONS[ids] = found = Decided(Read(weakref.ref(ids), ids.detach().clone()), {})
     return found
 
 

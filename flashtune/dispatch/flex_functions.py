@@ -114,12 +114,12 @@ class Snapshot:
     @classmethod
     def make(cls, function: Any) -> "Snapshot | None":
         """The snapshot of a function, where it is a plain one, as are those that it calls."""
-        seen = _read(function) if type(function) is types.FunctionType else None
+        seen = _read_tensor(function) if type(function) is types.FunctionType else None
         return None if seen is None or not all(_simple(x) for x in seen) else cls(seen)
 
     def same(self, function: types.FunctionType) -> bool:
         """True if a function is that one, and reads the same."""
-        now = _read(function)
+        now = _read_tensor(function)
         if now is None or len(now) != len(self._seen):
             return False
         for x, was in zip(now, self._seen, strict=True):
@@ -131,7 +131,7 @@ class Snapshot:
         return True
 
 
-def _read(function: types.FunctionType) -> list[Any] | None:
+def _read_tensor(function: types.FunctionType) -> list[Any] | None:
     """Values that a function reads, and those that functions and tuples among them hold; None where it is too much, isn't set yet,
     or where a function imports or has attributes."""
     found: list[Any] = []

@@ -19,13 +19,13 @@ from flashtune.dispatch.flex_configs import (
     UNMEASURED,
     Recorded,
     choices,
+    config_without_record,
     kind_of,
     origin_of,
-    problem_of,
+    problem_with_functions,
     recorded_with,
     refusal,
     source_note,
-    usual,
 )
 from flashtune.dispatch.kernel import Kernel, loaded_kernel
 from flashtune.dispatch.resolve import Explanation, said_of
@@ -121,7 +121,7 @@ def _recorded(spec: KernelSpec, query: Tensor, key: Tensor, value: Tensor, seque
         found = packed_problem(Packed(query, key, value, *sequences.bounds), sequences.numbers, spec.direction, mods=spec.mods)
         return None if found is None else recorded_with(found, query.device)
     batch, heads, n_q, _ = query.shape
-    problem = problem_of(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
+    problem = problem_with_functions(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
     return recorded_with(problem, query.device)
 
 
@@ -138,7 +138,7 @@ def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target
     """The config without a record of the functions, and its origin."""
     memo = current()
     with memo.lock:
-        return usual(kind, spec, target, lambda problem: memo.surroundings(device, problem)[2])
+        return config_without_record(kind, spec, target, lambda problem: memo.surroundings(device, problem)[2])
 
 
 def tile_kinds(kernel: Kernel, mods: Mods, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tile: tuple[int, int]) -> Tensor:

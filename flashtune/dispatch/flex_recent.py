@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.torch_private import FORWARD_AD, C, check_of
 from flashtune.dispatch.context import STACK, current
-from flashtune.dispatch.flex_blocks import FlexCall, Functions, Kernels, stream_of, varies, versions_of
+from flashtune.dispatch.flex_blocks import FlexCall, Functions, Passes, stream_of, varies, versions_of
 from flashtune.dispatch.flex_documents import PackedCall
 from flashtune.dispatch.flex_functions import Snapshot
 from flashtune.dispatch.inspection import flash_attention_on
@@ -34,7 +34,7 @@ class RecentCall:
     scale: float
 
 
-def _state(options: tuple[Any, ...]) -> tuple[Any, ...]:
+def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Settings that a decision depends on beside arguments that are tensors and functions."""
     return (
         options, torch.is_grad_enabled(), torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"), stream_of(),
@@ -50,7 +50,7 @@ def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: An
     if (
         recent is None
         or not recent.check(query, key, value)
-        or recent.state != _state(options)
+        or recent.state != _settings(options)
         or FORWARD_AD._current_level >= 0
         or C._len_torch_dispatch_stack()
         or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
@@ -62,7 +62,7 @@ def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: An
             return None
     if isinstance(recent.call, PackedCall) and not recent.call.read.holds():
         return None
-    if not isinstance(recent.call, Kernels):
+    if not isinstance(recent.call, Passes):
         return recent.call
     if recent.call.failed:
         return None
@@ -99,4 +99,4 @@ def keep_recent(
     recent = current().plans.flex
     if len(recent) >= MOST:
         recent.clear()
-    recent[id(score_mod), id(block_mask)] = RecentCall(check_of(tensors), _state(options), mask, snapshots, *kept)  # type: ignore[arg-type]
+    recent[id(score_mod), id(block_mask)] = RecentCall(check_of(tensors), _settings(options), mask, snapshots, *kept)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.mods.graph import INTEGERS
 
 
-def torchs(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
+def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
     """PyTorch's own function, compiled on a GPU."""
     from torch.nn.attention import flex_attention as module
 

@@ -28,7 +28,7 @@ MOST_PROGRAMS = 256
 dropped."""
 
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 class NotBuilt(Exception):
@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def spec(self) -> KernelSpec:
-        """What is compiled into it."""
+        """The spec that is compiled into it."""
         spec: KernelSpec = self._host.spec
         return spec
 
@@ -175,7 +175,7 @@ class Kernel:
         with self.memo.lock:
             return self._tried(build, lambda: self._prepared[key])
 
-    def _tried(self, build: Callable[[], None], run: Callable[[], _Found]) -> _Found:
+    def _tried(self, build: Callable[[], None], run: Callable[[], _Result]) -> _Result:
         found = self.memo.kernels.tried(self.variant, self.device, build, run)
         if found is None:
             raise NotBuilt(self.failed)

@@ -37,7 +37,7 @@ def variant(family: Family, spec: KernelSpec, config: Config) -> Variant:
     return Variant(template=family.name, spec=spec, config=config)
 
 
-def compiled(family: Family, spec: KernelSpec, config: Config, arch: str) -> bool:
+def has_code(family: Family, spec: KernelSpec, config: Config, arch: str) -> bool:
     """True where machine code of a variant for an architecture (Target.arch) is shipped or in the user's cache; nothing is loaded."""
     chosen = variant(family, spec, config).id
     if shipped_index(PACKAGE).manifest_of(chosen, arch) is not None:
@@ -92,7 +92,7 @@ def host_code(family: Family, chosen: Variant) -> LoadedKernel:
     return loaded(family, chosen.spec, chosen.config)
 
 
-def _keep(
+def _kept_binaries(
     family: Family, variant: Variant, manifest: Manifest | None, new: Sequence[Binary], code_of: Callable[[Binary], bytes]
 ) -> Manifest:
     """A variant's manifest with new binaries, tried first, as it was written to the user's cache with their code."""
@@ -144,7 +144,7 @@ class Kernels:
             shipped = self.machine_code(family, variant, target) if driver.driven(device) else None
             try:
                 module, described = shipped or (whole(), None)
-                keep = functools.partial(_keep, family, variant) if keeps else None
+                keep = functools.partial(_kept_binaries, family, variant) if keeps else None
                 self._code[name] = Code(module, described, whole if shipped else None, self._warn, keep)
             except (OSError, ImportError) as error:
                 if not devices.TRITON:

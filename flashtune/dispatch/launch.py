@@ -212,7 +212,7 @@ OUT, LSE, COUNTS, MASK = (Tensors._fields.index(name) for name in ("out", "lse",
 SEED, OFFSET = range(2)
 """Indices of the numbers that change from call to call."""
 
-_functions: dict[tuple[str, int], int] = {}
+_handles: dict[tuple[str, int], int] = {}
 """Handles of loaded kernels by the hash of their code and the GPU."""
 
 Operands = Sequence[Any]
@@ -232,7 +232,7 @@ def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters
 
 
 def provided(kernel: LoadedKernel, q: torch.Tensor, k: torch.Tensor, misses: tuple[int, int] | None = None) -> dict[str, Any]:
-    """What a device provides for a launch (`launching.provided`), with the addresses where it counts mispredicting programs."""
+    """Arguments that a device provides for a launch (`launching.provided`), with the addresses where it counts mispredicting programs."""
     words = launching.provided(kernel, q, k)
     if "misses" in words:
         words["misses"] = tuple(Resident(at, "i64") for at in misses or (x.data_ptr() for x in words["misses"]))
@@ -347,8 +347,8 @@ def resident_factors(device: torch.device, factors: tuple[float, float, float]) 
 
 def _function(binary: Binary, code: Callable[[], bytes], device: int) -> int:
     """Handle of a kernel; its code is read only where it isn't loaded yet."""
-    found = _functions.get((binary.sha256, device))
+    found = _handles.get((binary.sha256, device))
     if found is None:
         found = driver.load_function(code(), binary.entry, binary.shared_bytes, device)
-        _functions[binary.sha256, device] = found
+        _handles[binary.sha256, device] = found
     return found

@@ -52,7 +52,7 @@ def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:
     namespace.__getattr__ = lookup
 
 
-class Numbers(NamedTuple):
+class CallNumbers(NamedTuple):
     """Scalar arguments of an operator but for the seed; `left` and `right` include `is_causal`.
 
     Where `trains` is True, kernels compute gradients, too, and the output comes with its LSE.
@@ -70,7 +70,7 @@ class Numbers(NamedTuple):
     trains: bool
 
     @classmethod
-    def of(cls, call: Call, causal_alignment: str, *, trains: bool) -> "Numbers":
+    def of(cls, call: Call, causal_alignment: str, *, trains: bool) -> "CallNumbers":
         """Numbers of a checked call."""
         sides, tf32 = call.band.keywords(), call.problem is not None and call.problem.features.tf32
         numbers = call.dropout_p, call.scale, sides["window_left"], sides["window_right"], call.softcap
@@ -82,7 +82,7 @@ class Numbers(NamedTuple):
         return Options(**kwargs, window=(self.left, self.right), enable_gqa=query.shape[1] != key.shape[1])
 
 
-_NUMBERS = ", ".join(f"{kind.__name__} {name}" for name, kind in Numbers.__annotations__.items())
+_NUMBERS = ", ".join(f"{kind.__name__} {name}" for name, kind in CallNumbers.__annotations__.items())
 _PER_HEAD = ", ".join(f"Tensor? {name}" for name in PER_HEAD)
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PER_HEAD}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
@@ -111,7 +111,7 @@ def traced(arguments: Arguments, options: Options) -> Any:
     draws = call.torch_draws and (why_torch is None or why_torch in GRADIENTS)
     trains = (draws or why_torch in GRADIENTS) and _trains(call, () if why_torch is None else GRADIENTS[why_torch])
     if trains or (why_torch is None and not draws):
-        out, lse = _node(call, arguments, Numbers.of(call, options.causal_alignment, trains=trains and why_torch is not None))
+        out, lse = _node(call, arguments, CallNumbers.of(call, options.causal_alignment, trains=trains and why_torch is not None))
     else:
         keep = None
         if call.dropout_p and not call.fused_by_torch:
@@ -121,11 +121,11 @@ def traced(arguments: Arguments, options: Options) -> Any:
             else:
                 keep = torch.ops.flashtune.dropout_keep(arguments.query, signed(seed_bits(arguments.seed)), *sizes, call.dropout_p)
         with traced_backend(named, call):
-            out, lse = pytorch.attention(call, *arguments[:4], keep, arguments.per_head)
+            out, lse = pytorch.attention_by_torch(call, *arguments[:4], keep, arguments.per_head)
     return (out, lse) if call.return_lse else out
 
 
-def _node(call: Call, arguments: Arguments, numbers: Numbers) -> Outputs:
+def _node(call: Call, arguments: Arguments, numbers: CallNumbers) -> Outputs:
     """Output and, where `return_lse` is set, LSE by the operator."""
     given = [x if x is None or isinstance(x, Tensor) else torch.full((), x, device=call.device) for x in arguments.per_head or PerHead()]
     per_head = PerHead(*given)
@@ -192,7 +192,7 @@ def define(eager: Callable[..., Any]) -> None:
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         attn_mask, *per_head = others[: 1 + len(PER_HEAD)]
-        seed, numbers = others[1 + len(PER_HEAD)], Numbers(*others[2 + len(PER_HEAD) :])
+        seed, numbers = others[1 + len(PER_HEAD)], CallNumbers(*others[2 + len(PER_HEAD) :])
         bits = None
         if numbers.dropout_p and (numbers.trains or seed is not None or not capturing(query.device)):
             # The same with gradients and without, since a recomputed checkpoint has run without them first.
@@ -220,7 +220,7 @@ def define(eager: Callable[..., Any]) -> None:
 
     @operator.register_fake
     def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        numbers = Numbers(*others[2 + len(PER_HEAD) :])
+        numbers = CallNumbers(*others[2 + len(PER_HEAD) :])
         lse = query.new_empty(query.shape[:3] if numbers.return_lse else (0,), dtype=torch.float32)
         state = torch.empty(1, dtype=torch.int64) if numbers.dropout_p else query.new_empty(0, dtype=torch.int64)
         return _like_query(query, value.shape[3]), lse, state
@@ -317,7 +317,7 @@ def _gradients(dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor,
     memo = getattr(_forwards, "memo", None) or context.current()
     tensors = query, key, value, attn_mask, alibi_slopes, sinks
     kinds = tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
-    requested, numbers = rest[:5], Numbers(*rest[5:])
+    requested, numbers = rest[:5], CallNumbers(*rest[5:])
     per_head = PerHead(alibi_slopes=alibi_slopes, sinks=sinks)
     backward = backwards.backward_of(
         memo,

@@ -57,7 +57,7 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
 
 def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) -> Kernel | None:
     if packed.table is not None:
-        kernel = pages.kernel_of(memo, packed, numbers)
+        kernel = pages.kernel_of_pages(memo, packed, numbers)
         return None if isinstance(kernel, str) else kernel
     device = packed.query.device
     problem = problem_of(packed, numbers, direction)
@@ -96,14 +96,14 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kern
             yield made
 
 
-def explained(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
+def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
     """Explanation of the choice of a call. `why_torch` is the reason why no kernel serves, if there is one."""
     device, memo = packed.query.device, context.current()
     problem = problem_of(packed, numbers, direction)
     found = None if why_torch is not None else served(packed, numbers, direction, memo)
     gpu = slug_of(device)
     if packed.table is not None:
-        return _explained_pages(found, why_torch or pages.kernel_of(memo, packed, numbers), gpu)
+        return _explained_pages(found, why_torch or pages.kernel_of_pages(memo, packed, numbers), gpu)
     failed: list[Kernel] = memo.packed.get((problem, device), [])
     reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
     refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
@@ -150,7 +150,9 @@ def backward(
     if found is None:
         return None
     query, key, value = packed[:3]
-    dq, dk, dv = (torch.empty_like(x) if _dense(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    dq, dk, dv = (
+        torch.empty_like(x) if _covers_once(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
     # Gradients may be expanded scalars, lazily negated, or parts of others that begin anywhere.
     dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
     if dout.data_ptr() % 16 or dout.stride() != out.stride():
@@ -161,7 +163,7 @@ def backward(
     return None if found is None else (dq, dk, dv)
 
 
-def _dense(x: Tensor) -> bool:
+def _covers_once(x: Tensor) -> bool:
     """True if no element of it lies under another."""
     return 0 not in (stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
@@ -199,7 +201,7 @@ def _launch(
 
     def planned(kernel: LoadedKernel) -> Plan | None:
         if packed.table is not None:
-            return pages.planned(kernel, tensors, pages.bounded(numbers))
+            return pages.plan_of_pages(kernel, tensors, pages.bounded(numbers))
         return launch.planned(kernel, viewed(operands), parameters_of(packed, numbers, seed), misses)
 
     try:

@@ -76,7 +76,7 @@ def dense_of(problem: Problem) -> Problem:
     return replace(problem, n_q=max(1, problem.n_q * longest // problem.n_kv), n_kv=longest, features=features, lengths=None)
 
 
-def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
+def explained_sequences(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for a problem of packed sequences, by the records alone."""
     for chosen in configs_of(memo, problem, target, tuned=True):
         variant = variant_of(chosen.family, problem.spec(), chosen.config)

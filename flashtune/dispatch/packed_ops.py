@@ -117,7 +117,7 @@ class Attention(torch.autograd.Function):
             given = dout, dlse, out, lse, state, *tensors, *requested, *plan.numbers
             found = [x if want else None for x, want in zip(torch.ops.flashtune_packed.attention_gradients(*given), requested, strict=True)]
         else:
-            found = _gradients(plan.memo, requested, dout, dlse, out, lse, Packed(*tensors), plan.numbers, bits)
+            found = _gradients_by_kernels(plan.memo, requested, dout, dlse, out, lse, Packed(*tensors), plan.numbers, bits)
         return *_placed(found)[: len(tensors)], None, None
 
 
@@ -146,7 +146,7 @@ def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out.contiguous(), lse.contiguous(), torch.tensor([signed(bits)] if numbers.dropout_p else [], dtype=torch.int64)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Save the tensors, the output, the LSE and dropout's bits for the backward."""
     count = len(Packed._fields)
     ctx.save_for_backward(*output, *inputs[:count])
@@ -154,7 +154,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
-def _differentiated(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+def _through_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments of the forward operator, by the operator of gradients."""
     requested = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
     if dout is None and dlse is None:
@@ -163,7 +163,7 @@ def _differentiated(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: objec
     return _placed([grad if wanted else None for grad, wanted in zip(found, requested, strict=True)])
 
 
-def _gradients(
+def _gradients_by_kernels(
     memo: Memo | None,
     requested: Sequence[bool],
     dout: Tensor | None,
@@ -192,7 +192,7 @@ def _gradients(
     return [grad if wanted else None for grad, wanted in zip(grads, requested, strict=True)]
 
 
-def _twice(ctx: Any, *_: object) -> None:
+def _refuse_twice(ctx: Any, *_: object) -> None:
     raise InputError(
         "attention_varlen was differentiated twice, and kernels have first derivatives alone: "
         "call attention for each sequence under sdpa_kernel(SDPBackend.MATH)"
@@ -203,14 +203,15 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used, Tensor? slopes, Tensor? sinks, Tensor? table, "
     "Tensor? k_descale, Tensor? v_descale"
 )
-_NUMBERS = (
+_NUMBERS_SCHEMA = (
     "SymInt max_q, SymInt max_k, float scale, SymInt left, SymInt right, bool bottom_right, float softcap, float dropout_p, bool tf32, "
     "bool deterministic, SymInt? splits"
 )
-_FORWARD = f"({_TENSORS}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
-_BACKWARD = (
+_SCHEMA = f"({_TENSORS}, int? seed, {_NUMBERS_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+_GRADIENTS_SCHEMA = (
     f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor state, {_TENSORS}, "
-    f"bool of_query, bool of_key, bool of_value, bool of_slopes, bool of_sinks, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"bool of_query, bool of_key, bool of_value, bool of_slopes, bool of_sinks, {_NUMBERS_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -218,7 +219,7 @@ def _define() -> None:
     """Define the operators: opaque nodes of a compiler's graph."""
     place = "flashtune_packed::attention"
     tags = (torch.Tag.nondeterministic_seeded,)
-    operator = torch.library.custom_op(place, _eager, mutates_args=(), schema=_FORWARD, tags=tags)
+    operator = torch.library.custom_op(place, _eager, mutates_args=(), schema=_SCHEMA, tags=tags)
 
     @operator.register_fake
     def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,10 +233,10 @@ def _define() -> None:
         like, lse, state, *tensors = others[:saved]
         seed, packed = int(state.item()) % 2**64 if numbers.dropout_p else 0, Packed(*tensors)
         meet_packed(current(), problem_of(packed, numbers, "bwd", exact=True), None, False)
-        found = _gradients(None, requested, dout, dlse, like, lse, packed, numbers, seed)
+        found = _gradients_by_kernels(None, requested, dout, dlse, like, lse, packed, numbers, seed)
         return tuple(like.new_empty(0) if x is None else x.contiguous() for x in found)
 
-    backward = torch.library.custom_op(f"{place}_gradients", gradients, mutates_args=(), schema=_BACKWARD)
+    backward = torch.library.custom_op(f"{place}_gradients", gradients, mutates_args=(), schema=_GRADIENTS_SCHEMA)
 
     @backward.register_fake
     def _(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, state: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -243,8 +244,8 @@ def _define() -> None:
         tensors = [others[place] for place in _DIFFERENTIABLE]
         return tuple(x.new_empty(x.shape) if wanted else out.new_empty(0) for x, wanted in zip(tensors, requested, strict=True))
 
-    operator.register_autograd(_differentiated, setup_context=_keep)
-    backward.register_autograd(_twice, setup_context=lambda ctx, inputs, output: None)
+    operator.register_autograd(_through_operator, setup_context=_save_for_backward)
+    backward.register_autograd(_refuse_twice, setup_context=lambda ctx, inputs, output: None)
 
 
 define_lazily(_define, "flashtune_packed")

@@ -16,7 +16,7 @@ from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
 from flashtune.dispatch.inspection import GRADIENTS, perhaps_fake, transformed, why_torch_now
-from flashtune.dispatch.packed import PackedPlan, explained, served
+from flashtune.dispatch.packed import PackedPlan, explained_pass, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.packed_read import parsed
 from flashtune.dispatch.parse import Options, seed_bits, signed
@@ -50,18 +50,18 @@ def attend(
 
 def explanation_of(packed: Packed, numbers: Numbers) -> Explanation:
     """Explanation of who serves such a call, and its gradients where they are needed; no kernel is launched."""
-    why_torch = _why_torch(packed)
+    why_torch = _torch_only(packed)
     if why_torch in GRADIENTS:
-        found = explained(packed, numbers, None if _trains(packed, numbers, why_torch) else why_torch)
-        return found if found.kind == "framework" else replace(found, backward=explained(packed, numbers, None, "bwd"))
-    return explained(packed, numbers, why_torch)
+        found = explained_pass(packed, numbers, None if _has_backward(packed, numbers, why_torch) else why_torch)
+        return found if found.kind == "framework" else replace(found, backward=explained_pass(packed, numbers, None, "bwd"))
+    return explained_pass(packed, numbers, why_torch)
 
 
-def _why_torch(packed: Packed) -> str | None:
+def _torch_only(packed: Packed) -> str | None:
     return why_torch_now(*packed[:3], None, PerHead(alibi_slopes=packed.slopes, sinks=packed.sinks))
 
 
-def _trains(packed: Packed, numbers: Numbers, why_torch: str | None) -> bool:
+def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bool:
     """True if kernels compute the gradients that are needed."""
     return why_torch in GRADIENTS and not GRADIENTS[why_torch] and served(packed, numbers, "bwd") is not None
 
@@ -113,7 +113,7 @@ def _first(packed: Packed, numbers: Numbers, seed: int | None, signature: Hashab
     if torch.compiler.is_compiling() and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
-    why_torch = _why_torch(packed)
+    why_torch = _torch_only(packed)
     if perhaps_fake(why_torch, packed.query) and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
@@ -123,7 +123,7 @@ def _first(packed: Packed, numbers: Numbers, seed: int | None, signature: Hashab
         meet_packed(memo, problem_of(packed, numbers, exact=True), why_torch, trained)
     if why_torch is None or why_torch in GRADIENTS:
         found = served(packed, numbers)
-        trains = found is not None and why_torch is not None and _trains(packed, numbers, why_torch)
+        trains = found is not None and why_torch is not None and _has_backward(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
             plan = PackedPlan(memo, found, numbers, trains=trains, heads_outside=heads_outside)
             outputs = _planned(plan, packed, seed)

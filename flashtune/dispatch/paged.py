@@ -30,7 +30,7 @@ def bounded(numbers: Numbers) -> Numbers:
     return numbers._replace(max_q=of_q, max_k=of_k)
 
 
-def kernel_of(memo: Memo, packed: Packed, numbers: Numbers, config: Config | None = None) -> Kernel | str:
+def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config | None = None) -> Kernel | str:
     """The kernel that takes such pages, with a `config` of one's own or by default, or the reason why none does."""
     (query, key, value), table = packed[:3], packed.table
     problem = problem_of(packed, bounded(numbers))
@@ -53,7 +53,7 @@ def kernel_of(memo: Memo, packed: Packed, numbers: Numbers, config: Config | Non
     return kernel if kernel.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else NO_KERNEL
 
 
-def planned(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> Plan:
+def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> Plan:
     """The launches for tensors of a call, with its bounded numbers."""
     assert kernel.host is not None and tensors.table is not None, "families of the package have a host side, and pages a table"
     sequences = tensors.table.shape[0]

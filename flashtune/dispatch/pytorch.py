@@ -65,7 +65,7 @@ class TorchPlan:
                 keep = torch.rand(sizes, device=call.device) >= call.dropout_p
             else:
                 keep = reference.dropout_keep(*random_bits(seed, call.device), *sizes, call.dropout_p, device=call.device)
-        return attention(call, query, key, value, mask, keep, per_head)
+        return attention_by_torch(call, query, key, value, mask, keep, per_head)
 
     def captured(self, *given: Any) -> Outputs:
         """Outputs of unseeded dropout under capture, whose replays sample anew: PyTorch registers its generator with the graph."""
@@ -104,7 +104,9 @@ def as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return mask.to(dtype).log() if mask is not None and mask.dtype == torch.bool and mask.is_cuda else mask
 
 
-def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, per_head: PerHead | None) -> Outputs:
+def attention_by_torch(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, per_head: PerHead | None
+) -> Outputs:
     """Serve `call` in PyTorch operations, differentiable: output and, where `return_lse` is set, the float32 LSE.
 
     Plain, causal and masked attention and dropout from PyTorch's own generator are one call of F.scaled_dot_product_attention. Other bands
@@ -117,7 +119,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     parameters = call.parameters(mask, per_head)
     if (call.empty or not call.d_v or call.dropout_p == 1.0) and not call.return_lse:
         zeros = q.new_zeros((call.batch, call.heads, call.n_q, call.d_v), dtype=call.out_dtype)
-        return call.restored(_beside(zeros, q, k, v, mask, parameters.slopes, parameters.sinks)), None
+        return call.restored(_alongside(zeros, q, k, v, mask, parameters.slopes, parameters.sinks)), None
     operations = call.composite or keep is not None
     if not operations and vmapped():
         # Under vmap cuDNN gives wrong gradients, memory-efficient attention refuses its own LSE or an unbatched mask, and PyTorch's math
@@ -127,7 +129,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
             keep = torch.rand((call.batch, call.heads, call.n_q, call.n_kv), device=call.device) >= call.dropout_p
     if operations:
         out, lse = _composite(call, q, k, v, parameters, keep)
-        return call.restored(out), call.restored(_beside(lse, v)) if call.return_lse else None
+        return call.restored(out), call.restored(_alongside(lse, v)) if call.return_lse else None
     return call.restored(_fused(call, q, k, v, parameters)), None
 
 
@@ -161,7 +163,7 @@ def _fused(call: Call, q: Tensor, k: Tensor, v: Tensor, parameters: CallParamete
     return out if sinks is None else out[:, :, out.shape[2] - call.n_q :, : call.d_v]
 
 
-def _beside(x: Tensor, *others: Tensor | None) -> Tensor:
+def _alongside(x: Tensor, *others: Tensor | None) -> Tensor:
     """`x`, with a path in the graph that gives each of the others a gradient of zeros."""
     for other in others:
         if other is not None and other.requires_grad:
@@ -177,7 +179,7 @@ def _sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **wo
         return sdpa(q, k, v, mask, **words)
     if mask is not None and mask.requires_grad and not any(x.requires_grad for x in (q, k, v)):
         # PyTorch keeps no LSE for the gradient of a bias alone.
-        q = _beside(q, mask)
+        q = _alongside(q, mask)
     if not call.d:
         # PyTorch's kernels write no output where the head size is 0.
         q, k = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k))

@@ -136,7 +136,7 @@ class Pool:
         """Records of a key, sorted as ties are."""
         if key not in self._known:
             records = self._rows[key]
-            places = _places(records)
+            places = _ranks(records)
             entries = [
                 _Entry(
                     record=record,
@@ -233,7 +233,7 @@ def _tried(record: TuningRecord, target: Target, families: Mapping[str, Family])
     return frozenset(name for name, family in families.items() if family.refusal(problem, spec, target) is None)
 
 
-def _places(records: Iterable[TuningRecord]) -> dict[int, int]:
+def _ranks(records: Iterable[TuningRecord]) -> dict[int, int]:
     """Number of records of its key that are preferred to each record that has a time, by its id()."""
     found: dict[int, int] = {}
     for known in by_key(record for record in records if record.outcome.measurement is not None).values():

@@ -313,7 +313,7 @@ def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, fram
         said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
         yield Candidate(plan=KernelPlan(call, Code(pinned), q.stride()), kind="exact", said=said)
     words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
-    words["compiled"] = functools.partial(kernels.compiled, arch=target.arch)
+    words["compiled"] = functools.partial(kernels.has_code, arch=target.arch)
     surroundings = (problem, target, records, known)
     for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
         if isinstance(choice, Refusal):
@@ -360,7 +360,7 @@ def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, targe
     return Fallback(config=config, plan=plan)
 
 
-def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
+def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
     if problem.features.mods:
@@ -377,7 +377,7 @@ def explain_problem(memo: Memo, problem: Problem, target: Target) -> Explanation
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
-    for choice in rank(problem, target, pool, families(), **words, compiled=functools.partial(kernels.compiled, arch=target.arch)):
+    for choice in rank(problem, target, pool, families(), **words, compiled=functools.partial(kernels.has_code, arch=target.arch)):
         if isinstance(choice, Choice):
             return explained(choice, problem, target, refused)
         refused.append(_refusal(choice))

@@ -31,7 +31,7 @@ class TrainingPlan(Plan):
         of_forward = backwards.forward_of(call)
         self.backward = backwards.backward_of(memo, of_forward, lambda: of_forward)
         alignment = "bottom_right" if call.band.diagonal else "top_left"
-        self.numbers = operators.Numbers.of(call, alignment, trains=True)
+        self.numbers = operators.CallNumbers.of(call, alignment, trains=True)
 
     def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:
         """Load or compile machine code for the forward; an exception here is its kernel's own fault."""

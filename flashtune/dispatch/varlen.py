@@ -126,7 +126,7 @@ def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: 
     if isinstance(call, dict):
         out, lse = attention_varlen(*packed[:5], numbers.max_q, numbers.max_k, return_lse=True, **call)
         return out, lse
-    return coded.attend(call, packed, numbers, score_mod, mask_mod)
+    return coded.attend_with_functions(call, packed, numbers, score_mod, mask_mod)
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
@@ -156,5 +156,5 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
         if isinstance(call, dict):
             found = explain_varlen(*packed[:5], numbers.max_q, numbers.max_k, **call)
             return replace(found, reason=f"the functions are built in: {found.reason}")
-        return coded.explained(call, packed)
+        return coded.explained_with_functions(call, packed)
     return explanation_of(packed, numbers)

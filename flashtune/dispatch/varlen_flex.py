@@ -13,7 +13,7 @@ from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
 from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.by_sequence import by_sequence
-from flashtune.dispatch.flex_autograd import attend as attend_by_kernels
+from flashtune.dispatch.flex_autograd import attend_by_kernels as attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
@@ -39,7 +39,7 @@ def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: M
     if isinstance(found, str):
         return found
     functions, captured = found
-    if (words := _built_in(functions, captured, packed, numbers)) is not None:
+    if (words := _arguments_of(functions, captured, packed, numbers)) is not None:
         return words
     if functions.mask is not None and max(numbers.left, numbers.right) < 0:
         band, rest = structure.split(functions.mask)
@@ -63,7 +63,7 @@ def _replaced(functions: Functions, **changes: None) -> Functions:
     return replace(functions, **changes)  # type: ignore[arg-type]
 
 
-def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed, numbers: Numbers) -> dict[str, Any] | None:
+def _arguments_of(functions: Functions, captured: tuple[Tensor, ...], packed: Packed, numbers: Numbers) -> dict[str, Any] | None:
     """The arguments of `attention_varlen` for functions that it has built in; None where it hasn't, or has no gradient of their slopes."""
     if functions.known is None:
         return None
@@ -89,7 +89,9 @@ def _built_in(functions: Functions, captured: tuple[Tensor, ...], packed: Packed
     }
 
 
-def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
+def attend_with_functions(
+    call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None
+) -> tuple[Tensor, Tensor]:
     """Output (T_q, Hq, D_v) and LSE (Hq, T_q) by kernels or, for a reason, by `flex_attention`: a call for each sequence, or one for all in
     the graph of a compiler."""
     if isinstance(call, FlexCall):
@@ -100,7 +102,7 @@ def attend(call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mo
             # From now on another kernel serves such calls, or PyTorch.
             again = call_of(packed, numbers, score_mod, mask_mod)
             assert not isinstance(again, dict), "functions that are built in have no kernels of their own"
-            return attend(again, packed, numbers, score_mod, mask_mod)
+            return attend_with_functions(again, packed, numbers, score_mod, mask_mod)
     if torch.compiler.is_compiling() or C._len_torch_dispatch_stack() or packed.query.is_meta:
         # Lengths can't be read.
         return _at_once(packed, numbers, score_mod, mask_mod)
@@ -165,7 +167,7 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
     return out[0].transpose(0, 1).masked_fill(outside[:, None, None], 0.0), lse[0].masked_fill(outside, -math.inf)
 
 
-def explained(call: FlexCall | str, packed: Packed) -> Explanation:
+def explained_with_functions(call: FlexCall | str, packed: Packed) -> Explanation:
     """Explanation of who serves such a call."""
     device = packed.query.device
     gpu = slug_of(device)

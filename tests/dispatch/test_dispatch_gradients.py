@@ -254,7 +254,7 @@ def test_the_gradient_of_sinks_takes_less_memory_than_the_output(packed: bool, m
             call = packed_ops.Packed(out, out, out, torch.tensor([0, rows]), torch.tensor([0, rows]), None, None, sinks)
             asked = [name == "sinks" for name in packed_ops._NAMES]
             numbers = packed_ops.Numbers(rows, rows, 1.0, -1, -1, True, 0.0, 0.0, False, False)
-            *_, found = packed_ops._gradients(None, asked, dout, None, out, lse, call, numbers, 0)
+            *_, found = packed_ops._gradients_by_kernels(None, asked, dout, None, out, lse, call, numbers, 0)
         else:
             given = gradients.BackwardInputs(
                 dense[0], dense[0], dense[0], dense[0], lse[None], dense[1], None, None, None, sinks[None], 0, False, False, of_sinks=True

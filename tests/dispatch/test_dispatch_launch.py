@@ -124,7 +124,7 @@ def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(library
 
 def test_a_sequence_that_grows_reads_no_file_and_no_host_code_anew(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "load_function", lambda *_: 7)
-    monkeypatch.setattr(launch, "_functions", {})
+    monkeypatch.setattr(launch, "_handles", {})
     monkeypatch.setattr(devices, "target_of", lambda device: find_target("h200"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -79,7 +79,7 @@ def test_nothing_is_rendered_to_be_looked_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("FLASHTUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(rendering, "render", lambda *_: pytest.fail("rendered"))
     spec = replace(PLAIN, d=104, d_v=104).spec()
-    hopper, ready = family("flash_fwd_hopper"), partial(kernels.compiled, arch=H200.arch)
+    hopper, ready = family("flash_fwd_hopper"), partial(kernels.has_code, arch=H200.arch)
     assert not ready(hopper, spec, hopper.default(spec, H200))
     (tmp_path / "kernels" / "sm_90a-triton-3.6.0").mkdir(parents=True)
     assert not ready(hopper, spec, hopper.default(spec, H200))

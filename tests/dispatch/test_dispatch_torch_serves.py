@@ -174,7 +174,7 @@ def test_what_is_wider_than_its_queries_isnt_handed_to_a_gpu_beside_them(words: 
         met.clear()
         mask, per_head = words.get("attn_mask"), PerHead(words.get("alibi_slopes"))
         call = parse(Arguments(q, q, q, mask, per_head=per_head), Options())
-        out = pytorch.attention(call, given, given, given, mask, None, per_head)[0]
+        out = pytorch.attention_by_torch(call, given, given, given, mask, None, per_head)[0]
         assert met == [torch.float32] * 4 if wide else met == [torch.bfloat16] * 3 + [torch.float32]
         assert out.dtype == torch.bfloat16
 

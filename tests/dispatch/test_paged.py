@@ -179,7 +179,7 @@ def facts(
     results = made(8 * queries, 32, d), made(32, 8 * queries, dtype=torch.float32)
     lists = dict(zip(("cu_q", "table", "used"), lengths, strict=True)) | {"cu_k": lengths[0]}
     tensors = Tensors(made(8 * queries, 32, d), *caches, *results, k_descale=factors[0], v_descale=factors[1], **lists)
-    plan = paged.planned(kernel.code.module, tensors, numbers._replace(splits=splits))
+    plan = paged.plan_of_pages(kernel.code.module, tensors, numbers._replace(splits=splits))
     arguments, found = launching.Arguments(plan), []
     with compiling_for(target):
         for one in plan.launches:
@@ -223,7 +223,7 @@ def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
 
 def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = object.__new__(Kernel)
-    monkeypatch.setattr(packed_run, "_why_torch", lambda _: None)
+    monkeypatch.setattr(packed_run, "_torch_only", lambda _: None)
     monkeypatch.setattr(Kernel, "failed", "flash_paged can't be built here (too many registers)")
     memo = context.current()
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)

@@ -269,7 +269,7 @@ def of_lists_of_blocks_instead() -> None:
         patch.setattr(flex_documents, "capturing", lambda device: True)
         assert said(given).startswith("flash_fwd")
     with pytest.MonkeyPatch.context() as patch:
-        flex_documents.DECIDED.clear()
+        flex_documents.DECISIONS.clear()
         patch.setattr(flex_documents, "SHORTEST_MEAN", 7)
         assert said(given).startswith("flash_fwd")
     assert said(given, learned).startswith("flash_fwd")

@@ -424,7 +424,7 @@ def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch
 
     answers: Any = iter([SimpleNamespace(captured=()), "no kernel is left"])
     monkeypatch.setattr(flex, "_call_of", lambda *given: next(answers))
-    monkeypatch.setattr(flex, "attend", fails)
+    monkeypatch.setattr(flex, "attend_by_kernels", fails)
     given = tensors(dtype=torch.float64)
     out = dispatch.flex_attention(*given, None, lambda b, h, q, k: q >= k)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True))

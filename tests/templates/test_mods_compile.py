@@ -6,7 +6,7 @@ import mod_compiling
 import pytest
 from forked import python
 
-from flashtune.dispatch.kernels import _keep
+from flashtune.dispatch.kernels import _kept_binaries
 from flashtune.templates import family
 
 CASES = ("padding", "fwd"), ("signed_alibi", "bwd")
@@ -26,7 +26,7 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
         written, codes = None, {}
         for binary, code in mod_compiling.compiled(module, plans):
             codes[binary.sha256] = code
-            written = _keep(family(variant.template), variant, written, [binary], lambda one, codes=codes: codes[one.sha256])
+            written = _kept_binaries(family(variant.template), variant, written, [binary], lambda one, codes=codes: codes[one.sha256])
         assert written is not None
         assert [written.code(binary) for binary in written.binaries] == [codes[binary.sha256] for binary in written.binaries]
     assert found_by_another_process(1056, 1059, 131) == [f"{number} {number}" for number in launches for _ in range(3)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, flex_functions
-from flashtune.dispatch.flex_autograd import Flex
+from flashtune.dispatch.flex_autograd import AttentionWithFunctions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import ordered
@@ -555,7 +555,7 @@ def test_second_derivatives_of_kernels_are_refused_in_a_sentence(monkeypatch: py
     monkeypatch.setattr("flashtune.dispatch.flex_autograd._forward", lambda q, k, v, call: (q * 1.0, q.sum(-1)))
     monkeypatch.setattr("flashtune.dispatch.flex_autograd._gradients", lambda ctx, *_: (*(x.clone() for x in ctx.saved_tensors[:3]), None))
     call = flex.FlexCall(functions=None, captured=(), kernels=None, scale=1.0, mask_of=None)  # type: ignore[arg-type]
-    out, _ = Flex.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    out, _ = AttentionWithFunctions.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     [plain] = torch.autograd.grad(out.sum(), query, retain_graph=True)
     assert not plain.requires_grad
     found = torch.autograd.grad(out.sum(), (query, value), create_graph=True)

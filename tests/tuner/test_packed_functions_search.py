@@ -315,7 +315,7 @@ def call_of(
         )
         found = varlen_flex.call_of(packed, numbers, made.score_mod, made.mask_mod)
     assert isinstance(found, FlexCall), found
-    return found, varlen_flex.explained(found, packed)
+    return found, varlen_flex.explained_with_functions(found, packed)
 
 
 @pytest.mark.parametrize(("score", "mask"), [("", "sparse"), ("slopes", "causal"), ("", "prefix_lm")])
