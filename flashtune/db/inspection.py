@@ -47,7 +47,7 @@ def examine(connection: sqlite3.Connection, name: str, *, thorough: bool) -> str
         raise DatabaseError(f"{name} lacks the table {values.VERSION_TABLE!r}, so it is damaged: {AGAIN}")
     versions = connection.execute(f"SELECT version_num FROM {values.VERSION_TABLE} LIMIT 2").fetchall()
     version = checked_version(versions[0][0] if len(versions) == 1 else None, name)
-    for table in values.TABLES if version >= "0004" else values.TABLES[:3]:
+    for table in values.TABLES:
         if table not in tables:
             raise DatabaseError(f"{name} lacks the table {table!r}, so it is damaged: {AGAIN}")
         keys = [(column, str(kind).upper()) for _, column, kind, _, _, place in connection.execute(f"PRAGMA table_info({table})") if place]
@@ -81,17 +81,18 @@ def refuse_expressions(connection: sqlite3.Connection, name: str) -> None:
 
 
 def checked_version(version: object, name: str) -> str:
-    """The checked schema version of the database `name`; raises DatabaseError for an impossible one, or one of a newer flashtune."""
-    if (
-        not isinstance(version, str)
-        or len(version) != 4
-        or not (version.isascii() and version.isdigit())
-        or version < values.OLDEST_VERSION
-    ):
+    """The checked schema version of the database `name`; raises DatabaseError for an impossible one, one of a newer flashtune, or one
+    that no release wrote."""
+    if not isinstance(version, str) or len(version) != 4 or not (version.isascii() and version.isdigit()):
         raise DatabaseError(f"{name} has the impossible schema version {str(version)[:20]!r}: {AGAIN}")
     if version > values.SCHEMA_VERSION:
         raise DatabaseError(
             f"{name} was written by a newer flashtune (schema {version}, this one knows {values.SCHEMA_VERSION}): upgrade flashtune"
+        )
+    if version < values.OLDEST_VERSION:
+        raise DatabaseError(
+            f"{name} has the schema {version}, which no release wrote (this one reads {values.OLDEST_VERSION} and later): "
+            "search again into a new database"
         )
     return version
 

@@ -283,7 +283,7 @@ def _is_older(connection: Connection) -> bool:
     if connection.exec_driver_sql("PRAGMA application_id").scalar() != values.APPLICATION_ID:
         return False
     version = connection.exec_driver_sql(f"SELECT max(version_num) FROM {values.VERSION_TABLE}").scalar()
-    return isinstance(version, str) and version < values.SCHEMA_VERSION
+    return isinstance(version, str) and values.OLDEST_VERSION <= version < values.SCHEMA_VERSION
 
 
 def _refuse_large(path: Path, beside: list[Path], name: str) -> None:

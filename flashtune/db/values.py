@@ -20,7 +20,8 @@ __all__ = ["FEATURES_LENGTH", "IDENTIFIER", "LARGEST", "NAME_LENGTH", "TEXT_LENG
 SCHEMA_VERSION: Final = "0005"
 """Newest Alembic revision; revisions are four digits that count upwards."""
 
-OLDEST_VERSION: Final = "0001"
+OLDEST_VERSION: Final = "0005"
+"""The first migration's revision; only flashtunes before 0.1.0 wrote earlier ones."""
 
 VERSION_TABLE: Final = "flashtune_schema"
 """Table with Alembic's revision; its name is our own, so that no other application's database is mistaken for ours."""
@@ -29,4 +30,4 @@ APPLICATION_ID: Final = 0x464C5455
 """SQLite's `application_id` of a tuned database ("FLTU"): bytes 68 to 71 of the file."""
 
 TABLES: Final = ("problem", "run", "trial", "provenance", "candidate")
-"""The tables of flashtune.db.schema; before version 0004 there were the first three."""
+"""The tables of flashtune.db.schema."""

@@ -36,8 +36,8 @@ def readers(path: Path, out: Path) -> list[tuple[str, ...]]:
     return [*((*words, "--db", str(path)) for words in commands), explain]
 
 
-@pytest.mark.parametrize("version", ["0000", "9999", "000", "abcd"])
-def test_a_schema_version_that_never_was_is_one_line_in_every_command(tmp_path: Path, version: str) -> None:
+@pytest.mark.parametrize("version", ["0000", "0004", "9999", "000", "abcd"])
+def test_a_schema_that_no_release_wrote_is_one_line_in_every_command(tmp_path: Path, version: str) -> None:
     path = edited(plain(tmp_path / "a.sqlite", samples.FIXTURE_RESULTS[0]), "UPDATE flashtune_schema SET version_num = ?", version)
     search = ("search", "--gpu-name", "a100", "--d", "64", "--n", "512", "--trials", "1", "--db", str(path))
     for words in [*readers(path, tmp_path), search]:

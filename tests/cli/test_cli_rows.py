@@ -37,9 +37,7 @@ from flashtune.tuner.replies import Checked
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finalist raced while the GPU was at its power limit, and a prediction that nothing checked; both can be served."""
     config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))
-    results = [
-        replace(one, outcomes=tuple(replace(outcome, config=config) for outcome in one.outcomes)) for one in samples.RESULTS_SINCE_0002
-    ]
+    results = [replace(one, outcomes=tuple(replace(outcome, config=config) for outcome in one.outcomes)) for one in samples.RACED_RESULTS]
     return samples.write(tmp_path_factory.mktemp("rows") / "a.sqlite", tuple(results))
 
 

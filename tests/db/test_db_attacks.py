@@ -16,6 +16,7 @@ import pytest
 from commands import flashtune
 from test_cli_hostile import readers
 from test_db_hostile import plain, read_everything, refused, sql
+from test_db_schema import later_version
 
 from flashtune.core.errors import DatabaseError, InputError
 from flashtune.db import card, connecting, inspection, library, records, sqlite_file
@@ -23,7 +24,6 @@ from flashtune.db.connecting import Allowance, bounded
 from flashtune.db.library import Layer, Library
 from flashtune.db.merging import merge
 from flashtune.db.store import Store
-from flashtune.db.values import SCHEMA_VERSION
 
 SCHEMAS = int(os.environ.get("FLASHTUNE_TEST_SCHEMAS", "4"))
 """How many random schemas are fed to every command."""
@@ -60,10 +60,11 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("version", [SCHEMA_VERSION, "0001"])
-def test_what_sqlite_would_evaluate_is_refused_unevaluated(tmp_path: Path, edit: str, version: str) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_what_sqlite_would_evaluate_is_refused_unevaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, older: bool) -> None:
     path = plain(tmp_path / "a.sqlite")
-    sql(path, f"UPDATE flashtune_schema SET version_num = '{version}'")
+    if older:
+        later_version(tmp_path, monkeypatch)
     rewritten(path, *EDITS[edit])
     refused(path, "more than plain columns")
 
@@ -117,7 +118,7 @@ def test_random_schemas_end_every_command_soon_with_a_line_or_what_it_is_for(tmp
             path.unlink()
             continue
         if rng.random() < 0.3:
-            sql(path, f"UPDATE flashtune_schema SET version_num = '000{rng.randint(1, 2)}'")
+            sql(path, f"UPDATE flashtune_schema SET version_num = '000{rng.randint(1, 4)}'")
         fed += 1
         merging = ("merge", str(path), "--out", str(tmp_path / f"merged{fed}.sqlite"))
         for words in [*readers(path, tmp_path / str(fed)), merging]:
@@ -143,12 +144,13 @@ def test_no_statement_runs_without_end_and_several_share_an_allowance() -> None:
 
 
 @pytest.mark.parametrize("writable", [True, False])
-@pytest.mark.parametrize("version", [SCHEMA_VERSION, "0002"])
+@pytest.mark.parametrize("older", [False, True])
 def test_a_file_that_takes_long_to_open_is_refused_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool, version: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool, older: bool
 ) -> None:
     path = plain(tmp_path / "a.sqlite", *(samples.numbered(1, run, trials=200) for run in range(8)))
-    sql(path, f"UPDATE flashtune_schema SET version_num = '{version}'")
+    if older:
+        later_version(tmp_path, monkeypatch)
     monkeypatch.setattr(connecting, "_STEPS", 100)
     for module in (sqlite_file, records):
         monkeypatch.setattr(module, "OPENING_SECONDS", 1e-4)
@@ -157,8 +159,7 @@ def test_a_file_that_takes_long_to_open_is_refused_with_one_line(
         with pytest.raises(DatabaseError, match=r"a\.sqlite takes more than 0\.0001 s to read"):
             attempt()
     monkeypatch.undo()
-    if version == SCHEMA_VERSION:
-        assert len(read_everything(path)[1]) == 8
+    assert len(read_everything(path)[1]) == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -205,15 +206,18 @@ def without_keys(path: Path, table: str, number: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", ["id INTEGER", "id TEXT PRIMARY KEY", "id"])
-@pytest.mark.parametrize("version", [SCHEMA_VERSION, "0002"])
-def test_rows_of_one_id_are_refused_before_they_are_joined(tmp_path: Path, number: str, version: str) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_rows_of_one_id_are_refused_before_they_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, older: bool
+) -> None:
     """They took 36 s and 900 MB in a file of 120 KB."""
     path = plain(tmp_path / "a.sqlite", samples.FIXTURE_RESULTS[0])
     for table in ("problem", "run"):
         sql(path, *without_keys(path, table, number))
         if "PRIMARY" not in number:
             sql(path, *[f"INSERT INTO {table} SELECT * FROM {table}"] * 6)
-    sql(path, f"UPDATE flashtune_schema SET version_num = '{version}'")
+    if older:
+        later_version(tmp_path, monkeypatch)
     refused(path, "lacks the key of its table 'problem'")
 
 
@@ -354,19 +358,19 @@ def test_a_file_that_changes_is_read_anew_and_one_that_is_gone_is_read_on(
 def test_what_is_read_through_a_copy_is_read_by_key_too(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool) -> None:
     monkeypatch.setattr(records, "READ_WHOLE", 0)
     monkeypatch.setattr(Store, "winners", lambda store: pytest.fail("all records are read"))
-    path, key = tmp_path / "a.sqlite", samples.problem(64 * 30).key("h200")
+    path, key = tmp_path / "db" / "a.sqlite", samples.problem(64 * 30).key("h200")
+    path.parent.mkdir()
+    path.write_bytes(many.read_bytes())
     if older:
-        samples.as_of("0002", many, path)
-    else:
-        path.write_bytes(many.read_bytes())
+        later_version(tmp_path, monkeypatch)
     with closing(sqlite3.connect(path, isolation_level=None)) as writer:
         if not older:
             writer.execute("PRAGMA journal_mode = WAL")
         writer.execute("UPDATE trial SET variant_id = 'later'")
-        before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
+        before = {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
         found = Library.of(path)
         assert before.keys() == ({"a.sqlite"} if older else {"a.sqlite", "a.sqlite-shm", "a.sqlite-wal"})
-        assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+        assert {entry.name: entry.read_bytes() for entry in path.parent.iterdir()} == before
     path.unlink()
     assert {record.outcome.variant_id for record in found[key]} == {"later"} and len(found._known) == 1
     assert found[key][0].origin == str(path) and len(found) == 60

@@ -1,4 +1,4 @@
-"""The models and the migrations describe one schema, and every released version of it stays readable."""
+"""The models and the migrations describe one schema; a version that is released stays readable, and earlier ones are refused."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, inspect
+from sqlalchemy import Connection, create_engine, inspect, make_url
 
 from flashtune.core.errors import DatabaseError, FlashtuneError
 from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Fate
 from flashtune.db import migrations, rows, values
 from flashtune.db.library import Library
 from flashtune.db.schema import METADATA, PROBLEM
+from flashtune.db.server import Server
 from flashtune.db.store import Store
-from flashtune.db.values import APPLICATION_ID, SCHEMA_VERSION, TABLES, VERSION_TABLE
+from flashtune.db.values import APPLICATION_ID, OLDEST_VERSION, SCHEMA_VERSION, TABLES, VERSION_TABLE
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "db"
 
@@ -52,49 +52,46 @@ def test_the_newest_revision_is_the_one_that_the_store_knows(connection: Connect
     assert connection.exec_driver_sql("PRAGMA application_id").scalar() == APPLICATION_ID
 
 
-def test_every_released_revision_has_a_database_of_its_own(connection: Connection) -> None:
-    released = sorted(revision.revision for revision in revisions(connection).walk_revisions())
-    assert sorted(path.stem for path in FIXTURES.glob("*.sqlite")) == [f"v{revision}" for revision in released]
+def test_revisions_begin_at_the_oldest_that_is_read_and_each_follows_the_one_before(connection: Connection) -> None:
+    known = [revision.revision for revision in revisions(connection).walk_revisions()][::-1]
+    assert known == [f"{number:04}" for number in range(int(OLDEST_VERSION), int(SCHEMA_VERSION) + 1)]
+    assert sorted(path.stem for path in FIXTURES.glob("*.sqlite")) == [f"v{revision}" for revision in known]
 
 
-@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.sqlite")), ids=lambda path: path.stem)
-def test_a_database_of_every_version_is_read_and_upgraded(tmp_path: Path, path: Path) -> None:
-    content, expected = path.read_bytes(), samples.fixture_results(path.stem.removeprefix("v"))
+def test_a_database_of_the_first_schema_is_read_as_it_was_written_and_written_on(tmp_path: Path) -> None:
+    path, content = FIXTURES / "v0005.sqlite", (FIXTURES / "v0005.sqlite").read_bytes()
     with Store.open(path, writable=False) as store:
-        assert tuple(store.results()) == expected
+        assert tuple(store.results()) == samples.KEPT_RESULTS
     assert path.read_bytes() == content
     (tmp_path / "old.sqlite").write_bytes(content)
     with Store.open(tmp_path / "old.sqlite", writable=True) as store:
         store.save(samples.numbered(1, 1))
-        assert tuple(store.results()) == (*expected, samples.numbered(1, 1))
+        assert tuple(store.results()) == (*samples.KEPT_RESULTS, samples.numbered(1, 1))
 
 
-def test_a_time_that_no_gpu_takes_is_upgraded_as_it_is_and_serves_nobody() -> None:
-    with Store.open(FIXTURES / "v0003.sqlite", writable=False) as store:
-        assert samples.RESULTS_SINCE_0003[0] in store.results()
-        for attempt in (store.winners, lambda: Library.of(FIXTURES / "v0003.sqlite")):
-            with pytest.raises(DatabaseError, match=r"v0003\.sqlite: in row 8 of 'trial', median_us is 60, but on h200 no kernel computes"):
+@pytest.mark.parametrize("version", [f"{number:04}" for number in range(int(OLDEST_VERSION))])
+def test_a_schema_that_no_release_wrote_is_refused_with_its_revision_and_a_remedy(tmp_path: Path, version: str) -> None:
+    path = samples.write(tmp_path / "old.sqlite")
+    with create_engine(f"sqlite:///{path}").begin() as connection:
+        connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '{version}'")
+    said = rf"old\.sqlite has the schema {version}, which no release wrote .*: search again into a new database"
+    for writable in (False, True):
+        content = path.read_bytes()
+        with pytest.raises(DatabaseError, match=said):
+            Store.open(path, writable=writable)
+        with pytest.raises(DatabaseError, match=said):
+            Server(make_url(f"sqlite:///{path}"), writable=writable).open()
+        assert path.read_bytes() == content
+    with pytest.raises(DatabaseError, match=said):
+        Library.of(path)
+
+
+def test_a_time_that_no_gpu_takes_is_kept_and_serves_nobody() -> None:
+    with Store.open(FIXTURES / "v0005.sqlite", writable=False) as store:
+        assert samples.ENDED_RESULTS[0] in store.results()
+        for attempt in (store.winners, lambda: Library.of(FIXTURES / "v0005.sqlite")):
+            with pytest.raises(DatabaseError, match=r"v0005\.sqlite: in row 8 of 'trial', median_us is 60, but on h200 no kernel computes"):
                 attempt()
-
-
-def test_predictions_that_nothing_checked_say_so_after_an_upgrade(tmp_path: Path) -> None:
-    """Until 0001, a predicted row of a family that no interpreter runs was kept as correct."""
-    path = tmp_path / "old.sqlite"
-    shutil.copyfile(FIXTURES / "v0001.sqlite", path)
-    engine = create_engine(f"sqlite:///{path}")
-    with engine.begin() as connection:
-        for label, values in (("hopper", "NULL"), ("checked", "0.5")):
-            connection.exec_driver_sql(
-                "INSERT INTO trial (run_id, number, template, template_hash, variant_id, config, fate, source, reason, median_us, q10_us,"
-                " q90_us, min_us, samples, registers, spills, shared_bytes, threads, tensor_core_ops, max_error, finalist, rank)"
-                f" SELECT run_id, number + 1 + (SELECT count(*) FROM trial), template, template_hash, '{label}', config, fate, source,"
-                f" reason, median_us, q10_us, q90_us, min_us, samples, registers, spills, shared_bytes, threads, tensor_core_ops, {values},"
-                " finalist, rank FROM trial WHERE variant_id = 'bbbb000000000001'"
-            )
-    with Store.open(path, writable=False) as store:
-        fates = {outcome.variant_id: outcome.fate for one in store.results() for outcome in one.outcomes}
-    assert fates["hopper"] is Fate.UNCHECKED
-    assert fates["checked"] is fates["bbbb000000000001"] is fates["aaaa000000000001"] is Fate.CORRECT
 
 
 def test_the_columns_of_a_problem_are_those_of_its_key_in_order() -> None:
@@ -142,7 +139,7 @@ def upgrade() -> None:
 """
 
 
-def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str = "SELECT 1") -> None:
     """A flashtune that has one more schema version."""
     folder = tmp_path / "100% other: migrations"
     shutil.copytree(migrations.FOLDER, folder)
@@ -155,7 +152,7 @@ def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) ->
 def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = samples.write(tmp_path / "db" / "old.sqlite")
     content = path.read_bytes()
-    later_version(tmp_path, monkeypatch, last="SELECT 1")
+    later_version(tmp_path, monkeypatch)
     with Store.open(path, writable=False) as store:
         assert {record.provenance.command for record in store.records()} == {"migrated"}
         assert len(store.results()) == 2
@@ -164,7 +161,7 @@ def test_an_older_file_is_read_through_a_migrated_copy_and_left_as_it_was(tmp_pa
 
 def test_an_older_file_is_upgraded_when_it_is_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = samples.write(tmp_path / "db" / "old.sqlite")
-    later_version(tmp_path, monkeypatch, last="SELECT 1")
+    later_version(tmp_path, monkeypatch)
     with Store.open(path, writable=True) as store:
         store.save(samples.numbered(1, 1))
         assert [result.provenance.command for result in store.results()] == ["migrated", "migrated", samples.PROVENANCE.command]

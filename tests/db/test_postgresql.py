@@ -6,14 +6,19 @@ from pathlib import Path
 
 import db_samples as samples
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 from postgres import PostgresServer, binaries
+from sqlalchemy import create_engine
 from storms import hosts, kills
 from test_cli_storage import open_together
 from test_core_secrets import SECRET
 
 from flashtune.cli.storage import study_storage
 from flashtune.core.errors import DatabaseError
+from flashtune.db.schema import METADATA
 from flashtune.db.store import Store
+from flashtune.db.values import VERSION_TABLE
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +42,14 @@ def test_results_come_back_equal_and_are_kept_once(server: PostgresServer) -> No
         assert "hunter2" not in store.name
     with Store.open(url, writable=False) as store:
         assert [record.key.gpu for record in store.records()] == ["a100", "h200"]
+
+
+def test_the_models_equal_the_migrated_schema(server: PostgresServer) -> None:
+    url = server.create("schema")
+    Store.open(url, writable=True).close()
+    with create_engine(url).connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
+        assert compare_metadata(context, METADATA) == []
 
 
 def test_first_searches_that_start_at_once_share_one_storage(server: PostgresServer) -> None:

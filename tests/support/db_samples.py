@@ -1,20 +1,14 @@
 """Problems and search results for the database's tests; also run as a script, as one of several processes that write at once."""
 
-import sqlite3
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-
-from alembic import command
-from sqlalchemy import create_engine
 
 from flashtune.core.config import Config
 from flashtune.core.lengths import Lengths
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult, Source
-from flashtune.db import migrations
 from flashtune.db.store import Store
 
 PROBLEM = Problem(batch=2, heads=16, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
@@ -95,12 +89,12 @@ FIXTURE_RESULTS = (
         of=problem(2048, d=128, d_v=64, dtype="fp16", features=Features(window=(100, 7), alignment="bottom_right", dropout=True)),
     ),
 )
-"""What every database of tests/fixtures/db holds. Never change it: those files are never written again."""
+"""A measured and a predicted result."""
 
 CONDITIONS = Conditions(
     samples=60, sm_clock_mhz=1755, memory_clock_mhz=3201, power_w=640.5, temperature_c=61, throttled_by="SwPowerCap", other_processes=0
 )
-RESULTS_SINCE_0002 = (
+RACED_RESULTS = (
     replace(
         result(
             outcome("cccc000000000001", 80.0, finalist=True, rank=1, trial=times(81.0), call_us=85.5),
@@ -112,9 +106,9 @@ RESULTS_SINCE_0002 = (
     ),
     result(outcome("dddd000000000001", 70.0, source="predicted", fate=Fate.UNCHECKED, max_error=None), framework_us=None, of=problem(8192)),
 )
-"""What the databases of schema 0002 and later hold too."""
+"""A result of a race with its conditions, and a prediction that nothing checked."""
 
-RESULTS_SINCE_0003 = (
+ENDED_RESULTS = (
     replace(
         result(
             outcome("eeee000000000001", 60.0, finalist=True, rank=1, trial=times(63.0)),
@@ -124,31 +118,17 @@ RESULTS_SINCE_0003 = (
         ending=Ending(reason="patience", regret=0.00125),
     ),
 )
-"""What the databases of schema 0003 and later hold too. No GPU takes so little, so it is kept and upgraded, but nothing serves by it."""
+"""A result with the reason why its trials ended. No GPU takes so little, so it is kept, but nothing serves by it."""
 
-RESULTS_SINCE_0005 = (
+PACKED_RESULTS = (
     result(
         outcome("ffff000000000001", 300.0, finalist=True, rank=1),
         of=problem(1000, batch=16, features=Features(causal=True, packed=True), lengths=Lengths(law="lognormal", longest=3800)),
     ),
 )
-"""What the databases of schema 0005 and later hold too."""
 
-
-def fixture_results(version: str) -> tuple[SearchResult, ...]:
-    """Contents of the database of this schema version in tests/fixtures/db, as it is read today."""
-    written = (
-        *FIXTURE_RESULTS,
-        *(RESULTS_SINCE_0002 if version >= "0002" else ()),
-        *(RESULTS_SINCE_0003 if version >= "0003" else ()),
-        *(RESULTS_SINCE_0005 if version >= "0005" else ()),
-    )
-    # Before 0003 only finalists had a time among the trials beside the one that counts.
-    return written if version >= "0003" else tuple(replace(one, outcomes=tuple(map(_tried, one.outcomes))) for one in written)
-
-
-def _tried(one: Outcome) -> Outcome:
-    return one if one.finalist or one.source == "predicted" else replace(one, trial=one.measurement)
+KEPT_RESULTS = (*FIXTURE_RESULTS, *RACED_RESULTS, *ENDED_RESULTS, *PACKED_RESULTS)
+"""What tests/fixtures/db/v0005.sqlite holds. Never change it: that file is never written again."""
 
 
 def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Path:
@@ -156,24 +136,6 @@ def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Pa
         for one in results:
             store.save(one)
     return path
-
-
-def as_of(version: str, path: Path, older: Path) -> None:
-    """Write what the database at `path` holds to a file of an earlier schema version, before 0004."""
-    with create_engine(f"sqlite:///{older}").begin() as connection:
-        command.upgrade(migrations.alembic_config(connection), version)
-    joined = {
-        "problem": "problem",
-        "run": "run JOIN new.provenance ON provenance.id = provenance_id",
-        "trial": "trial JOIN new.candidate ON candidate.id = candidate_id",
-    }
-    with closing(sqlite3.connect(older, isolation_level=None)) as connection:
-        connection.execute("ATTACH ? AS new", (str(path),))
-        for table, source in joined.items():
-            columns = [row[1] for row in connection.execute(f"PRAGMA main.table_info({table})")]
-            chosen = ", ".join("new_row.id" if name == "id" else name for name in columns)
-            source = source.replace(table, f"{table} AS new_row", 1)
-            connection.execute(f"INSERT INTO main.{table} ({', '.join(columns)}) SELECT {chosen} FROM new.{source}")
 
 
 def numbered(writer: int, run: int, trials: int = 5) -> SearchResult:
