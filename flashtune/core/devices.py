@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from flashtune.core import cards
+from flashtune.core.cards import Facts
 from flashtune.core.errors import InputError
 from flashtune.core.results import Provenance
-from flashtune.core.target import Target, find_target, know, targets
+from flashtune.core.target import Target, described_by_driver, find_target, know, targets
 
 TRITON = importlib.util.find_spec("triton") is not None
 """Presence of Triton."""
@@ -59,7 +59,7 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
         return int(getattr(properties, field, 0) or default)
 
     block = number("shared_memory_per_block_optin", number("shared_memory_per_block", 49152))
-    facts = cards.Facts(
+    facts = Facts(
         name=name,
         major=number("major"),
         minor=number("minor"),
@@ -75,7 +75,7 @@ def described(name: str, properties: object, *, amd: bool) -> Target:
         warp_size=number("warp_size", 64 if amd else 32),
         memory_bytes=number("total_memory"),
     )
-    target = cards.described(facts)
+    target = described_by_driver(facts)
     if not amd:
         return know(target)
     arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]

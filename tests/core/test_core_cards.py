@@ -18,11 +18,11 @@ from flashtune.cli.main import main
 from flashtune.cli.options import gpu_of
 from flashtune.cli.search import choose_source
 from flashtune.core import cards, devices, target
-from flashtune.core.cards import Facts, described, slug_of
+from flashtune.core.cards import Facts
 from flashtune.core.errors import EnvironmentProblem, InputError
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
-from flashtune.core.target import find_target, targets
+from flashtune.core.target import UNREPORTED_GBS, described_by_driver, find_target, slug_of, targets
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
@@ -119,7 +119,7 @@ def machine_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("slug", IN_TABLE)
 def test_what_a_driver_says_of_a_card_of_the_table_is_its_row(slug: str) -> None:
-    row, made = targets()[slug], described(IN_TABLE[slug])
+    row, made = targets()[slug], described_by_driver(IN_TABLE[slug])
     same = ("arch", "vendor", "sms", "shared_bytes_per_sm", "registers_per_sm", "max_threads_per_sm", "warp_size", "boost_mhz")
     assert [getattr(made, name) for name in same] == [getattr(row, name) for name in same]
     assert made.shared_bytes_per_block <= row.shared_bytes_per_sm and made.compilable == row.compilable
@@ -131,7 +131,7 @@ def test_what_a_driver_says_of_a_card_of_the_table_is_its_row(slug: str) -> None
 @pytest.mark.parametrize("slug", OTHERS)
 def test_cards_that_the_table_lacks_have_slugs_and_figures_of_their_own(slug: str) -> None:
     facts, gbs, tflops = OTHERS[slug]
-    made = described(facts)
+    made = described_by_driver(facts)
     assert made.slug == slug == slug_of(facts.name) and slug not in targets()
     assert made.bandwidth_gbs == pytest.approx(gbs, rel=0.03), "by the memory's clock and width, not a cousin's"
     assert made.peak_tflops["bf16"] == pytest.approx(tflops, rel=0.08)
@@ -141,9 +141,9 @@ def test_cards_that_the_table_lacks_have_slugs_and_figures_of_their_own(slug: st
 def test_a_card_here_is_found_by_slug_and_name_and_no_other_is(machine_with: Any) -> None:
     machine_with(NVL)
     for name in ("h100-nvl", "H100 NVL", "NVIDIA H100 NVL", "nvidia_h100_nvl"):
-        assert find_target(name) == described(NVL)
+        assert find_target(name) == described_by_driver(NVL)
     assert find_target("h100") is targets()["h100"], "of the table stays of the table"
-    assert local_gpu() == machine.LocalGpu(name="NVIDIA H100 NVL", target=described(NVL))
+    assert local_gpu() == machine.LocalGpu(name="NVIDIA H100 NVL", target=described_by_driver(NVL))
     assert devices.target_of(torch.device("cuda", 0)) is find_target("h100-nvl")
     with pytest.raises(InputError, match=r"unknown GPU 'h100-nvx': did you mean h100-nvl"):
         find_target("h100-nvx")
@@ -174,9 +174,9 @@ def test_another_process_that_is_handed_a_card_knows_it(machine_with: Any) -> No
 def test_torchs_properties_do_where_the_driver_isnt_at_hand(machine_with: Any) -> None:
     machine_with()
     made = devices.described("NVIDIA H100 NVL", _properties(NVL), amd=False)
-    assert replace(made, sources=()) == replace(described(NVL), sources=()) and find_target("h100-nvl") is made
+    assert replace(made, sources=()) == replace(described_by_driver(NVL), sources=()) and find_target("h100-nvl") is made
     silent = devices.described("NVIDIA Board", _properties(NVL._replace(memory_clock=0)), amd=False)
-    assert silent.bandwidth_gbs == cards.UNREPORTED_GBS
+    assert silent.bandwidth_gbs == UNREPORTED_GBS
 
 
 def _properties(facts: Facts) -> Any:
