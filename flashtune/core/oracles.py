@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
 from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.passes import Place
+from flashtune.core.problem import Problem
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from flashtune.core.problem import Problem
 
 ORACLE_SCORES = 2**25
 """Scores that a forward's oracle has in memory at a time, in some ten tensors."""
@@ -21,18 +21,8 @@ ORACLE_ROWS = 512
 """Query rows whose scores a backward's oracle has in memory at a time, in some ten tensors of float64."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Rows of one head: some of its queries, and some of its keys for tensors with a row per key."""
-
-    batch: int
-    head: int
-    queries: slice = field(default_factory=lambda: slice(None))
-    keys: slice = field(default_factory=lambda: slice(None))
-
-
 def _attended(
-    problem: "Problem",
+    problem: Problem,
     tensors: "tuple[Tensor, Tensor, Tensor]",
     parameters: CallParameters,
     batch: int,
@@ -75,8 +65,20 @@ def _attended(
     return out[0, 0], lse[0, 0]
 
 
+def expected_at(
+    problem: Problem,
+    operands: "Mapping[str, Tensor]",
+    parameters: CallParameters,
+    places: Sequence[Place],
+    dtype: "torch.dtype | None" = None,
+) -> "list[dict[str, Tensor]]":
+    """The expected values of a pass's written operands at each place by name, from all operands, by default in float64."""
+    found = forward_oracle if problem.direction == "fwd" else backward_oracle
+    return found(problem, operands, parameters, places, dtype)
+
+
 def forward_oracle(
-    problem: "Problem",
+    problem: Problem,
     operands: "Mapping[str, Tensor]",
     parameters: CallParameters,
     places: Sequence[Place],
@@ -87,7 +89,7 @@ def forward_oracle(
 
 
 def _forward_at(
-    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None"
+    problem: Problem, operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, dtype: "torch.dtype | None"
 ) -> "dict[str, Tensor]":
     import torch
 
@@ -103,7 +105,7 @@ def _forward_at(
 
 
 def backward_oracle(
-    problem: "Problem",
+    problem: Problem,
     operands: "Mapping[str, Tensor]",
     parameters: CallParameters,
     places: Sequence[Place],
@@ -139,7 +141,7 @@ def backward_oracle(
 
 
 def _group_gradients(
-    problem: "Problem",
+    problem: Problem,
     operands: "Mapping[str, Tensor]",
     parameters: CallParameters,
     batch: int,
@@ -178,7 +180,7 @@ def _loss(operands: "Mapping[str, Tensor]", rows: tuple[int, int, slice], out: "
 
 
 def _score_gradients(
-    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+    problem: Problem, operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
 ) -> "Iterator[tuple[Tensor, Tensor]]":
     """Gradients of a bias on these rows' scores, and each key's distance from the diagonal, some rows at a time."""
     import torch
@@ -199,7 +201,7 @@ def _score_gradients(
 
 
 def _bias_gradient(
-    problem: "Problem", operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
+    problem: Problem, operands: "Mapping[str, Tensor]", parameters: CallParameters, place: Place, kind: "torch.dtype"
 ) -> "Tensor":
     """The gradient of the bias at these rows, summed over the batches, heads, rows and columns that it repeats over."""
     import torch

@@ -1,27 +1,52 @@
-"""A contract per pass: the tensors it reads and writes, its oracle, its tolerances, and its cost.
+"""A contract per pass: the tensors it reads and writes, its tolerances, and its cost.
 
 The forward is the value `FORWARD`, the gradients of its inputs are `BACKWARD`. Inputs, checks, times and the cost
 model look a pass up by a problem's direction (decision 0001). Importing this needs no PyTorch.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from flashtune.core.config import Direction, KernelSpec
 from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
-from flashtune.core.parameters import CallParameters
 
 if TYPE_CHECKING:
-    import torch
-
-    from flashtune.core.oracles import Place
-    from flashtune.core.problem import Problem
     from flashtune.core.tolerances import Bound
 
 Element = Literal["input", "output", "fp32"]
 """The element type of an operand: that of the problem's inputs, of its output, or float32 for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rows of one head: some of its queries, and some of its keys for tensors with a row per key."""
+
+    batch: int
+    head: int
+    queries: slice = field(default_factory=lambda: slice(None))
+    keys: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes and the element type of one attention call: all of a problem that the shapes of its operands depend on."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_kv: int
+    d: int
+    d_v: int
+    dtype: DType
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
 
 
 class Operand(NamedTuple):
@@ -39,28 +64,28 @@ class Operand(NamedTuple):
     from_forward: bool = False
     repeats: tuple[str, ...] = ()
 
-    def shape(self, problem: "Problem") -> tuple[int, ...]:
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Its sizes."""
-        return tuple(getattr(problem, axis) for axis in self.axes)
+        return tuple(getattr(sizes, axis) for axis in self.axes)
 
-    def dtype(self, problem: "Problem") -> DType:
+    def dtype(self, sizes: Sizes) -> DType:
         """Its element type."""
-        types: dict[Element, DType] = {"input": problem.dtype, "output": output_dtype(problem.dtype), "fp32": "fp32"}
+        types: dict[Element, DType] = {"input": sizes.dtype, "output": output_dtype(sizes.dtype), "fp32": "fp32"}
         return types[self.element]
 
-    def nbytes(self, problem: "Problem") -> int:
+    def nbytes(self, sizes: Sizes) -> int:
         """Bytes of reading or writing all of it once."""
-        count = ITEMSIZE[self.dtype(problem)]
-        for axis, extent in zip(self.axes, self.shape(problem), strict=True):
+        count = ITEMSIZE[self.dtype(sizes)]
+        for axis, extent in zip(self.axes, self.shape(sizes), strict=True):
             count *= 1 if axis in self.repeats else extent
         return count
 
-    def at(self, place: "Place", problem: "Problem") -> tuple[int | slice, ...]:
+    def at(self, place: Place, sizes: Sizes) -> tuple[int | slice, ...]:
         """The index of this place's rows in the tensor; rows of queries span all keys."""
         index: dict[str, int | slice] = {
             "batch": place.batch,
             "heads": place.head,
-            "kv_heads": place.head // problem.gqa_ratio,
+            "kv_heads": place.head // sizes.gqa_ratio,
             "n_q": place.queries,
             "n_kv": slice(None) if "n_q" in self.axes else place.keys,
         }
@@ -71,51 +96,35 @@ class Pass(NamedTuple):
     """One direction of attention. `operands` are in the order of a launch's positional arguments.
 
     `products` names, for each matrix product over the visible pairs, the head size that it runs along or spans.
-    `oracle_name` is its function of flashtune.core.oracles, `bounds` are the tolerances of each written operand of a kernel.
+    `bounds` are the tolerances of each written operand of a kernel.
     """
 
     operands: tuple[Operand, ...]
     products: tuple[Literal["d", "d_v"], ...]
-    oracle_name: Literal["forward_oracle", "backward_oracle"]
     bounds: "Callable[[KernelSpec], Mapping[str, Bound]]"
-
-    def oracle(
-        self,
-        problem: "Problem",
-        operands: "Mapping[str, torch.Tensor]",
-        parameters: CallParameters,
-        places: "Sequence[Place]",
-        dtype: "torch.dtype | None" = None,
-    ) -> "list[dict[str, torch.Tensor]]":
-        """The expected values of the written operands at each place by name, from all operands, by default in float64."""
-        # Calls need a pass's sizes, and shouldn't wait for imports of checks.
-        from flashtune.core import oracles
-
-        found: list[dict[str, torch.Tensor]] = getattr(oracles, self.oracle_name)(problem, operands, parameters, places, dtype)
-        return found
 
     @property
     def written(self) -> tuple[Operand, ...]:
         """The operands that a launch writes."""
         return tuple(operand for operand in self.operands if operand.written)
 
-    def product_sizes(self, problem: "Problem") -> list[int]:
+    def product_sizes(self, sizes: Sizes) -> list[int]:
         """The head size of each of `products`."""
-        return [problem.d if size == "d" else problem.d_v for size in self.products]
+        return [sizes.d if size == "d" else sizes.d_v for size in self.products]
 
-    def flops(self, problem: "Problem") -> int:
-        """Floating-point operations of the matrix products over the visible pairs, two for each pair and place in a head.
+    def flops(self, sizes: Sizes, visible_pairs: int) -> int:
+        """Floating-point operations of the matrix products over the visible pairs of each head, two for each pair and place in it.
 
         The convention of the FlashAttention papers; an exactly causal square counts N (N + 1) / 2 pairs.
         """
-        return 2 * problem.batch * problem.heads * problem.visible_pairs() * sum(self.product_sizes(problem))
+        return 2 * sizes.batch * sizes.heads * visible_pairs * sum(self.product_sizes(sizes))
 
-    def io_bytes(self, problem: "Problem") -> int:
-        """The fewest bytes a fused kernel moves: every operand once, of keys and values the rows within the band of some query."""
+    def io_bytes(self, sizes: Sizes, keys_read: int) -> int:
+        """The fewest bytes a fused kernel moves: every operand once, of keys and values the rows that some query sees."""
         found = 0
         for operand in self.operands:
             hides = "n_kv" in operand.axes and not operand.written
-            found += operand.nbytes(problem) * problem.keys_read // problem.n_kv if hides else operand.nbytes(problem)
+            found += operand.nbytes(sizes) * keys_read // sizes.n_kv if hides else operand.nbytes(sizes)
         return found
 
 
@@ -138,7 +147,6 @@ FORWARD = Pass(
         Operand(name="lse", title="LSE", axes=("batch", "heads", "n_q"), element="fp32", written=True),
     ),
     products=("d", "d_v"),
-    oracle_name="forward_oracle",
     bounds=_forward_bounds,
 )
 
@@ -169,7 +177,6 @@ BACKWARD = Pass(
     ),
     # S and dP again, then dV, dK and dQ.
     products=("d", "d_v", "d_v", "d", "d"),
-    oracle_name="backward_oracle",
     bounds=_backward_bounds,
 )
 

@@ -12,7 +12,7 @@ from flashtune.core.config import Direction, Flags, KernelSpec
 from flashtune.core.dtypes import DTYPES, DType
 from flashtune.core.errors import InputError
 from flashtune.core.lengths import Lengths, shared, spread
-from flashtune.core.passes import PASSES, Pass, backward_with
+from flashtune.core.passes import PASSES, Pass, Sizes, backward_with
 from flashtune.core.words import canonical, shown
 
 DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
@@ -206,7 +206,7 @@ class ProblemKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Sizes):
     """One attention call as a tuner sees it: sizes, element type and features, but no data and no GPU.
 
     q is (batch, heads, n_q, d), k (batch, kv_heads, n_kv, d), v (batch, kv_heads, n_kv, d_v). Of packed sequences `batch` is their number,
@@ -214,14 +214,6 @@ class Problem:
     features.
     """
 
-    batch: int
-    heads: int
-    kv_heads: int
-    n_q: int
-    n_kv: int
-    d: int
-    d_v: int
-    dtype: DType
     features: Features = Features()
     direction: Direction = "fwd"
     lengths: Lengths | None = None
@@ -249,11 +241,6 @@ class Problem:
             raise InputError("lengths are those of packed sequences: give the feature packed, too, or drop them")
         if self.lengths is not None and self.batch > MOST_SEQUENCES:
             raise InputError(f"{self.batch} packed sequences are too many: give at most {MOST_SEQUENCES}")
-
-    @property
-    def gqa_ratio(self) -> int:
-        """Query heads per key head."""
-        return self.heads // self.kv_heads
 
     @property
     def band(self) -> Band:
@@ -347,11 +334,11 @@ class Problem:
 
     def flops(self) -> int:
         """Floating-point operations over the visible pairs, see `Pass.flops`."""
-        return self.contract.flops(self)
+        return self.contract.flops(self, self.visible_pairs())
 
     def io_bytes(self) -> int:
         """The fewest bytes that the pass moves, see `Pass.io_bytes`."""
-        return self.contract.io_bytes(self)
+        return self.contract.io_bytes(self, self.keys_read)
 
     def label(self) -> str:
         """The short form for tables and test ids: `n4096-d128-bf16-causal`, and `...-bwd` of a backward."""

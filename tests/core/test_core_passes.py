@@ -9,9 +9,8 @@ from attention_cases import band_of
 
 from flashtune.core import oracles, reference
 from flashtune.core.errors import InputError
-from flashtune.core.oracles import Place
 from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, per_head_words
-from flashtune.core.passes import BACKWARD, FORWARD
+from flashtune.core.passes import BACKWARD, Place
 from flashtune.core.problem import Features, Problem
 from flashtune.tuner.verify.correctness import Verifier, check, everywhere, oracle
 from flashtune.tuner.verify.distributions import redistribute
@@ -38,7 +37,7 @@ def launch(*operands: torch.Tensor, spoil: str = "", **words: Any) -> None:
 
 def test_the_forward_costs_two_products_and_each_operand_once() -> None:
     pairs = PROBLEM.batch * PROBLEM.heads * PROBLEM.visible_pairs()
-    assert FORWARD.flops(PROBLEM) == PROBLEM.flops() == 2 * pairs * (16 + 24)
+    assert PROBLEM.flops() == 2 * pairs * (16 + 24)
     # Under the diagonal 100 queries see the first 100 of 140 keys.
     q_rows, seen_rows = 2 * 4 * 100, 2 * 2 * 100
     assert PROBLEM.io_bytes() == 4 * (q_rows * (16 + 24 + 1) + seen_rows * (16 + 24))
@@ -90,7 +89,7 @@ def test_gradients_that_are_asked_for_are_written_and_checked_too() -> None:
     inputs = make_inputs(p, device="cpu", seed=1)
     # Some rows of a bias have all of its columns, whatever keys are asked for.
     some = Place(batch=1, head=2, queries=slice(3, 9), keys=slice(5, 8))
-    values = p.contract.oracle(p, inputs.operands, inputs.parameters, [some])[0]
+    values = oracles.expected_at(p, inputs.operands, inputs.parameters, [some])[0]
     assert {o.name: inputs.operands[o.name][o.at(some, p)].shape for o in p.contract.written} == {n: x.shape for n, x in values.items()}
     # The bias is one for both batches, and so is its gradient.
     assert p.io_bytes() - replace(p, features=p.forward().features).io_bytes() == 4 * (4 * 20 * 28 + 2 * 4 * 20)

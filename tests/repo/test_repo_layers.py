@@ -28,6 +28,8 @@ PLANTED = [
     ("core", "rich", "Only the command line knows click and rich"),
     ("dispatch", "transformers", "Only the integrations and whole models know transformers and diffusers"),
     ("integrations", "flashtune.bench", "Rooms import downwards only"),
+    ("core/gpus.py", "flashtune.core.target", "The vocabulary has no circle"),
+    ("core/passes.py", "flashtune.core.problem", "The vocabulary has no circle"),
     ("dispatch/context.py", "flashtune.dispatch.resolve", "Dispatch is one way through"),
     ("dispatch/pytorch.py", "flashtune.dispatch.forward", "Dispatch is one way through"),
     ("dispatch/records.py", "flashtune.dispatch.choose", "Dispatch is one way through"),

@@ -26,7 +26,8 @@ from flashtune.core import limits
 from flashtune.core.config import Config, Variant
 from flashtune.core.errors import FlashtuneError, InputError
 from flashtune.core.nearness import mods_in
-from flashtune.core.oracles import Place
+from flashtune.core.oracles import expected_at
+from flashtune.core.passes import Place
 from flashtune.core.problem import Features, Problem
 from flashtune.core.results import Finding, TuningRecord
 from flashtune.core.secrets import command_line
@@ -305,7 +306,7 @@ def test_gradients_flow_through_the_functions(file: Path) -> None:
     loss = (out * inputs.operands["dout"].double()).sum() + (lse * inputs.operands["dlse"])[seen].sum()
     expected = torch.autograd.grad(loss, leaves)
     torch.testing.assert_close(inputs.out.double(), out.detach(), atol=1e-5, rtol=1e-5)
-    found = problem.contract.oracle(problem, inputs.operands, inputs.parameters, [Place(batch=0, head=1)])[0]
+    found = expected_at(problem, inputs.operands, inputs.parameters, [Place(batch=0, head=1)])[0]
     for name, x in zip(("dq", "dk", "dv"), expected, strict=True):
         torch.testing.assert_close(found[name], x[0, 1 if name == "dq" else 0], atol=1e-4, rtol=1e-4)
 
@@ -565,7 +566,7 @@ def test_the_baseline_is_flex_attention_with_the_functions(file: Path, monkeypat
     inputs = make_inputs(problem, device="cpu", seed=4)
     call = baseline.pytorch_call(inputs)
     assert call is not None and baseline.pytorch_call(inputs, "math") is None
-    right = problem.contract.oracle(problem, inputs.operands, inputs.parameters, [Place(batch=0, head=1)])[0]["out"]
+    right = expected_at(problem, inputs.operands, inputs.parameters, [Place(batch=0, head=1)])[0]["out"]
     torch.testing.assert_close(call()[0, 1].double(), right, atol=1e-5, rtol=1e-5)  # type: ignore[index]
 
 

@@ -12,8 +12,8 @@ from itertools import groupby
 
 import torch
 
-from flashtune.core.oracles import Place
-from flashtune.core.passes import Operand
+from flashtune.core.oracles import expected_at
+from flashtune.core.passes import Operand, Place
 from flashtune.core.problem import Problem
 from flashtune.core.tolerances import Bound
 from flashtune.core.words import counted
@@ -160,7 +160,7 @@ def oracle(inputs: Inputs, where: Iterable[Place], dtype: torch.dtype | None = N
         some = list(where)
         return [
             Expected(place, values)
-            for place, values in zip(some, p.contract.oracle(p, inputs.operands, inputs.parameters, some, dtype), strict=True)
+            for place, values in zip(some, expected_at(p, inputs.operands, inputs.parameters, some, dtype), strict=True)
         ]
     finally:
         torch.set_float32_matmul_precision(before)

@@ -11,9 +11,9 @@ import torch
 
 from flashtune.core import reference
 from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.oracles import Place
+from flashtune.core.oracles import forward_oracle
 from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
-from flashtune.core.passes import FORWARD
+from flashtune.core.passes import Place
 from flashtune.core.problem import Problem
 from flashtune.core.torch_dtypes import TORCH_DTYPES
 from flashtune.tuner.functions import FunctionTensors, of_hash
@@ -306,6 +306,6 @@ def run_forward(inputs: Inputs) -> None:
         p = part.problem
         for batch, head, start in product(batches, range(p.heads), range(0, p.n_q, _FORWARD_ROWS)):
             place = Place(batch=batch, head=head, queries=slice(start, start + _FORWARD_ROWS))
-            [found] = FORWARD.oracle(p, part.operands, part.parameters, [place])
+            [found] = forward_oracle(p, part.operands, part.parameters, [place])
             for operand in from_earlier:
                 part.operands[operand.name][operand.at(place, p)] = found[operand.name].to(part.operands[operand.name].dtype)
