@@ -34,12 +34,23 @@ SMS = 2
 """Multiprocessors that the kernel is launched for: as many programs."""
 
 PLAIN: dict[str, int | str | bool] = dict(
-    BLOCK_M=128, BLOCK_N=64, num_stages=2, intra_wg_overlap=1, pingpong=False, tiles="chained", section=1, order="fixed", ctas_per_sm=1
+    BLOCK_M=128,
+    BLOCK_N=64,
+    num_stages=2,
+    intra_wg_overlap=1,
+    pingpong=False,
+    tiles="chained",
+    section=1,
+    order="fixed",
+    ctas_per_sm=1,
+    rescale="always",
+    v_columns="padded",
+    packed_heads=1,
 )
 KERNELS: dict[str, tuple[dict[str, int | str | bool], Features]] = {
     "running": ({"maximum": "running"}, Features()),
-    "settling": ({"maximum": "first", "order": "drawn"}, Features(causal=True)),
-    "loop": ({"maximum": "first", "tiles": "loop"}, Features()),
+    "settling": ({"maximum": "first", "rescale": "grown", "order": "drawn"}, Features(causal=True)),
+    "loop": ({"maximum": "first", "rescale": "grown", "tiles": "loop"}, Features()),
     "one": ({"maximum": "running", "tiles": "one"}, Features()),
 }
 """Chained tiles; chained and drawn tiles whose maxima settle; tiles in a loop; one tile a program, for comparison."""
@@ -73,7 +84,7 @@ def text_of(name: str, replaced: list[str] | None) -> str:
     """The rendered text of a kernel, with a line replaced if one is named; raises SystemExit where the text lacks that line."""
     changes, features = KERNELS[name]
     problem = problem_of(features)
-    text = render(FAMILY, variant_of(FAMILY, problem.spec(), FAMILY.completed(Config.of(PLAIN, **changes))))
+    text = render(FAMILY, variant_of(FAMILY, problem.spec(), Config.of(PLAIN, **changes)))
     if replaced:
         old, new = replaced
         if old not in text:

@@ -95,7 +95,7 @@ def of_splits() -> Iterator[Observed]:
         trials: Trials = {}
         for config in (Config.of(step["config"]).replace(programs=number) for number in programs):
             if (us := step["us"].get(str(sharing(config, problem, GPU).splits))) is not None:
-                trials[kind.name, kind.completed(config)] = us
+                trials[kind.name, config] = us
         if (found := observations(STEPS, problem, trials)) is not None:
             yield found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.archive import folder
+from benchmarks.shared.earlier import completed
 from flashtune.core.config import Config
 from flashtune.core.errors import InputError
 from flashtune.core.problem import Features, Problem
@@ -60,12 +61,12 @@ def todays(template: str, config: Config) -> Tried | None:
     kind = families().get(template)
     if kind is None:
         return None
-    completed = kind.completed(config)
+    found = completed(template, config)
     try:
-        kind.validate(completed)
+        kind.validate(found)
     except InputError:
         return None
-    return template, completed
+    return template, found
 
 
 RUNS = sorted(RESULTS.glob("*-h200-unprepared/*.json"))

@@ -126,8 +126,8 @@ def rank(
     PyTorch is the choice where it is expected to be faster, provided that `framework_serves`: for a record of the key by its whole calls
     where they were measured, host included; for other decoding steps by `torch_times.step_ratio` and the predicted gain over the nearest
     record's config (`resolve.backwards.gradient_choice` decides of gradients).
-    A record never serves when its config, completed by axes that came later, is outside the family's declared space or breaks a constraint
-    on this target; the next one may serve. For another kernel a config is first moved to the nearest one that satisfies the constraints
+    A record never serves when its config is outside the family's declared space or breaks a constraint on this target; the next one may
+    serve. For another kernel a config is first moved to the nearest one that satisfies the constraints
     (`Family.refit`), within MOST_LOOKED changes per choice.
     A family's suitable sizes are a rule of thumb, which measurements override: step 1 ignores it. A record of any other step
     serves only where the problem's sizes suit its family, and serves other sizes only where every family that suits these was
@@ -244,7 +244,7 @@ class _Ranking:
         time_us = outcome.measurement.median_us if outcome.measurement is not None else math.nan
         if not outcome.fate.timed or not 0.0 < time_us < math.inf:
             return Refusal(reason=f"its fate is {outcome.fate} with a time of {time_us} us", invalid=True, record=record)
-        config = family.completed(outcome.config)
+        config = outcome.config
         try:
             family.validate(config)
         except InputError as error:

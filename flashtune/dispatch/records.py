@@ -26,13 +26,12 @@ _Answer = TypeVar("_Answer")
 
 
 def valid_config(family: Family, outcome: Outcome) -> Config | None:
-    """An outcome's config under today's axes; None where it has others or other values, as of a version before or after this one."""
-    config = family.completed(outcome.config)
+    """An outcome's config; None where it has other axes or values than today's, as of a version before or after this one."""
     try:
-        family.validate(config)
+        family.validate(outcome.config)
     except InputError:
         return None
-    return config
+    return outcome.config
 
 
 class Pool:

@@ -68,13 +68,12 @@ def unservable(record: TuningRecord) -> str | None:
         return f"its run had no kernel, and {record.outcome.template} serves it"
     try:
         chosen = family(record.outcome.template)
-        config = chosen.completed(record.outcome.config)
-        chosen.validate(config)
+        chosen.validate(record.outcome.config)
     except InputError as error:
         return str(error)
     spec = record.problem.spec()
     # Functions of other processes are as good as any, but their kernels can't be looked at here.
-    return None if target is None or not written_here(spec) else chosen.unfit(config, spec, target)
+    return None if target is None or not written_here(spec) else chosen.unfit(record.outcome.config, spec, target)
 
 
 def written_here(spec: KernelSpec) -> bool:

@@ -22,7 +22,6 @@ from flashtune.core.launches import Host
 from flashtune.core.problem import Problem
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import Target
-from flashtune.templates.earlier import completed
 from flashtune.templates.mods.known import known, unknown
 
 if TYPE_CHECKING:
@@ -149,10 +148,6 @@ class Family:
             return why
         broken = self.violated(config, spec, target)
         return None if broken is None else f"{config.label()} breaks {broken.name}: {broken.why}"
-
-    def completed(self, config: Config) -> Config:
-        """A config of any version under today's axes (flashtune.templates.earlier)."""
-        return completed(self.name, config)
 
     def validate(self, config: Config) -> None:
         """Raise InputError unless `config` has exactly the declared axes with declared values (types included)."""

@@ -43,4 +43,4 @@ def loaded(family: Family, spec: KernelSpec, config: Config, module: ModuleType 
 def host_of(family: Family, spec: KernelSpec, config: Config) -> Host:
     """The host side of a family's kernel; the family must have one."""
     assert family.host is not None, f"{family.name} has its host side in its text"
-    return family.host(spec, family.completed(config))
+    return family.host(spec, config)

@@ -6,6 +6,9 @@ from statistics import geometric_mean
 import pytest
 
 from benchmarks.cases import stops, sweeps
+from benchmarks.shared.earlier import EARLIER, completed
+from benchmarks.shared.trials import todays
+from flashtune.core.config import Config
 from flashtune.core.problem import Problem
 from flashtune.core.results import Fate, SearchResult
 from flashtune.core.target import find_target
@@ -108,11 +111,7 @@ def test_settled_maxima_are_predicted_to_gain_what_they_were_measured_to_gain() 
     with Store.open(shipped_path(), writable=False) as store:
         results = store.results()
     for result in results:
-        known = {
-            family(o.template).completed(o.config): (o.measurement.median_us, o.facts)
-            for o in result.outcomes
-            if o.measurement is not None and o.facts is not None
-        }
+        known = {o.config: (o.measurement.median_us, o.facts) for o in result.outcomes if o.measurement is not None and o.facts is not None}
         for config, (time, facts) in known.items():
             if config.get("maximum", "") == "running" and (first := config.replace(maximum="first")) in known:
                 measured.append(time / known[first][0])
@@ -135,3 +134,33 @@ def test_asking_for_maxima_first_is_predicted_to_gain_where_products_hide_it(d: 
     assert facts is not None
     times = [predict_us(config.replace(rescale=how), facts, problem, target) for how in ("outgrown", "grown")]
     assert times[0] / times[1] == pytest.approx(measured, abs=0.05)
+
+
+SIZES = dict(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16")
+
+
+def test_archived_configs_have_former_names_and_are_read_under_todays() -> None:
+    kind = family("flash_fwd_hopper")
+    with Store.open(sweeps.SWEEPS[0] / "h200-n4096-d128-bf16-causal.sqlite", writable=False) as store:
+        configs = [o.config for result in store.results() for o in result.outcomes if o.template == kind.name]
+    assert any("lookahead" in config for config in configs)
+    for config in configs:
+        tried = todays(kind.name, config)
+        assert (tried is None) == (config.get("lookahead", 0) == 2)
+        if tried is not None:
+            kind.validate(tried[1])
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_config_of_an_archived_run_becomes_todays(name: str) -> None:
+    kind, earlier = family(name), EARLIER[name]
+    default = kind.default(Problem(**SIZES, direction="bwd" if "_bwd" in name else "fwd").spec(), find_target("h200"))
+    assert completed(name, default) is default
+    for axis, value in earlier.added.items():
+        before = Config.of({one: kept for one, kept in default.items if one != axis})
+        assert completed(name, before) == completed(name, default.replace(**{axis: value}))
+    for axis, values in earlier.retired.items():
+        assert all(completed(name, default.replace(**{axis: value})) == default for value in values)
+        assert todays(name, default.replace(**{axis: "other"})) is None
+    for axis, (value, other, where) in earlier.merged.items():
+        assert completed(name, default.replace(**{axis: value, **where})) == default.replace(**{axis: other, **where})

@@ -141,7 +141,7 @@ record = next(r for r in Library.of(shipped_path()).records() if r.outcome.templ
 kinds = set(sys.modules) - before
 for name in kinds: sys.modules.pop(name)
 chosen = family(record.outcome.template)
-found = kernels.variant(chosen, record.problem.spec(), chosen.completed(record.outcome.config))
+found = kernels.variant(chosen, record.problem.spec(), record.outcome.config)
 shipped, host = kernels.manifest(found, "90"), kernels.host_code(chosen, found)
 new = set(sys.modules) - before
 print(shipped is not None and host.host is not None and host.module is None)

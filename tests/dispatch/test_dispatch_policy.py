@@ -118,6 +118,7 @@ def test_the_cost_model_prefers_a_config_that_fits_to_that_of_the_nearest_row() 
             64,
             num_stages=a,
             maximum=b,
+            rescale="grown" if b == "first" else "always",
             intra_wg_overlap=c,
             section=d,
             pingpong=False,

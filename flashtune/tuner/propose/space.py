@@ -126,10 +126,8 @@ def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]
     measured = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
     if measured is None:
         return None
-    family = space.families.get(measured.outcome.template)
     candidate = _refitted(space, measured)
-    same = family is not None and candidate is not None and candidate.config == family.completed(measured.outcome.config)
-    return candidate if same else None
+    return candidate if candidate is not None and candidate.config == measured.outcome.config else None
 
 
 def record_of(result: SearchResult) -> TuningRecord | None:
@@ -153,12 +151,11 @@ def _refitted(space: SearchSpace, record: TuningRecord) -> Candidate | None:
     family = space.families.get(record.outcome.template)
     if family is None:
         return None
-    config = family.completed(record.outcome.config)
     try:
-        family.validate(config)
+        family.validate(record.outcome.config)
     except InputError:
         return None
-    moved = family.refitted(config, space.spec, space.target)
+    moved = family.refitted(record.outcome.config, space.spec, space.target)
     return None if moved is None else Candidate(family=family, config=moved)
 
 

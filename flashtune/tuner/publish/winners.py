@@ -30,7 +30,7 @@ def variant_for(record: TuningRecord) -> Variant:
     are not the record's.
     """
     chosen = family(record.outcome.template)
-    return variant_of(chosen, record.problem.spec(), chosen.completed(record.outcome.config))
+    return variant_of(chosen, record.problem.spec(), record.outcome.config)
 
 
 def source_for(record: TuningRecord) -> Source:

@@ -161,11 +161,10 @@ def _candidate(outcome: Outcome, spec: KernelSpec, target: Target) -> Candidate 
     """An outcome's kernel by today's templates, or the reason why there is none."""
     try:
         chosen = family(outcome.template)
-        config = chosen.completed(outcome.config)
-        chosen.validate(config)
+        chosen.validate(outcome.config)
     except InputError as error:
         return str(error)
-    return chosen.unfit(config, spec, target) or Candidate(family=chosen, config=config)
+    return chosen.unfit(outcome.config, spec, target) or Candidate(family=chosen, config=outcome.config)
 
 
 def _failure(outcome: Outcome, fate: Fate, reason: str, error: float | None = None) -> Outcome:

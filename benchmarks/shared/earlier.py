@@ -1,4 +1,4 @@
-"""Configs of earlier versions under today's axes: one table for all families."""
+"""Configs of archived runs, which earlier versions made, under today's axes: one table for all families."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
