@@ -122,7 +122,7 @@ def check_functions(score_mod: Any, mask: Any, name: str) -> None:
 def _checked_call(
     query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool, kernel_options: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Query, key and value without lazy negations; raises for what is no tensor of four dimensions, finite number, bool or dictionary."""
+    """Query, key and value without lazy negations; raises for what is no tensor, finite number, bool or dictionary."""
     check_flags({"enable_gqa": enable_gqa})
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise InputTypeError(f"kernel_options must be a dictionary or None, not {type(kernel_options).__name__}: pass {{name: value}}")
@@ -130,8 +130,6 @@ def _checked_call(
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not hasattr(x, "__torch_function__"):
             raise InputTypeError(f"{name} must be a tensor, not {type(x).__name__}: pass torch tensors")
-        if isinstance(x, Tensor) and x.dim() != 4:
-            raise InputError(f"{name} has {x.dim()} dimensions: give (B, Hq, L, E), (B, Hkv, S, E) and (B, Hkv, S, Ev)")
     if scale is not None and (type(scale) is float or not torch.compiler.is_compiling()):
         number("scale", scale, wide=getattr(query, "dtype", None) is torch.float64)
     query, key, value = (x.resolve_neg() if isinstance(x, Tensor) and not x.is_nested else x for x in tensors.values())

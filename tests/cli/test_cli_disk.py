@@ -13,7 +13,7 @@ from commands import flashtune
 from test_cli_folders import FILES
 from test_core_files import Failing
 from test_db_disk import in_child
-from test_tuner_generated import DECODES, generated, snapshot
+from test_tuner_generated import decodes, generated, snapshot
 
 from flashtune.cli.main import main
 from flashtune.core import calls
@@ -59,7 +59,7 @@ def test_an_export_is_whole_or_not_there_however_little_fits(command: str, tmp_p
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=["full", "read-only", "broken"])
 def test_a_folder_of_kernels_is_never_half_written_whichever_write_fails(code: int, tmp_path: Path) -> None:
     """The index, which goes last, names nothing that isn't there, and the next time all is well."""
-    former, number, done = generated(DECODES[1:3]), 0, False
+    former, number, done = generated(decodes()[1:3]), 0, False
     while not done:
         number += 1
         folder = tmp_path / str(number)

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 import db_samples as samples
 import pytest
 from commands import flashtune
-from test_tuner_generated import DECODES, generated, snapshot
+from test_tuner_generated import decodes, generated, snapshot
 
 from flashtune import dispatch
 from flashtune.core.errors import DatabaseError, EnvironmentProblem
@@ -18,8 +19,20 @@ from flashtune.db.library import Library
 from flashtune.tuner.publish import machine_code
 from flashtune.tuner.publish.generated import differing, require_writable, write
 
-FILES = generated(DECODES[:2])
-MODULE = next(name for name in sorted(FILES) if name.endswith(".py") and not name.endswith("__init__.py"))
+
+@cache
+def kernel_files() -> dict[str, bytes]:
+    """Generated files of two kernels."""
+    return generated(decodes()[:2])
+
+
+def a_module() -> str:
+    """Path of one that is a kernel's module."""
+    return next(name for name in sorted(kernel_files()) if name.endswith(".py") and not name.endswith("__init__.py"))
+
+
+FOLDER, DEEP, FILE = "its first folder", "its own folder", "itself"
+"""Places of that module."""
 
 
 @pytest.fixture
@@ -43,10 +56,10 @@ def planted(folder: Path, path: Path, target: Path) -> None:
 
 
 PLACES = {
-    "a folder": (MODULE.partition("/")[0], ""),
-    "a deep folder": (str(Path(MODULE).parent), ""),
-    "a file": (MODULE, "victim.py"),
-    "nothing": (MODULE, "nowhere.py"),
+    "a folder": (FOLDER, ""),
+    "a deep folder": (DEEP, ""),
+    "a file": (FILE, "victim.py"),
+    "nothing": (FILE, "nowhere.py"),
     "what is stale": ("stale", ""),
     "an index": (INDEX, "victim.py"),
     "a list for people": ("README.md", "nowhere.md"),
@@ -55,10 +68,11 @@ PLACES = {
 
 @pytest.mark.parametrize(("name", "target"), PLACES.values(), ids=PLACES)
 def test_kernels_are_neither_written_nor_removed_through_links(name: str, target: str, tmp_path: Path, outside: Path) -> None:
-    folder = tmp_path / "kernels"
+    folder, module = tmp_path / "kernels", a_module()
+    name = {FOLDER: module.partition("/")[0], DEEP: str(Path(module).parent), FILE: module}.get(name, name)
     planted(folder, folder / name, outside / target)
     before = snapshot(folder)
-    for act in (lambda: write(FILES, folder), lambda: differing(FILES, folder)):
+    for act in (lambda: write(kernel_files(), folder), lambda: differing(kernel_files(), folder)):
         with pytest.raises(EnvironmentProblem, match="is a link") as caught:
             act()
         assert str(folder / name) in str(caught.value)
@@ -76,11 +90,11 @@ def test_a_link_is_no_folder_for_kernels(target: str, tmp_path: Path, outside: P
 
 
 def test_kernels_that_share_their_file_with_another_name_leave_that_one_as_it_is(tmp_path: Path, outside: Path) -> None:
-    path = tmp_path / "kernels" / MODULE
+    path = tmp_path / "kernels" / (module := a_module())
     path.parent.mkdir(parents=True)
     os.link(outside / "victim.py", path)
-    write(FILES, tmp_path / "kernels")
-    assert path.read_bytes() == FILES[MODULE] and snapshot(outside) == {"victim.py": b"precious"}
+    write(kernel_files(), tmp_path / "kernels")
+    assert path.read_bytes() == kernel_files()[module] and snapshot(outside) == {"victim.py": b"precious"}
 
 
 @pytest.mark.parametrize("target", ["victim.py", "nowhere.json", ""], ids=["a file", "nothing", "a folder"])

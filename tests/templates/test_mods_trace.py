@@ -553,7 +553,9 @@ def test_threads_trace_one_after_the_other() -> None:
 def test_second_derivatives_of_kernels_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (torch.randn(1, 2, 9, 16).requires_grad_() for _ in range(3))
     monkeypatch.setattr("flashtune.dispatch.flex_autograd._forward", lambda q, k, v, call: (q * 1.0, q.sum(-1)))
-    monkeypatch.setattr("flashtune.dispatch.flex_autograd._gradients", lambda ctx, *_: (*(x.clone() for x in ctx.saved_tensors[:3]), None))
+    monkeypatch.setattr(
+        "flashtune.dispatch.flex_autograd._gradients_of", lambda ctx, *_: (*(x.clone() for x in ctx.saved_tensors[:3]), None)
+    )
     call = flex.FlexCall(functions=None, captured=(), kernels=None, scale=1.0, mask_of=None)  # type: ignore[arg-type]
     out, _ = AttentionWithFunctions.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     [plain] = torch.autograd.grad(out.sum(), query, retain_graph=True)
