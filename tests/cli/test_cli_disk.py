@@ -10,7 +10,7 @@ import db_samples as samples
 import pytest
 from click.testing import CliRunner
 from commands import flashtune
-from test_cli_folders import FILES
+from test_cli_folders import kernel_files
 from test_core_files import Failing
 from test_db_disk import in_child
 from test_tuner_generated import decodes, generated, snapshot
@@ -67,7 +67,7 @@ def test_a_folder_of_kernels_is_never_half_written_whichever_write_fails(code: i
         with pytest.MonkeyPatch.context() as patch:
             failing, said = Failing(patch, number, code), None
             try:
-                write(FILES, folder)
+                write(kernel_files(), folder)
             except EnvironmentProblem as error:
                 said = str(error)
             done = failing.calls < number
@@ -76,10 +76,10 @@ def test_a_folder_of_kernels_is_never_half_written_whichever_write_fails(code: i
         # That a folder can't be made again that is there is nobody's loss.
         assert said is None or (str(folder) in said and "\n" not in said)
         assert said is None or not done
-        assert not [name for name in named if digest(found[name]) not in (named[name], digest(FILES.get(name, b"")))]
+        assert not [name for name in named if digest(found[name]) not in (named[name], digest(kernel_files().get(name, b"")))]
         assert not [name for name in found if name.endswith(".new")]
-        write(FILES, folder)
-        assert {name: content for name, content in snapshot(folder).items() if name in FILES} == FILES
+        write(kernel_files(), folder)
+        assert {name: content for name, content in snapshot(folder).items() if name in kernel_files()} == kernel_files()
     assert number > 10
 
 
