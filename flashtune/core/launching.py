@@ -29,9 +29,9 @@ _BACKWARD = (*_FORWARD, "dout", "dlse", "dq", "dk", "dv")
 class Tensors(NamedTuple):
     """Every tensor that a launch may name, in the one order of their sources (`Operand.source`); None for those that a call lacks.
 
-    They are as in `LaunchInputs`. `bias` is the copy of a mask that the copy engine can't read, `counted` and `mirror` are `misses`,
-    `cu_q`, `cu_k` and `used` are `lengths`. Behind these come the tensors of functions (`LaunchInputs.mods`), then scratch memory. The
-    first six are those of a forward without features.
+    A launch takes them as `LaunchInputs` says. `bias` is the copy of a mask that the copy engine can't read, `counted` and `mirror` are
+    `misses`, `cu_q`, `cu_k` and `used` are `lengths`. Behind these come the tensors of functions (`LaunchInputs.mods`), then scratch
+    memory. A forward without features has the first six at most.
     """
 
     q: torch.Tensor
@@ -99,7 +99,7 @@ def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numb
     """The launches of a call: its tensors, those of its functions, and its numbers, by the names of LaunchInputs.
 
     Where the kernel needs it, a scale that isn't positive moves into a copy of q, and a bias that the copy engine can't read is copied.
-    `misses` may be among the numbers as Residents in place of tensors, and `pages` as all of LaunchInputs' Pages behind the table.
+    `misses` may be among the numbers as Residents in place of tensors, and `pages` as (max_q, max_k, splits).
     """
     q, scale = positive_scale(host, tensors.q, numbers.pop("scale"))
     tensors = tensors._replace(q=q, bias=bias_copy(host, tensors.mask))
@@ -128,7 +128,7 @@ def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numb
 def keyword_plan(host: Host, operands: Sequence[torch.Tensor | None], keywords: Mapping[str, Any]) -> Plan:
     """The launches of a call whose operands are in the order of `operand_names`, and all else as `launch` of a rendered module takes it.
 
-    That are the call's parameters (`CallParameters.keywords`) with the device's (`provided`), and `mods`: the tensors of functions, or a
+    They are the call's parameters (`CallParameters.keywords`) with the device's (`provided`), and `mods`: the tensors of functions, or a
     function of the config that makes them, since lists of blocks depend on its tiles.
     """
     numbers = dict(keywords)

@@ -50,7 +50,7 @@ class Sizes:
 
 
 class Operand(NamedTuple):
-    """A tensor that every launch of a pass takes. `axes` are the fields of `Problem` that hold its sizes; `title` is for messages.
+    """A tensor that every launch of a pass takes. `axes` are the fields of `Sizes` that hold its sizes; `title` is for messages.
 
     `from_forward` marks the forward's results for the problem, inputs of its backward. `repeats` are axes over which it may be
     an expanded view, so that they don't count in the fewest bytes.

@@ -102,7 +102,7 @@ class _Once(torch.autograd.Function):
 
 
 def _gradients_of(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments of `Flex`, whose context this is."""
+    """Gradients of all arguments of `AttentionWithFunctions`, whose context this is."""
     call = ctx.call
     query, key, value, out, lse, *captured = ctx.saved_tensors
     if call.sequences is not None:

@@ -1,4 +1,4 @@
-"""A kernel on one device: the launches that are prepared for each layout of its tensors, of every way in but the dense one's fast path."""
+"""A kernel on one device with its launches, prepared for each layout of its tensors, for packed, paged and coded calls."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -47,8 +47,7 @@ class Prepared(NamedTuple):
 class Kernel:
     """A kernel on one device. `record` gave its config, or `origin` says where it comes from; `variant` is None for a pinned kernel.
 
-    `latch` leads to the fallback kernel, of the config `fallback`, that serves from when on its softmax was mispredicted; None where it has
-    none.
+    `latch` leads to the fallback kernel, of the config `fallback`, that serves once its softmax was mispredicted; None where it has none.
     """
 
     __slots__ = ("_prepared", "code", "device", "fallback", "latch", "memo", "origin", "record", "tiles", "variant")
@@ -77,7 +76,7 @@ class Kernel:
         return config
 
     def fall_back_to(self, family: Family, config: Config | None, key: Hashable) -> None:
-        """Have the family's kernel with this config, if any, serve from when on the softmax was mispredicted; counts go by `key`."""
+        """Have the family's kernel with this config, if any, serve once the softmax was mispredicted; `key` names their counts."""
         self.fallback = config
         if config is not None and self.code.module.counts_misses and driver.driven(self.device):
             counts = MISPREDICTIONS.of(self.device.index, (config, key))
@@ -96,7 +95,9 @@ class Kernel:
     @property
     def misses(self) -> tuple[int, int] | None:
         """Addresses where it counts mispredicting programs, where that has an effect."""
-        return None if self.latch is None or self.latch.state is None else self.latch.state.addresses
+        # Read once: another thread may release the latch.
+        state = None if self.latch is None else self.latch.state
+        return None if state is None else state.addresses
 
     @property
     def _host(self) -> Host:
@@ -121,8 +122,9 @@ class Kernel:
     ) -> Prepared | None:
         """Launch on the tensors' device and its current stream; returns what `run` takes for tensors of this layout.
 
-        `words` are all that a plan takes from a call beside layouts of its tensors; those and `mods` come in the order of the plan's
-        sources, and `numbers` are the varying ones. None is returned where Triton launches. Raises NotBuilt where the kernel fails.
+        `words` are all that a plan takes from a call beside layouts of its tensors. `tensors`, then `mods`, come in the order of the plan's
+        sources; where these are `Tensors`, counts of tiles are found for each launch. `numbers` are the varying ones. None is returned
+        where Triton launches. Raises NotBuilt where the kernel fails.
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if not driver.driven(self.device):
@@ -167,9 +169,9 @@ class Kernel:
             program = self.code.program(kept)
             assert program is not None and planned[0] is not None, "families of the package have a host side"
             counts = planned[0].tensors[launch.COUNTS] if isinstance(tensors, Tensors) else None
-            if self.latch is not None and self.latch.state is not None:
+            if (state := None if self.latch is None else self.latch.state) is not None:
                 # Launches of more programs need more mispredicting ones.
-                self.latch.state.programs = max(self.latch.state.programs, program.programs)
+                state.programs = max(state.programs, program.programs)
             self._prepared[key] = Prepared(program, 0 if counts is None else counts.numel(), *placed(program.temporaries))
 
         with self.memo.lock:
@@ -206,9 +208,16 @@ def served_here(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def loaded_kernel(
-    kind: Family, spec: KernelSpec, config: Config, origin: str, device: torch.device, target: Target, record: TuningRecord | None = None
+    kind: Family,
+    spec: KernelSpec,
+    config: Config,
+    origin: str,
+    device: torch.device,
+    target: Target,
+    record: TuningRecord | None = None,
+    memo: Memo | None = None,
 ) -> Kernel | str:
-    """The kernel with a config, or the reason why it can't be loaded."""
-    memo, variant = current(), kernels.variant(kind, spec, config)
+    """The kernel with a config, or the reason why it can't be loaded, in a `memo` or the one in force."""
+    memo, variant = memo or current(), kernels.variant(kind, spec, config)
     code = memo.kernels.code(kind, variant, device, target, keeps=True)
     return code if isinstance(code, str) else Kernel(memo, variant, code, device, record, origin)

@@ -90,7 +90,7 @@ class Latch(Generic[_Serving]):
     def __init__(self, state: Misprediction, make: Callable[..., _Serving | None]) -> None:
         """`make` makes the fallback at its first call; None where it can't serve."""
         self.state: Misprediction | None = state
-        """Counts; None where there is no fallback."""
+        """Counts; None where the fallback can't serve."""
         self.other: _Serving | None = None
         self._make = make
 

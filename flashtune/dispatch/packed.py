@@ -41,13 +41,13 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
     """The best kernel that takes a call; None where none does."""
     memo = memo or context.current()
     query, key, value, cu_q, _, used, slopes, sinks, table, *_ = packed
-    aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
+    aligned = [x.data_ptr() % 16 == 0 for x in (query, key, value)]
     strides = query.stride(), key.stride(), value.stride()
-    sizes: tuple[Any, ...] = query.shape[1:], key.shape[1:], value.shape[-1], cu_q.shape, len(query) > 0, len(key) > 0
+    sizes: tuple[Any, ...] = query.shape[1:], key.shape[1:], value.shape[-1], cu_q.shape, min(len(query), 2), min(len(key), 2)
     bounds: tuple[Any, ...] = octaves_of(packed, numbers) if sizes[3][0] > 1 else ()
     if table is not None:
         bounds = min(pages.bounded(numbers).max_q, len(query)), table.shape[1] > 0, key.dtype
-    given = used is None, slopes is None, sinks is None, aligned, torch.are_deterministic_algorithms_enabled()
+    given = used is None, slopes is None, sinks is None, *aligned, torch.are_deterministic_algorithms_enabled()
     signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
     if signature not in memo.packed:
         memo.packed[signature] = _choose(packed, numbers, direction, memo)
@@ -112,6 +112,9 @@ def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = Non
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu, refused=refused)
     assert problem is not None and found.variant is not None, "a kernel that isn't pinned serves it"
     fallback, state = found.fallback, None if found.latch is None else found.latch.state
+    if numbers.deterministic or torch.are_deterministic_algorithms_enabled():
+        # One kernel serves all such calls.
+        fallback = state = None
     return replace(explanation(problem, gpu, found.variant, found.record, fallback), refused=refused).remembering(state)
 
 
@@ -223,8 +226,10 @@ def named(spec: KernelSpec, operands: Sequence[Tensor | None], packed: Packed) -
 def _dropped(memo: Memo, found: Kernel) -> bool:
     """Choose anew for the calls that a kernel served which failed."""
     with memo.lock:
-        for place in [place for place, one in memo.packed.items() if one is found]:
-            del memo.packed[place]
+        for place, one in list(memo.packed.items()):
+            # Kernels of pages are kept with their failure.
+            if one is found and not (isinstance(place, tuple) and place[0] == pages.PLACE):
+                del memo.packed[place]
     return False
 
 

@@ -23,7 +23,7 @@ def parsed(packed: Packed, options: Options, max_q: int, max_k: int, splits: int
     """Checked tensors and the numbers of a call."""
     if packed.table is None:
         return _checked(packed, options, max_q, max_k)
-    # The rest is checked of one row of the caches.
+    # One row of each cache stands for it in the checks of packed calls.
     key, value = _checked_pages(packed, options.dropout_p)
     like, numbers = _checked(packed._replace(key=key, value=value), options, max_q, max_k)
     resolved = Packed(*map(_resolved, packed))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Hashable
 from dataclasses import replace
+from numbers import Integral
 from operator import is_, or_
 from typing import Any
 
@@ -69,7 +70,11 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
 def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None) -> Hashable | None:
     """Key of a plan for calls like this one; None for those whose tensors are to be changed or inspected first."""
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
+    if not (isinstance(max_q, Integral) and isinstance(max_k, Integral) and max_q >= 0 <= max_k):
+        return None
     try:
+        if caches and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in caches[1:]):
+            return None
         why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
         if why_torch is not None and why_torch not in GRADIENTS:
             return None
@@ -94,7 +99,7 @@ def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max
             cu_k.dtype, cu_q.device, cu_k.device, more, bounds, options, why_torch,
         )  # fmt: skip
         hash(signature)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
         return None
     return signature

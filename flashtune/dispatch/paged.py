@@ -16,6 +16,9 @@ from flashtune.templates.paged import flash_paged
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types of caches that are dequantised."""
 
+PLACE = "paged kernel"
+"""First part of the keys of kernels in a memo."""
+
 NO_KERNEL = "no kernel takes pages of this kind here"
 
 
@@ -44,9 +47,9 @@ def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config
         return NO_KERNEL
     rows = None if numbers.splits is not None else min(bounded(numbers).max_q, len(query)) * problem.gqa_ratio
     config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
-    place = "paged kernel", spec, config, query.device
+    place = PLACE, spec, config, query.device
     if place not in memo.packed:
-        memo.packed[place] = loaded_kernel(family, spec, config, "the family's default", query.device, target)
+        memo.packed[place] = loaded_kernel(family, spec, config, "the family's default", query.device, target, memo=memo)
     kernel: Kernel | str = memo.packed[place]
     if isinstance(kernel, str) or kernel.failed:
         return kernel if isinstance(kernel, str) else str(kernel.failed)
@@ -75,7 +78,7 @@ def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> P
 
 
 def gathered(packed: Packed) -> Packed:
-    """The same call over packed copies of keys and values, in float32 of caches in float8; lengths are read by the host."""
+    """A packed call over copies of the used keys and values; copies of float8 caches are float32. Lengths are read by the host."""
     assert packed.table is not None and packed.used is not None, "pages have a table and lengths"
     table, page, narrow = packed.table, packed.key.shape[1], packed.key.dtype in NARROW
     lengths = packed.used.clamp(0, table.shape[1] * page).tolist()
@@ -94,5 +97,7 @@ def gathered(packed: Packed) -> Packed:
 
     cu_k = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=packed.query.device)
     key, value = all_of(packed.key, packed.k_descale), all_of(packed.value, packed.v_descale)
-    query = packed.query.float() if narrow else packed.query
-    return Packed(query, key, value, packed.cu_q, cu_k, None, packed.slopes, packed.sinks)
+    query, sinks = packed.query, packed.sinks
+    if narrow:
+        query, sinks = query.float(), None if sinks is None else sinks.float()
+    return Packed(query, key, value, packed.cu_q, cu_k, None, packed.slopes, sinks)

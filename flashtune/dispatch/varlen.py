@@ -135,6 +135,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound.apply_defaults()
     given = bound.arguments
     wants_lse(given["return_lse"], given["return_aux"])
+    given |= {name: unwrapped(given[name]) for name in ("scale", "dropout_p")}
     functions = given["score_mod"], given["mask_mod"]
     if functions != (None, None):
         refuse_beside_functions(given, _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions")

@@ -115,6 +115,7 @@ def test_a_number_in_a_tensor_is_that_number(name: str, way: str) -> None:
         more = {"seed": 1} if name == "dropout_p" else {}
         found = called(way, given, **{name: torch.tensor(value)}, **more)
         torch.testing.assert_close(found, called(way, given, **{name: value}, **more), rtol=0, atol=0)
+        assert explained(way, given, **{name: torch.tensor(value)}, **more) == explained(way, given, **{name: value}, **more)
 
 
 @every()

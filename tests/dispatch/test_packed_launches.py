@@ -158,6 +158,7 @@ def test_a_fallback_serves_packed_calls_from_when_on_their_softmax_was_mispredic
     driven: Driven, mispredicted: Counts, deterministic: bool
 ) -> None:
     words: Any = {"is_causal": True, "deterministic": deterministic}
+    plain: Any = {"is_causal": True}
     q, bounds = torch.zeros(512, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 100, 512], dtype=torch.int32)
     given = q, q, q, bounds, bounds, 412, 412
 
@@ -172,12 +173,16 @@ def test_a_fallback_serves_packed_calls_from_when_on_their_softmax_was_mispredic
                 dispatch.attention_varlen(*given, **words)
         return [one.config for one in made]
 
-    settled, fallback = said().config, said().twin
+    settled, fallback = said().config, dispatch.explain_varlen(*given, **plain).twin
     assert settles(settled) and fallback is not None and not settles(fallback)
+    assert said().twin == (None if deterministic else fallback)
     assert kernels_of(3) == [settled] * 3
     mispredicted.misprediction.programs = PROGRAMS
     mispredicted.launch(PROGRAMS, 2)
     assert kernels_of(3) == [settled if deterministic else fallback] * 3
+    with torch.no_grad():
+        dispatch.attention_varlen(*given, **plain)
+    assert dispatch.explain_varlen(*given, **plain).twin_serves
     assert said().twin_serves is not deterministic
     dispatch.reload()
     # Chosen anew, as after other calls, the latch is the same.

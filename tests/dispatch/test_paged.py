@@ -109,6 +109,14 @@ def test_the_operator_keeps_torchs_rules_of_operators() -> None:
     assert set(found.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks_in_the_outputs_type_stand_beside_caches_in_float8(dtype: torch.dtype) -> None:
+    given = inputs({"cache": FP8, "is_causal": True, "lengths": CHUNKS, "sinks": True}, dtype=torch.bfloat16)
+    out, lse = given.call(sinks=given.arguments["sinks"].to(dtype))
+    wanted, wanted_lse = given.call(sinks=given.arguments["sinks"].to(dtype).float())
+    torch.testing.assert_close((out, lse), (wanted, wanted_lse), rtol=0, atol=0)
+
+
 def test_it_says_who_serves() -> None:
     said = dispatch.explain_varlen(**inputs({}).arguments)
     assert said.kind == "framework" and "gathered" in said.reason

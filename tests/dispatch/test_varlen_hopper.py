@@ -16,8 +16,8 @@ from flashtune.core.config import settles
 from flashtune.core.launching import provided
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
-from flashtune.dispatch import launch
-from flashtune.dispatch.context import current
+from flashtune.dispatch import launch, packed
+from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.packed import named, parameters_of
 from flashtune.dispatch.packed_configs import configs_of
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of, rows_last, viewed
@@ -119,6 +119,21 @@ def test_prepared_launches_name_tensors_in_the_order_in_which_calls_give_them(na
     places = [launching.addresses(given._make(tensors)._replace(counts=None)) for tensors in (plan.tensors, given)]
     assert places[0] == places[1]
     assert [x.source for x in plan.scratch] == list(range(len(given), len(given) + len(plan.scratch)))
+
+
+def test_tensors_that_kernels_take_otherwise_are_chosen_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Packed] = []
+    monkeypatch.setattr(packed, "_choose", lambda given, *_: chosen.append(given))
+    memory, bounds = torch.zeros(3, 36, dtype=torch.half), torch.tensor([0, 1, 1, 1, 1])
+
+    def rows(count: int, first: int = 0) -> torch.Tensor:
+        return memory[:count].as_strided((count, 2, 16), (36, 16, 1), first)
+
+    # The query or the value begins elsewhere, or strides of rows begin to matter.
+    others, memo = ((rows(1), rows(1)), (rows(1, 4), rows(1)), (rows(1), rows(1, 4)), (rows(3), rows(1))), Memo()
+    for q, v in others * 2:
+        packed.served(Packed(q, rows(1), v, bounds, bounds), PLAIN, "fwd", memo)
+    assert len(chosen) == len(others)
 
 
 def test_it_takes_packed_sequences_without_masks() -> None:

@@ -9,6 +9,7 @@ from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs
 from varlen_cases import forced
 
 from flashtune import dispatch
+from flashtune.core.errors import InputError, InputTypeError
 
 warnings.filterwarnings("ignore")
 
@@ -55,6 +56,19 @@ def of_other_lengths_in_as_many_rows() -> None:
         given = inputs({"lengths": (of_q, (9,) * 60), "heads": 1, "kv_heads": 1})
         agrees(given)
         agrees(given, max_seqlen_q=1000, max_seqlen_k=4000)
+
+
+def of_misuse_after_a_good_call() -> None:
+    given = inputs({"lengths": CHUNKS, "cache": torch.float8_e4m3fn, "descale": "heads"})
+    for _ in range(2):
+        agrees(given)
+    factors = given.arguments["k_descale"].clone().requires_grad_()
+    for words in ({"max_seqlen_k": -1}, {"max_seqlen_q": "a"}, {"cu_seqlens_q": torch.tensor(3)}, {"k_descale": factors}):
+        try:
+            given.call(**words)
+        except (InputError, InputTypeError):
+            continue
+        raise AssertionError(f"{words} are taken")
 
 
 def of_nothing() -> None:
