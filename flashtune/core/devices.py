@@ -114,3 +114,9 @@ def differing(provenance: Provenance, machine: Here) -> tuple[str, ...]:
         ("card", provenance.gpu_name, machine.gpu_name),
     ]
     return tuple(f"{name} {theirs} (here {ours})" for name, theirs, ours in both if theirs and ours and theirs != ours)
+
+
+def slug_here(device: torch.device) -> str:
+    """Slug of a GPU; the type of any other device, and of one that isn't here."""
+    # Fake tensors may be on a GPU that doesn't exist here.
+    return target_of(device).slug if device.type == "cuda" and torch.cuda.is_available() else device.type

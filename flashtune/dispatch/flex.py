@@ -24,7 +24,7 @@ from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, flex_by_torch, lacks
 from flashtune.dispatch.kernel import Kernel, NotBuilt, layout, served_here
 from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
-from flashtune.dispatch.resolve import Explanation, slug_of
+from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Packed, octaves_of
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
@@ -74,7 +74,7 @@ def flex_attention(
         scale = unwrapped(scale)
     call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, with_lse, return_aux))
     if call is None:
-        check_functions(score_mod, block_mask, "block_mask")
+        flex_functions.check_functions(score_mod, block_mask, "block_mask")
         query, key, value = _checked_call(query, key, value, scale, enable_gqa, kernel_options)
         call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
@@ -108,15 +108,6 @@ def flex_attention(
 
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
-
-
-def check_functions(score_mod: Any, mask: Any, name: str) -> None:
-    """Raise InputTypeError for a score_mod or a mask of this name that is no function; a `block_mask` may be a BlockMask, too."""
-    if score_mod is not None and not callable(score_mod):
-        raise InputTypeError(f"score_mod must be a function or None, not {type(score_mod).__name__}: check the order of the arguments")
-    if mask is not None and not callable(mask) and not (name == "block_mask" and hasattr(mask, "mask_mod")):
-        kinds = "a BlockMask, a function" if name == "block_mask" else "a function"
-        raise InputTypeError(f"{name} must be {kinds} or None, not {type(mask).__name__}: check the order of the arguments")
 
 
 def _checked_call(
@@ -157,10 +148,10 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     given = bound.arguments
     with_lse = wants_lse(given["return_lse"], given["return_aux"])
     given["scale"] = unwrapped(given["scale"])
-    check_functions(given["score_mod"], given["block_mask"], "block_mask")
+    flex_functions.check_functions(given["score_mod"], given["block_mask"], "block_mask")
     tensors = _checked_call(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa", "kernel_options")))
     given |= dict(zip(("query", "key", "value"), tensors, strict=True))
-    gpu = slug_of(given["query"].device) if isinstance(given["query"], Tensor) else "cpu"
+    gpu = devices.slug_here(given["query"].device) if isinstance(given["query"], Tensor) else "cpu"
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
     call = _call_of(*[given[name] for name in names], with_lse)  # type: ignore[call-arg]
     if isinstance(call, str):
@@ -294,9 +285,6 @@ def _kernels(
     return Passes(kernel, mods, backward, trained)
 
 
-_WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")
-"""Arguments of `attention` that a caller can write into the functions."""
-
 _TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
 """Arguments of `attention` that `flex_attention` has, too."""
 
@@ -305,17 +293,9 @@ _USUAL = {name: one.default for name, one in inspect.signature(api.attention).pa
 """Arguments of `attention` that `flex_attention` lacks, with their defaults."""
 
 
-def refuse_beside_functions(given: Mapping[str, Any], usual: Mapping[str, Any], mask: str, remedy: str) -> None:
-    """Raise InputError for an argument that isn't its default, of those that have no place beside score_mod and `mask`."""
-    for name, default in usual.items():
-        if given[name] is not default and (isinstance(given[name], Tensor) or given[name] != default):
-            what = "write it into these functions" if name in _WRITABLE else f"{remedy} where you need it"
-            raise InputError(f"{name} is no argument beside score_mod and {mask}: leave it out, and {what}")
-
-
 def refuse_arguments_of_attention(given: Mapping[str, Any]) -> None:
     """Raise InputError likewise for an argument of `attention` that `flex_attention` lacks."""
-    refuse_beside_functions(given, _USUAL, "block_mask", "call attention without functions")
+    flex_functions.refuse_beside_functions(given, _USUAL, "block_mask", "call attention without functions")
 
 
 def explained_by_flex(given: dict[str, Any]) -> Explanation:

@@ -1,14 +1,15 @@
-"""Functions of FlexAttention's calls: traced once for all that are alike, and whether a call has those of the one before."""
+"""Functions of FlexAttention's calls: traced once for all alike, whether a call has those of the one before, and what they exclude."""
 
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.flex_attention import Mod
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
@@ -168,3 +169,24 @@ def _simple(x: Any) -> bool:
     return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType)) or (
         isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
     )
+
+
+def check_functions(score_mod: Any, mask: Any, name: str) -> None:
+    """Raise InputTypeError for a score_mod or a mask of this name that is no function; a `block_mask` may be a BlockMask, too."""
+    if score_mod is not None and not callable(score_mod):
+        raise InputTypeError(f"score_mod must be a function or None, not {type(score_mod).__name__}: check the order of the arguments")
+    if mask is not None and not callable(mask) and not (name == "block_mask" and hasattr(mask, "mask_mod")):
+        kinds = "a BlockMask, a function" if name == "block_mask" else "a function"
+        raise InputTypeError(f"{name} must be {kinds} or None, not {type(mask).__name__}: check the order of the arguments")
+
+
+_WRITABLE = ("attn_mask", "is_causal", "window", "softcap", "causal_alignment", "alibi_slopes")
+"""Arguments of `attention` that a caller can write into the functions."""
+
+
+def refuse_beside_functions(given: Mapping[str, Any], usual: Mapping[str, Any], mask: str, remedy: str) -> None:
+    """Raise InputError for an argument that isn't its default, of those that have no place beside score_mod and `mask`."""
+    for name, default in usual.items():
+        if given[name] is not default and (isinstance(given[name], Tensor) or given[name] != default):
+            what = "write it into these functions" if name in _WRITABLE else f"{remedy} where you need it"
+            raise InputError(f"{name} is no argument beside score_mod and {mask}: leave it out, and {what}")

@@ -20,7 +20,7 @@ from flashtune.dispatch.kernel import Kernel, NotBuilt, Prepared
 from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.launch import Code
 from flashtune.dispatch.packed_configs import configs_of, explanation
-from flashtune.dispatch.resolve import Explanation, slug_of
+from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Numbers, Packed, octaves_of, problem_of, rows_last, viewed
 from flashtune.templates import families
 
@@ -101,7 +101,7 @@ def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = Non
     device, memo = packed.query.device, context.current()
     problem = problem_of(packed, numbers, direction)
     found = None if why_torch is not None else served(packed, numbers, direction, memo)
-    gpu = slug_of(device)
+    gpu = devices.slug_here(device)
     if packed.table is not None:
         return _explained_pages(found, why_torch or pages.kernel_of_pages(memo, packed, numbers), gpu)
     failed: list[Kernel] = memo.packed.get((problem, device), [])

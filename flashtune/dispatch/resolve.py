@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flashtune.core import devices
@@ -191,7 +190,7 @@ def candidates(
         yield from _by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
         return
     memo.warn_of_missing()
-    gpu = slug_of(call.device)
+    gpu = devices.slug_here(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
     yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind="framework", said=said)
@@ -205,7 +204,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
     """
     nothing = call.empty or not call.d or not call.d_v
     reason = f"the caller named {name}" + ", and there is nothing to compute" * nothing
-    said = functools.partial(Explanation, reason=reason, gpu=slug_of(call.device))
+    said = functools.partial(Explanation, reason=reason, gpu=devices.slug_here(call.device))
     backend = PROVIDERS.get(name)
     if torch_only is TRANSFORMED and isinstance(backend, TorchBackend) and not nothing:
         yield Candidate(backend.transformed(call, tensors), "provider", functools.partial(said, kind="provider", provider=name))
@@ -394,9 +393,3 @@ def _refusal(refusal: Refusal, warn: Callable[[str], None] | None = None) -> str
     if refusal.invalid and warn is not None:
         warn(f"flashtune: {text} (search it again or delete the record)")
     return text
-
-
-def slug_of(device: torch.device) -> str:
-    """Slug of a GPU; the type of any other device, and of one that isn't here."""
-    # Fake tensors may be on a GPU that doesn't exist here.
-    return devices.target_of(device).slug if device.type == "cuda" and torch.cuda.is_available() else device.type

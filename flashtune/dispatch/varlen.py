@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtune.core.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
-from flashtune.dispatch.flex import check_functions, refuse_beside_functions
+from flashtune.dispatch.flex_functions import check_functions, refuse_beside_functions
 from flashtune.dispatch.packed_read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of
 from flashtune.dispatch.packed_run import attend, explanation_of
 from flashtune.dispatch.parse import Options, unwrapped, wants_lse

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune.core import devices
 from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
@@ -18,7 +19,7 @@ from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
 from flashtune.dispatch.kernel import Kernel, NotBuilt
-from flashtune.dispatch.resolve import Explanation, slug_of
+from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
@@ -170,7 +171,7 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
 def explained_with_functions(call: FlexCall | str, packed: Packed) -> Explanation:
     """Explanation of who serves such a call."""
     device = packed.query.device
-    gpu = slug_of(device)
+    gpu = devices.slug_here(device)
     if isinstance(call, str):
         return Explanation(kind="framework", reason=f"{call}, so each sequence is a call of flex_attention", gpu=gpu)
     assert call.sequences is not None, "it is a call of packed sequences"
