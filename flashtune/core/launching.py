@@ -64,7 +64,13 @@ class Tensors(NamedTuple):
     @classmethod
     def of(cls, spec: KernelSpec, operands: Sequence[torch.Tensor | None], **others: torch.Tensor | None) -> "Tensors":
         """The tensors of a pass, its operands in the order of `operand_names`."""
-        return cls(**dict(zip(operand_names(spec), operands, strict=True)), **others)  # type: ignore[arg-type]
+        # Called at every launch: a dictionary of all names takes three times as long.
+        if spec.direction == "fwd":
+            return cls(*operands, **others)  # type: ignore[arg-type]
+        q, k, v, out, lse, dout, dlse, dq, dk, dv, *more = operands
+        if more:
+            others |= dict(zip(operand_names(spec)[len(_BACKWARD) :], more, strict=True))
+        return cls(q, k, v, out, lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv, **others)  # type: ignore[arg-type]
 
 
 def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:

@@ -218,9 +218,10 @@ def _launch(
 
 def named(spec: KernelSpec, operands: Sequence[Tensor | None], packed: Packed) -> Tensors:
     """The tensors of a call as its launches name them."""
-    lengths = {"cu_q": packed.cu_q, "cu_k": packed.cu_k, "used": packed.used}
-    factors = {"k_descale": packed.k_descale, "v_descale": packed.v_descale}
-    return Tensors.of(spec, operands, slopes=packed.slopes, sinks=packed.sinks, table=packed.table, **lengths, **factors)
+    _, _, _, cu_q, cu_k, used, slopes, sinks, table, of_k, of_v = packed
+    return Tensors.of(
+        spec, operands, slopes=slopes, k_descale=of_k, v_descale=of_v, sinks=sinks, cu_q=cu_q, cu_k=cu_k, used=used, table=table
+    )
 
 
 def _dropped(memo: Memo, found: Kernel) -> bool:

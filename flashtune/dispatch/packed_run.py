@@ -70,7 +70,7 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
 def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None) -> Hashable | None:
     """Key of a plan for calls like this one; None for those whose tensors are to be changed or inspected first."""
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
-    if not (isinstance(max_q, Integral) and isinstance(max_k, Integral) and max_q >= 0 <= max_k):
+    if not (isinstance(max_q, (int, Integral)) and isinstance(max_k, (int, Integral)) and max_q >= 0 <= max_k):
         return None
     try:
         if caches and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in caches[1:]):

@@ -14,7 +14,7 @@ from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
 from flashtune.dispatch import flex, flex_functions
 from flashtune.dispatch.by_sequence import by_sequence
-from flashtune.dispatch.flex_autograd import attend_by_kernels as attend_by_kernels
+from flashtune.dispatch.flex_autograd import attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 Tried = tuple[str, Config]
-"""A family's name, and a completed config of it."""
+"""A family's name, and a config of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Likeness:
     """Similarity of two trials of kernels of some families.
 
-    `of_problem` returns a problem's coordinates, and `of_config` those of a family's completed config at a problem on a GPU: numbers in
+    `of_problem` returns a problem's coordinates, and `of_config` those of a family's config at a problem on a GPU: numbers in
     the order of `problem_scales` and `config_scales`, the length scales of their covariance. Coordinates of `lengths` are capped at the
     longest of all trials.
 
