@@ -99,6 +99,8 @@ class Plan(NamedTuple):
     launches: list[Launch]
     tensors: list[torch.Tensor | None]
     scratch: list[Operand]
+    counts: int = 0
+    """Elements of `counts` that the launches may take."""
 
 
 def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numbers: Any) -> Plan:
@@ -128,7 +130,7 @@ def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numb
     places["mods"] = tuple(operand(len(tensors) + i, x) for i, x in enumerate(mods))
     scratch = Scratch(len(everything))
     inputs = LaunchInputs(**places | numbers, scale=scale)
-    return Plan(host.launches(inputs, scratch), everything, scratch.operands)
+    return Plan(host.launches(inputs, scratch), everything, scratch.operands, 0 if tensors.counts is None else tensors.counts.numel())
 
 
 def keyword_plan(host: Host, operands: Sequence[torch.Tensor | None], keywords: Mapping[str, Any]) -> Plan:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtune.core import devices, launching
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.launches import Host
-from flashtune.core.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.launching import LoadedKernel, Plan
 from flashtune.core.results import TuningRecord
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
@@ -36,10 +36,9 @@ class NotBuilt(Exception):
 
 
 class Prepared(NamedTuple):
-    """Launches that are prepared for tensors of one layout, the counts that they take, and places in their scratch memory."""
+    """Launches that are prepared for tensors of one layout, and places in their scratch memory."""
 
     program: Program
-    counts: int
     offsets: tuple[int, ...]
     scratch: int
 
@@ -123,7 +122,7 @@ class Kernel:
         """Launch on the tensors' device and its current stream; returns what `run` takes for tensors of this layout.
 
         `words` are all that a plan takes from a call beside layouts of its tensors. `tensors`, then `mods`, come in the order of the plan's
-        sources; where these are `Tensors`, counts of tiles are found for each launch. `numbers` are the varying ones. None is returned
+        sources; counts of tiles are found for each launch. `numbers` are the varying ones. None is returned
         where Triton launches. Raises NotBuilt where the kernel fails.
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -131,7 +130,7 @@ class Kernel:
                 self._tried(lambda: None, lambda: self._through_triton(plan, numbers))
                 return None
             key = words, layout((*tensors, *mods))
-            known = self._prepared.get(key) or self._built(key, tensors, plan)
+            known = self._prepared.get(key) or self._built(key, plan)
             self.run(known, tensors, mods, numbers)
             return known
 
@@ -142,9 +141,9 @@ class Kernel:
             with torch.cuda.device(index):
                 return self.run(known, tensors, mods, numbers)
         addresses, stream = launching.addresses(tensors), C._cuda_getCurrentRawStream(index)
-        if known.counts:
+        if known.program.counts:
             in_graph = C._cuda_isCurrentStreamCapturing()
-            addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.counts, in_graph)
+            addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.program.counts, in_graph)
         addresses += launching.addresses(mods)
         if known.scratch:
             # From a graph's pool under capture: nothing outlives the call.
@@ -154,25 +153,18 @@ class Kernel:
         known.program.run(addresses, stream, numbers)
         return None
 
-    def _built(self, key: Hashable, tensors: Sequence[Tensor | None], plan: Callable[[LoadedKernel], Plan | None]) -> Prepared:
+    def _built(self, key: Hashable, plan: Callable[[LoadedKernel], Plan | None]) -> Prepared:
         def build() -> None:
             if key in self._prepared:
                 return
             if len(self._prepared) >= MOST_PROGRAMS:
                 self._prepared.clear()
-            planned: list[Plan | None] = []
-
-            def kept(kernel: LoadedKernel) -> Plan | None:
-                planned[:] = [plan(kernel)]
-                return planned[0]
-
-            program = self.code.program(kept)
-            assert program is not None and planned[0] is not None, "families of the package have a host side"
-            counts = planned[0].tensors[launch.COUNTS] if isinstance(tensors, Tensors) else None
+            program = self.code.program(plan)
+            assert program is not None, "families of the package have a host side"
             if (state := None if self.latch is None else self.latch.state) is not None:
                 # Launches of more programs need more mispredicting ones.
                 state.programs = max(state.programs, program.programs)
-            self._prepared[key] = Prepared(program, 0 if counts is None else counts.numel(), *placed(program.temporaries))
+            self._prepared[key] = Prepared(program, *placed(program.temporaries))
 
         with self.memo.lock:
             return self._tried(build, lambda: self._prepared[key])

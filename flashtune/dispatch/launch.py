@@ -133,6 +133,7 @@ class Program:
         self.layout = _Layout()
         for planned, binary in zip(self.planned, self.binaries, strict=True):
             self.layout.add(planned, binary)
+        self.counts = plan.counts
         self.temporaries = tuple(math.prod(x.shape) * x.item_bytes for x in plan.scratch)
         self._pool: list[_Block] = []
         pointers = [(place // 8, source) for place, source in self.layout.addresses]
