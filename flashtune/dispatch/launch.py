@@ -28,6 +28,7 @@ from flashtune.core.launches import Descriptor, Launch, Operand, Resident, Varyi
 from flashtune.core.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.parameters import CallParameters
 from flashtune.dispatch import driver
+from flashtune.dispatch.misprediction import MISPREDICTIONS
 
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
@@ -233,10 +234,16 @@ def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters
 
 
 def provided(kernel: LoadedKernel, q: torch.Tensor, k: torch.Tensor, misses: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Arguments that a device provides for a launch (`launching.provided`), with the addresses where it counts mispredicting programs."""
-    words = launching.provided(kernel, q, k)
-    if "misses" in words:
-        words["misses"] = tuple(Resident(at, "i64") for at in misses or (x.data_ptr() for x in words["misses"]))
+    """Arguments that a device provides for a launch (`launching.provided`), with the addresses where it counts mispredicting programs.
+
+    Where the driver launches, counts are described alone: memory of PyTorch's that outlives a call could belong to a graph's pool.
+    """
+    if not driver.driven(q.device):
+        return launching.provided(kernel, q, k)
+    needed = kernel.counts_needed(q, k)
+    words = {"sms": launching.sms_of(q.device), "counts": torch.empty(needed, dtype=torch.int32, device="meta") if needed else None}
+    if kernel.counts_misses:
+        words["misses"] = tuple(Resident(at, "i64") for at in misses or MISPREDICTIONS.of(q.device.index, "unread").addresses)
     return words
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flashtune import dispatch
-from flashtune.core import launching
 from flashtune.core.config import Config, settles
 from flashtune.core.parameters import CallParameters
 from flashtune.core.target import find_target
@@ -21,7 +20,7 @@ from flashtune.dispatch import driver, launch
 from flashtune.dispatch.choose import choose
 from flashtune.dispatch.forward import Fallback, KernelPlan
 from flashtune.dispatch.launch import Code
-from flashtune.dispatch.misprediction import SHARE, WINDOW, Latch, Misprediction, Mispredictions
+from flashtune.dispatch.misprediction import MISPREDICTIONS, SHARE, WINDOW, Latch, Misprediction, Mispredictions
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
@@ -238,7 +237,10 @@ def test_counts_are_a_plans_own_and_decided_again_it_goes_on_with_the_same(monke
     assert counts.of(0, 0) is found[0] and [one.mispredicted.value for one in found[:3]] == [2**32 - 1, 0, 0]
 
 
-def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
+def test_launches_count_at_their_plans_own_addresses_and_where_nobody_reads_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = SimpleNamespace(addresses=(3 << 40, 3 << 41))
+    monkeypatch.setattr(driver, "driven", lambda device: True)
+    monkeypatch.setattr(MISPREDICTIONS, "of", lambda device, key: unread)
     wanted = hopper_kernels.problem(64)
     module = hopper_kernels.rendered(wanted.spec(), maximum="first")
     inputs = hopper_kernels.make_inputs(wanted, device="cpu", seed=0)
@@ -248,8 +250,7 @@ def test_recorded_launches_count_at_their_plans_own_addresses() -> None:
         assert plan is not None and not plan.scratch
         names = module.flash_fwd_hopper.arg_names
         places = [names.index(name) for name in ("misled_ptr", "host_misled_ptr")]
-        unread = [x.data_ptr() for x in launching.unread(inputs.q.device)]
-        assert [plan.launches[-1].arguments[place].address for place in places] == list(told or unread)
+        assert [plan.launches[-1].arguments[place].address for place in places] == list(told or unread.addresses)
 
 
 RECORDS = [record for record in Library.of(shipped_path()).records(gpu="h200") if record.fallback is not None]

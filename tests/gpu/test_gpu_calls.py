@@ -198,6 +198,35 @@ def test_eager_calls_after_graph_trees() -> None:
         del junk
 
 
+@pytest.mark.parametrize("way", ["dense", "decoding", "packed", "paged", "packed functions"])
+def test_first_calls_in_graph_trees(way: str) -> None:
+    """all that a first call allocates from a graph's pool is gone after it, for every way in, with an output that is eager's"""
+    torch._dynamo.reset()
+    dispatch.reload()
+    q, k, v = inputs(2, 8, 256, 64)
+    rows = [x.transpose(1, 2).reshape(512, 8, 64) for x in (q, k, v)]
+    bounds = torch.tensor([0, 100, 512], dtype=torch.int32, device="cuda")
+    table = torch.arange(32, dtype=torch.int32, device="cuda").view(2, 16)
+    ones, used = torch.arange(3, dtype=torch.int32, device="cuda"), torch.tensor([250, 99], dtype=torch.int32, device="cuda")
+    pages = [x.view(32, 16, 8, 64) for x in rows[1:]]
+
+    def call() -> torch.Tensor:
+        if way == "dense":
+            return dispatch.attention(q, k, v, is_causal=True, softcap=20.0)
+        if way == "decoding":
+            return dispatch.attention(q[:, :, :1], k, v)
+        if way == "paged":
+            return dispatch.attention_varlen(rows[0][:2], *pages, ones, None, 1, 256, seqused_k=used, block_table=table)
+        words = {"score_mod": lambda s, b, h, i, j: s + (i - j)} if way == "packed functions" else {}
+        return dispatch.attention_varlen(*rows, bounds, bounds, 412, 412, **words)
+
+    compiled = torch.compile(call, mode="reduce-overhead")
+    with torch.no_grad(), dispatch.use(unmeasured=True):
+        found = [compiled().clone() for _ in range(4)]
+        for one in found:
+            close(one, call())
+
+
 def test_layouts_in_turn() -> None:
     """calls of one shape whose tensors differ in alignment and strides each get what they can be read with"""
     b, h, n, d = 2, 4, 200, 64

@@ -158,7 +158,7 @@ def test_another_length_compiles_nothing_anew() -> None:
 
     def manifests() -> dict[object, object]:
         made = current().packed["kernels of functions"]
-        return {place: kernel._manifest for place, kernel in made.items() if not isinstance(kernel, str)}
+        return {place: kernel.code.manifest for place, kernel in made.items() if not isinstance(kernel, str)}
 
     call(512)
     kernels = manifests()
