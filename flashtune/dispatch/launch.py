@@ -241,7 +241,9 @@ def provided(kernel: LoadedKernel, q: torch.Tensor, k: torch.Tensor, misses: tup
     if not driver.driven(q.device):
         return launching.provided(kernel, q, k)
     needed = kernel.counts_needed(q, k)
-    words = {"sms": launching.sms_of(q.device), "counts": torch.empty(needed, dtype=torch.int32, device="meta") if needed else None}
+    words: dict[str, Any] = {"sms": launching.sms_of(q.device), "counts": None}
+    if needed:
+        words["counts"] = torch.empty(needed, dtype=torch.int32, device="meta")
     if kernel.counts_misses:
         words["misses"] = tuple(Resident(at, "i64") for at in misses or MISPREDICTIONS.of(q.device.index, "unread").addresses)
     return words
