@@ -138,6 +138,11 @@ def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: Packe
     strides = (size[2], rows * size[2], 1) if plan is not None and plan.heads_outside else (heads * size[2], size[2], 1)
     out = torch.empty_strided(size, strides, dtype=query.dtype, device=query.device)
     lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
+    if plan is not None and found is not None and (fixed := plan.fixed) is not None and numbers.scale > 0.0:
+        latch = None if numbers.deterministic else found.latch
+        if fixed[0] is (found if latch is None else latch.serving() or found):
+            fixed[0].run(fixed[1], named((query, key, value, out, lse), packed), (), (seed, 0))
+            return out, lse
     while found is not None and not _launch(memo, found, (query, key, value, out, lse), packed, numbers, seed, plan):
         found = served(packed, numbers, "fwd", memo)
         if plan is not None:
@@ -193,10 +198,7 @@ def _launch(
     if numbers.scale <= 0.0 and host is not None:
         # Kept until the launches are enqueued.
         query, _ = launching.positive_scale(host, packed.query, numbers.scale)
-    tensors, bits = named(found.spec, (query, *others), packed), (seed, 0)
-    if plan is not None and plan.fixed is not None and plan.fixed[0] is found:
-        found.run(plan.fixed[1], tensors, (), bits)
-        return True
+    tensors, bits = named((query, *others), packed, found.spec), (seed, 0)
     misses = None if latch is None else found.misses
 
     # Launches over pages have programs for the longest sequence.
@@ -216,12 +218,20 @@ def _launch(
     return True
 
 
-def named(spec: KernelSpec, operands: Sequence[Tensor | None], packed: Packed) -> Tensors:
-    """The tensors of a call as its launches name them."""
+def named(operands: Sequence[Tensor | None], packed: Packed, spec: KernelSpec | None = None) -> Tensors:
+    """The tensors of a pass as its launches name them: those of a forward, or of the pass of a spec."""
     _, _, _, cu_q, cu_k, used, slopes, sinks, table, of_k, of_v = packed
-    return Tensors.of(
-        spec, operands, slopes=slopes, k_descale=of_k, v_descale=of_v, sinks=sinks, cu_q=cu_q, cu_k=cu_k, used=used, table=table
-    )
+    others = {
+        "slopes": slopes,
+        "k_descale": of_k,
+        "v_descale": of_v,
+        "sinks": sinks,
+        "cu_q": cu_q,
+        "cu_k": cu_k,
+        "used": used,
+        "table": table,
+    }
+    return Tensors(*operands, **others) if spec is None else Tensors.of(spec, operands, **others)  # type: ignore[arg-type]
 
 
 def _dropped(memo: Memo, found: Kernel) -> bool:

@@ -173,7 +173,9 @@ def _checked_pages(packed: Packed, dropout_p: float) -> list[Tensor]:
 def cast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """Query, key and value in autocast's dtype, where it is on; as they are where one is in fp8 or no tensor, which is refused later."""
     given = query, key, value
-    if not all(isinstance(x, Tensor) for x in given) or not autocasting(query.device.type) or any(x.dtype in NARROW for x in given):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and autocasting(query.device.type)):
+        return given
+    if any(x.dtype in NARROW for x in given):
         return given
     return autocast(*given, None)[:3]
 

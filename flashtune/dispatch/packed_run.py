@@ -1,26 +1,27 @@
 """Calls of packed sequences and paged caches without functions: by the plan of their signature, or chosen at a first call."""
 
-import functools
 from collections.abc import Hashable
 from dataclasses import replace
 from numbers import Integral
-from operator import is_, or_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtune.core.lengths import spread
+from flashtune.core.torch_private import FORWARD_AD, C
 from flashtune.dispatch import context
 from flashtune.dispatch import paged as pages
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
-from flashtune.dispatch.inspection import GRADIENTS, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, flash_attention_on, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.packed import PackedPlan, explained_pass, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.packed_read import parsed
 from flashtune.dispatch.parse import Options, seed_bits, signed
+from flashtune.dispatch.plan import Recent
 from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of
 
@@ -36,10 +37,20 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call without functions, of tensors as in Packed and options in their order, by the plan of its signature where
     there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory."""
-    signature = None if torch.compiler.is_compiling() else _signature(given, options, max_q, max_k, splits)
-    if signature is not None and heads_outside:
-        signature = "heads outside", signature
-    plan: Any = None if signature is None else STACK.get().plans.get(signature)
+    signature: Hashable | None = None
+    plan: Any = None
+    if not torch.compiler.is_compiling():
+        plans = STACK.get().plans
+        try:
+            state, tensors = _state(given, options, max_q, max_k, splits, heads_outside)
+            recent = plans.packed
+            if recent is not None and recent.options == state and recent.check(*tensors) and _unchanged(recent, tensors):
+                plan = recent.plan
+            elif (signature := _signature(given, state, tensors)) is not None and (plan := plans.get(signature)) is not None:
+                plans.served(signature, plan, state, seeded=False, tensors=tensors, kind="packed")
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
+            signature = plan = None
     if plan is None:
         packed, numbers = parsed(Packed(*given), Options(*options), max_q, max_k, splits)
         bits = None if seed is None else signed(seed_bits(seed))
@@ -67,41 +78,49 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
     return why_torch in GRADIENTS and not GRADIENTS[why_torch] and served(packed, numbers, "bwd") is not None
 
 
-def _signature(given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None) -> Hashable | None:
-    """Key of a plan for calls like this one; None for those whose tensors are to be changed or inspected first."""
+def _state(
+    given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """What a plan depends on beside layouts, and the call's tensors, each once. Raises whatever Python does where an argument is none."""
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
-    if not (isinstance(max_q, (int, Integral)) and isinstance(max_k, (int, Integral)) and max_q >= 0 <= max_k):
+    if not (type(max_q) is type(max_k) is int or (isinstance(max_q, Integral) and isinstance(max_k, Integral))) or max_q < 0 or max_k < 0:
+        raise TypeError(max_q, max_k)
+    tensors = [query, key, value, cu_q]
+    if cu_k is not cu_q:
+        tensors.append(cu_k)
+    if caches:
+        # A launch has programs for the longest sequence of all calls of its plan.
+        bounds: Any = pages.bounds_of(max_q, max_k), splits, caches[1] is None
+    else:
+        # Rows are part of the shapes, so that this counts the mean as `octaves_of` does.
+        bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0])
+    if caches or not used is slopes is sinks is None:
+        tensors += [x for x in (used, slopes, sinks, *caches) if x is not None]
+    given_ = cu_k is cu_q, used is None, slopes is None, sinks is None, len(caches)
+    return (options, bounds, given_, heads_outside, torch.are_deterministic_algorithms_enabled()), tensors
+
+
+def _unchanged(recent: Recent, tensors: list[Tensor]) -> bool:
+    """True where all else is as when a plan served, and every tensor begins at a multiple of 16 bytes."""
+    return (
+        (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
+        and FORWARD_AD._current_level < 0
+        and not C._len_torch_dispatch_stack()
+        and flash_attention_on()
+        and not any([x.data_ptr() % 16 for x in tensors])
+    )
+
+
+def _signature(given: tuple[Any, ...], state: tuple[Any, ...], tensors: list[Tensor]) -> Hashable | None:
+    """All that a plan depends on; None for a call that has to be parsed."""
+    query, key, value, _, _, _, slopes, sinks, *caches = given
+    if caches and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in caches[1:]):
         return None
-    try:
-        if caches and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in caches[1:]):
-            return None
-        why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
-        if why_torch is not None and why_torch not in GRADIENTS:
-            return None
-        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | cu_q.data_ptr() | cu_k.data_ptr()
-        more = None
-        if caches or not used is slopes is sinks is None:
-            others = [x for x in (used, slopes, sinks, *caches) if x is not None]
-            more = used is None, slopes is None, *[(x.shape, x.stride(), x.dtype, x.device) for x in others]
-            if caches:
-                # A launch has programs for the longest sequence of all calls of its plan.
-                more = (*more, sinks is None, caches[1] is None, pages.bounds_of(max_q, max_k), splits)
-            addresses |= functools.reduce(or_, [x.data_ptr() for x in others])
-            if any([x.is_neg() for x in others]):
-                return None
-        if addresses % 16 or query.is_neg() or key.is_neg() or value.is_neg() or cu_q.is_neg() or cu_k.is_neg():
-            return None
-        # Rows are part of the shapes below, so that this counts the mean as `octaves_of` does.
-        bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0]), torch.are_deterministic_algorithms_enabled()
-        signature = (
-            "packed", query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype,
-            value.dtype, query.device, key.device, value.device, cu_q.shape, cu_k.shape, cu_q.stride(), cu_k.stride(), cu_q.dtype,
-            cu_k.dtype, cu_q.device, cu_k.device, more, bounds, options, why_torch,
-        )  # fmt: skip
-        hash(signature)
-    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
+    why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
+    if (why_torch is not None and why_torch not in GRADIENTS) or any([x.data_ptr() % 16 or x.is_neg() for x in tensors]):
         return None
+    signature = "packed", state, why_torch, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    hash(signature)
     return signature
 
 

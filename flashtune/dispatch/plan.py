@@ -5,7 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,9 +40,10 @@ def guarded(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Recent:
-    """Plan of calls without a mask and per-head arguments, with the conditions under which it serves again.
+    """Plan of a kind of calls, with the conditions under which it serves again: of dense ones without a mask and per-head arguments, or of
+    packed ones with their `options`.
 
-    `check` is True where three tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
+    `check` is True where tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served, under the modes, transforms and autocast of this thread. The need for a gradient depends on the grad mode, too: `grad_mode`
     is the one in which the plan served, None where no tensor requires a gradient. `check` doesn't see the dtype to which autocast casts:
     `cast_to` is the one under which the plan served, None without autocast.
@@ -52,48 +53,51 @@ class Recent:
     seeded: bool
     grad_mode: bool | None
     cast_to: torch.dtype | None
-    check: Callable[[Tensor, Tensor, Tensor], bool]
-    plan: Plan
+    check: Callable[..., bool]
+    plan: Any
 
 
 class Plans(dict[Hashable, Plan]):
-    """Plans by signature; `recent` is the one that served last, where it has a fast path, `flex` are calls with functions."""
+    """Plans by signature; `recent` is the one that served last, where it has a fast path, and `packed` that of packed and paged calls;
+    `flex` are calls with functions."""
 
-    __slots__ = ("_made", "flex", "recent")
+    __slots__ = ("_made", "flex", "packed", "recent")
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.recent: Recent | None = None
+        self.packed: Recent | None = None
         self._made: dict[Hashable, Recent] = {}
         self.flex: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
         """Drop all plans."""
         super().clear()
-        self.recent = None
+        self.recent = self.packed = None
         self._made.clear()
         self.flex.clear()
 
     def served(
         self,
         signature: Hashable,
-        plan: Plan,
+        plan: Any,
         options: tuple[Any, ...],
         *,
         seeded: bool,
         cast_to: torch.dtype | None = None,
-        tensors: tuple[Tensor, Tensor, Tensor],
+        tensors: Sequence[Tensor],
+        kind: Literal["recent", "packed"] = "recent",
     ) -> None:
-        """Put the plan that served these tensors on the fast path; the call has no mask and no per-head arguments."""
+        """Put the plan that served these tensors on the fast path of a kind of calls."""
         if not guarded(tensors):
             return
         made = self._made.get(signature)
-        if made is None or made is self.recent:
+        if made is None or made is getattr(self, kind):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = check_of(tensors)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
             made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan)
-        self.recent = made
+        setattr(self, kind, made)
         if signature not in self:
             # Another thread cleared the cache meanwhile.
             self.clear()
