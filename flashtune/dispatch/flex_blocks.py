@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -85,12 +86,17 @@ LISTS: Any = WeakIdKeyDictionary()
 """Lists of blocks of a mask, and whether a BlockMask's blocks are those of its mask_mod, for as long as it lives."""
 
 _OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_") for name in ("num_blocks", "indices"))
+_lists_of = attrgetter(*_OWN)
 
 
 def versions_of(mask: Any) -> tuple[int, ...]:
     """Versions of a BlockMask's own lists, which are all that it holds: no values that its mask_mod reads."""
-    lists = [getattr(mask, name, None) for name in _OWN]
-    return tuple(x._version for x in lists if x is not None and not x.is_inference())
+    try:
+        return tuple([x._version for x in _lists_of(mask) if x is not None])
+    except (AttributeError, RuntimeError):
+        # Tensors of inference mode have no versions, and nothing writes to them outside of it.
+        lists = [getattr(mask, name, None) for name in _OWN]
+        return tuple(x._version for x in lists if x is not None and not x.is_inference())
 
 
 def stream_of() -> tuple[int, bool]:
