@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "guard"))
 
+import bits
 import calls
 import choices
 import frozen
@@ -58,3 +59,16 @@ def test_of_an_entry_of_many_parts_those_that_differ_are_named() -> None:
     assert frozen.differences({"a": many}, {"a": dict.fromkeys(many, -1)}) == [
         "a: 0: 0 became -1; 1: 1 became -1; 2: 2 became -1; and 2 more"
     ]
+
+
+def test_random_calls_are_the_same_for_every_revision_and_other_bits_are_told_apart() -> None:
+    words = [bits.drawn(way, number) for way in bits.WAYS for number in range(20)]
+    assert words == [bits.drawn(one["way"], one["number"]) for one in words] and any(one["grad"] for one in words)
+    zero, negative = torch.zeros(2), -torch.zeros(2)
+    one, other, wide = (bits.digest({}, lambda _, x=x: (x,)) for x in (zero, negative, zero.double()))  # type: ignore[misc]
+    assert one == bits.digest({}, lambda _: (zero.clone(),)) and len({one, other, wide}) == 3
+
+    def fails(_: object) -> None:
+        raise ValueError("no such call")
+
+    assert bits.digest({}, fails) == "ValueError: no such call"
