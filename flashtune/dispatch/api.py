@@ -92,7 +92,8 @@ def attention(
         deterministic: gradients are bitwise repeatable, as torch.use_deterministic_algorithms requires of all operations. Kernels that
             accumulate in no fixed order don't serve them then; where PyTorch does, it uses its math backend, with memory for all scores.
         score_mod: scores as a function, (score, b, h, q_idx, kv_idx) to a score, as in `flashtune.dispatch.flex.flex_attention`.
-        block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa and return_lse are taken.
+        block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa, return_lse and
+            implementation are taken.
         implementation: who serves, whatever the records say: "flashtune" (kernels of ours), "torch" (PyTorch's own choice), its backends
             "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4) or "fa2" (flash-attn). Under
             torch.compile PyTorch's are traced as its own operation, and so are calls that name "flex", "fa4" or "fa2".
@@ -112,7 +113,8 @@ def attention(
     """
     if score_mod is not None or block_mask is not None:
         _functions().refuse_arguments_of_attention(locals())
-        return _functions().flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        words = scale, enable_gqa, return_lse
+        return _functions().flex_attention(query, key, value, score_mod, block_mask, *words, implementation=implementation)
     if has_torch_function_variadic(query, key, value):
         return inspection.overridden(attention, **locals())
     if attn_mask is not None:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from flashtune.core import devices
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.flex_attention import Mod
-from flashtune.core.torch_private import C
-from flashtune.dispatch import api, flex_functions, inspection
+from flashtune.dispatch import api, flex_functions
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend_by_kernels, types_of
 from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Passes, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.flex_configs import problem_with_functions
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
-from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of
+from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of, slower
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
-from flashtune.dispatch.flex_torch import check_shapes, check_types, flex_by_torch, lacks
-from flashtune.dispatch.kernel import Kernel, NotBuilt, layout, served_here
-from flashtune.dispatch.parse import check_flags, number, unwrapped, wants_lse
+from flashtune.dispatch.flex_torch import check_shapes, check_types, flex_by_torch, lacks, why_named, why_torch_dense
+from flashtune.dispatch.kernel import Kernel, NotBuilt, layout
+from flashtune.dispatch.offers import OURS
+from flashtune.dispatch.parse import check_flags, check_implementation, number, unwrapped, wants_lse
 from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Packed, octaves_of
 from flashtune.templates.mods.emit import emitted
@@ -44,6 +44,7 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: Any = None,
+    implementation: str | None = None,
 ) -> Any:
     """Attention whose mask and scores are functions, as torch.nn.attention.flex_attention.flex_attention takes them.
 
@@ -59,6 +60,8 @@ def flex_attention(
         return_lse: return (output, lse), lse (B, Hq, L) float32, the natural logarithm of the softmax's denominator.
         kernel_options: options of PyTorch's kernels where these serve.
         return_aux: an AuxRequest, for (output, AuxOutput).
+        implementation: who serves, whatever the records say: "flashtune" (kernels of ours, measured or not) or "torch"; on a GPU "flex" is
+            PyTorch's flex_attention, too. Other names are refused, since their libraries take no functions. torch.compile traces PyTorch's.
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
     tiles without a visible pair are skipped; those that `attention` has built in take its kernels, and documents those of packed sequences.
@@ -67,16 +70,21 @@ def flex_attention(
     measured with them, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. What it lacks on a CPU (gradients) is computed
     by matrices of all scores. `explain_flex` says which.
 
-    Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar.
+    Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar, and for an
+    implementation that can't serve the call.
     """
     with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
         scale = unwrapped(scale)
-    call = recent_call(query, key, value, score_mod, block_mask, options := (scale, enable_gqa, with_lse, return_aux))
+    options: tuple[Any, ...] = (scale, enable_gqa, with_lse, return_aux)
+    if implementation is not None:
+        check_implementation(implementation)
+        options = (*options, implementation)
+    call = recent_call(query, key, value, score_mod, block_mask, options)
     if call is None:
         flex_functions.check_functions(score_mod, block_mask, "block_mask")
         query, key, value = _checked_call(query, key, value, scale, enable_gqa, kernel_options)
-        call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse)
+        call = _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse, implementation)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
     if isinstance(call, str):
         words = scale, enable_gqa, return_lse, kernel_options, return_aux
@@ -100,9 +108,8 @@ def flex_attention(
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
             current().plans.flex.clear()
-            return flex_attention(
-                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
-            )
+            again: dict[str, Any] = {"return_aux": return_aux, "implementation": implementation}
+            return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **again)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -148,12 +155,13 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     given = bound.arguments
     with_lse = wants_lse(given["return_lse"], given["return_aux"])
     given["scale"] = unwrapped(given["scale"])
+    check_implementation(given["implementation"])
     flex_functions.check_functions(given["score_mod"], given["block_mask"], "block_mask")
     tensors = _checked_call(*(given[name] for name in ("query", "key", "value", "scale", "enable_gqa", "kernel_options")))
     given |= dict(zip(("query", "key", "value"), tensors, strict=True))
     gpu = devices.slug_here(given["query"].device) if isinstance(given["query"], Tensor) else "cpu"
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
-    call = _call_of(*[given[name] for name in names], with_lse)  # type: ignore[call-arg]
+    call = _call_of(*[given[name] for name in names], with_lse, given["implementation"])  # type: ignore[call-arg]
     if isinstance(call, str):
         need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux")))
         if need is not None:
@@ -188,13 +196,31 @@ def _call_of(
     enable_gqa: bool,
     return_aux: Any,
     wants_lse: bool,
+    implementation: str | None = None,
 ) -> FlexCall | PackedCall | dict[str, Any] | str:
     """The call for kernels with its functions, that of packed sequences or arguments for `attention` where these kernels serve it, or the
-    reason why PyTorch serves."""
+    reason why PyTorch serves; raises InputError where the implementation can't that is named."""
     check_types(query, key, value)
-    if (why := _why_torch(query, key, value, scale, return_aux)) is not None:
+    if (why := why_torch_dense(query, key, value, scale, return_aux)) is None:
+        check_shapes(query, key, value, block_mask, enable_gqa)
+    if (why := why_named(implementation, why, query)) is not None:
         return why
-    check_shapes(query, key, value, block_mask, enable_gqa)
+    found = _by_kernels(query, key, value, score_mod, block_mask, scale, wants_lse, ours=implementation == OURS)
+    return (why_named(implementation, found, query) or found) if isinstance(found, str) else found
+
+
+def _by_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: Any,
+    scale: float | None,
+    wants_lse: bool,
+    *,
+    ours: bool,
+) -> FlexCall | PackedCall | dict[str, Any] | str:
+    """The same where no argument leaves the call to PyTorch; with `ours` kernels serve wherever they can, measured or not."""
     key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
     found = flex_functions.functions_of(
         score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, zip(INDICES, sizes_of(query, key), strict=True)
@@ -208,22 +234,22 @@ def _call_of(
     if functions.known is not None:
         if given is not None and not agrees_with_band(given, functions.known[0], query, key):
             return FOREIGN
-        if (words := _built_in(functions, captured, query, key, value, scale, wants_lse)) is not None:
+        if (words := _built_in(functions, captured, query, key, value, scale, wants_lse, ours=ours)) is not None:
             return words
     if functions.documents is not None:
-        packed = packed_call(functions.documents, captured, tensors, scale, given)
+        packed = packed_call(functions.documents, captured, tensors, scale, given, ours=ours)
         if packed is not None:
             return packed
     if given is not None and any(size not in (1, now) for size, now in zip(given.shape[:-2], query.shape[:2], strict=True)):
         return f"the BlockMask is for {tuple(given.shape[:-2])} batches and heads"
     if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
         return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
-    call = with_kernel(functions, captured, tensors, scale, block_mask)
+    call = with_kernel(functions, captured, tensors, scale, block_mask, ours=ours)
     try:
         foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
     except NotBuilt:
         # Its next kernel.
-        return _call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, wants_lse)
+        return _by_kernels(query, key, value, score_mod, block_mask, scale, wants_lse, ours=ours)
     return FOREIGN if foreign else call
 
 
@@ -234,11 +260,14 @@ def with_kernel(
     scale: float,
     mask_of: Any = None,
     sequences: Sequences | None = None,
+    *,
+    ours: bool = False,
 ) -> FlexCall | str:
-    """The call of kernels with these functions, or the reason why none serves. Those of packed sequences serve measured or not."""
+    """The call of kernels with these functions, or the reason why none serves. Those of packed sequences serve measured or not, and so do
+    all with `ours`."""
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured))
     memo = current()
-    flags: tuple[Any, ...] = memo.unmeasured, torch.get_float32_matmul_precision()
+    flags: tuple[Any, ...] = memo.unmeasured, torch.get_float32_matmul_precision(), ours
     if sequences is not None:
         sizes = octaves_of(Packed(*tensors, *sequences.bounds), sequences.numbers), sequences.bounds[0].shape
         flags = (*flags, *sequences.numbers[3:], *sizes, sequences.bounds[2] is None, sequences.deterministic)
@@ -246,7 +275,7 @@ def with_kernel(
     known = _chosen_in(memo)
     of, chosen = known.get(place, (None, ""))
     if of is not functions or (not isinstance(chosen, str) and chosen.failed):
-        chosen = _kernels(functions, captured, tensors, trains, sequences)
+        chosen = _kernels(functions, captured, tensors, trains, sequences, always=ours or sequences is not None)
         if not functions.fresh:
             if len(known) >= flex_functions.MOST_TRACES:
                 known.clear()
@@ -263,13 +292,19 @@ def _chosen_in(memo: Memo) -> dict[Hashable, tuple[Functions | None, Passes | st
 
 
 def _kernels(
-    functions: Functions, captured: tuple[Tensor, ...], tensors: tuple[Tensor, Tensor, Tensor], trains: bool, sequences: Sequences | None
+    functions: Functions,
+    captured: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    trains: bool,
+    sequences: Sequences | None,
+    *,
+    always: bool,
 ) -> Passes | str:
-    """The kernels of a call's passes, or the reason why none serve."""
+    """The kernels of a call's passes, or the reason why none serve; with `always` they serve unmeasured, or slower than PyTorch, too."""
     query, backward, trained = tensors[0], None, None
     try:
         mods = emitted(functions.score, functions.mask, types_of(captured, [False] * len(captured)), backward=False)
-        unmeasured = sequences is not None or _unmeasured_too(query)
+        unmeasured = always or _unmeasured_too(query)
         if trains:
             trained = emitted(functions.score, functions.mask, types_of(captured, [x.requires_grad for x in captured]), backward=True)
             unmeasured = unmeasured or (bool(trained.trained) and _torchs_fails(query))
@@ -280,12 +315,12 @@ def _kernels(
     if isinstance(kernel, str) or isinstance(backward, str):
         return kernel if isinstance(kernel, str) else str(backward)
     # The alternative of packed sequences is a call for each.
-    if sequences is None and (why := _slower([kernel] if backward is None else [kernel, backward])) is not None:
+    if not always and (why := slower([kernel] if backward is None else [kernel, backward])) is not None:
         return why
     return Passes(kernel, mods, backward, trained)
 
 
-_TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
+_TAKEN = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "implementation")
 """Arguments of `attention` that `flex_attention` has, too."""
 
 
@@ -305,7 +340,15 @@ def explained_by_flex(given: dict[str, Any]) -> Explanation:
 
 
 def _built_in(
-    functions: Functions, captured: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor, scale: float, wants_lse: bool
+    functions: Functions,
+    captured: tuple[Tensor, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    wants_lse: bool,
+    *,
+    ours: bool,
 ) -> dict[str, Any] | None:
     """The arguments of `attention` for functions that it has built in, where its kernels serve the call: they are tuned for the GPU."""
     assert functions.known is not None, "the caller looked"
@@ -313,6 +356,8 @@ def _built_in(
     words: dict[str, Any] = {"window": None if window == (None, None) else window, "scale": scale * score.factor, "enable_gqa": True}
     if score.softcap:
         words["softcap"] = score.softcap
+    if ours:
+        words["implementation"] = OURS
     slopes = slopes_of(score, captured, query.shape[0], query.shape[1], query.device)
     if slopes is not None:
         words["alibi_slopes"] = slopes
@@ -322,19 +367,16 @@ def _built_in(
     place = layout((query, key, value, slopes)), query.device, numbers, wants_lse, wanted
     known: dict[Hashable, bool] = current().packed.setdefault("built in", {})
     if place not in known:
-        served = api.explain(query, key, value, return_lse=wants_lse, **words)
-        known[place] = served.kind != "framework" and (not trained or served.backward is not None)
+        try:
+            served = api.explain(query, key, value, return_lse=wants_lse, **words)
+        except InputError:
+            # No kernel of theirs can: those with functions may.
+            if not ours:
+                raise
+            known[place] = False
+        else:
+            known[place] = served.kind != "framework" and (not trained or served.backward is not None)
     return words if known[place] else None
-
-
-def _slower(passes: Sequence[Kernel]) -> str | None:
-    """The reason why PyTorch serves where its passes took less time than kernels beside them; None where one of them wasn't measured."""
-    records = [one.record for one in passes if one.record is not None]
-    theirs = [record.framework_us for record in records if record.framework_us is not None]
-    ours = sum(record.median_us for record in records)
-    if len(theirs) < len(passes) or ours <= sum(theirs):
-        return None
-    return f"it was faster beside the record {records[0].problem.label()}: {sum(theirs):.1f} us, and ours {ours:.1f} us"
 
 
 def _torchs_fails(query: Tensor) -> bool:
@@ -346,40 +388,6 @@ def _torchs_fails(query: Tensor) -> bool:
 def _unmeasured_too(query: Tensor) -> bool:
     """True where any kernel with functions may serve: in the interpreter, or where unmeasured ones are allowed."""
     return query.device.type != "cuda" or current().unmeasured
-
-
-def _why_torch(query: Any, key: Any, value: Any, scale: Any, return_aux: Any) -> str | None:
-    if (why := why_torch(query, key, value, scale)) is not None:
-        return why
-    if not all(x.numel() for x in (query, key, value)):
-        return "a tensor is empty"
-    if return_aux is not None and return_aux.max_scores:
-        return "kernels return no maxima of scores"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are requested"
-    return None
-
-
-def why_torch(query: Any, key: Any, value: Any, scale: Any, *, dimensions: int = 4) -> str | None:
-    """The reason why no kernel with functions takes tensors of so many dimensions; None where one may."""
-    every = (query, key, value)
-    if torch.compiler.is_compiling():
-        return "torch.compile traces the call"
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in every) or C._len_torch_dispatch_stack():
-        return "arguments aren't plain tensors"
-    if inspection.transformed():
-        return "a transform of torch.func is active"
-    if any(x.dim() != dimensions for x in every) or len({(x.dtype, x.device) for x in every}) > 1:
-        return f"tensors don't have {'four' if dimensions == 4 else 'three'} dimensions, one dtype and one device"
-    if not served_here(query.device, query.dtype):
-        return f"no kernel runs on {query.device} with {query.dtype}"
-    if scale is not None and not scale > 0:
-        return "the scale isn't above 0"
-    if torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) is not query.dtype:
-        return "autocast takes another type"
-    if any(x.is_neg() for x in every):
-        return "a tensor is lazily negated"
-    return None
 
 
 _SIGNATURE = inspect.signature(flex_attention)

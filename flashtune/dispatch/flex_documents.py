@@ -14,6 +14,7 @@ from flashtune.dispatch.flex_blocks import FOREIGN, MOST_LISTS, agrees_with_band
 from flashtune.dispatch.flex_configs import BUILT_FOR_IT
 from flashtune.dispatch.inspection import flash_attention_on
 from flashtune.dispatch.kernel import layout
+from flashtune.dispatch.offers import OURS
 from flashtune.dispatch.packed_read import cast, parsed
 from flashtune.dispatch.packed_run import attend, explanation_of
 from flashtune.dispatch.parse import Options
@@ -77,7 +78,8 @@ class Runs(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A call as packed sequences: batches are folded into heads, or into rows. `slopes` are those of all heads, None without ALiBi."""
+    """A call as packed sequences: batches are folded into heads, or into rows. `slopes` are those of all heads, None without ALiBi; `named`
+    is the implementation that the caller names."""
 
     read: Read
     runs: Runs
@@ -86,15 +88,23 @@ class PackedCall(NamedTuple):
     softcap: float
     window: tuple[int, int]
     slopes: Tensor | None = None
+    named: str | None = None
 
 
 def packed_call(
-    documents: Documents, captured: Sequence[Tensor], tensors: tuple[Tensor, Tensor, Tensor], scale: float, block_mask: Any
+    documents: Documents,
+    captured: Sequence[Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    block_mask: Any,
+    *,
+    ours: bool = False,
 ) -> PackedCall | str | None:
     """The call of packed sequences that means the same, the reason why PyTorch serves, or None where lists of blocks serve.
 
     The host reads the numbers of documents, and compares them at every call, for which it waits: whoever wrote them since. A CUDA graph
-    that is captured, whose replays may see other numbers, takes lists of blocks, which wait for nothing.
+    that is captured, whose replays may see other numbers, takes lists of blocks, which wait for nothing. With `ours` kernels serve
+    measured or not.
     """
     query, ids, score, memo = tensors[0], captured[documents.captured], documents.score, current()
     if capturing(query.device):
@@ -107,14 +117,21 @@ def packed_call(
     trains = trains and any(x.requires_grad for x in tensors)
     # Weakly, since a BlockMask holds the numbers, with which the decision is kept.
     owners = weakref.ref(memo), None if block_mask is None else (weakref.ref(block_mask), versions_of(block_mask))
-    place = documents, layout((*tensors, slopes)), scale, trains, memo.unmeasured, flash_attention_on(), owners
+    place = documents, layout((*tensors, slopes)), scale, trains, memo.unmeasured, flash_attention_on(), owners, ours
     by = _decided_by(ids)
-    found: PackedCall | str | None = by.get(place, lambda: _decided(documents, by, slopes, tensors, scale, block_mask))
+    found: PackedCall | str | None = by.get(place, lambda: _decided(documents, by, slopes, tensors, scale, block_mask, ours=ours))
     return found if slopes is None or not isinstance(found, PackedCall) else found._replace(slopes=_of_heads(slopes, found, query))
 
 
 def _decided(
-    documents: Documents, by: Decided, slopes: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor], scale: float, block_mask: Any
+    documents: Documents,
+    by: Decided,
+    slopes: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    block_mask: Any,
+    *,
+    ours: bool,
 ) -> PackedCall | str | None:
     (query, key, _), ids = tensors, by.read.numbers
     (batch, _, n, _), score = query.shape, documents.score
@@ -131,9 +148,9 @@ def _decided(
     if block_mask is not None and not agrees_with_band(block_mask, documents.band, query, key, ids):
         return FOREIGN
     left, right = (-1 if side is None else side for side in documents.band)
-    call = PackedCall(by.read, runs, into_heads, scale * score.factor, score.softcap, (left, right))
+    call = PackedCall(by.read, runs, into_heads, scale * score.factor, score.softcap, (left, right), named=OURS if ours else None)
     said = _explained(call if slopes is None else call._replace(slopes=_of_heads(slopes, call, query)), tensors)
-    free = current().unmeasured or not query.is_cuda
+    free = ours or current().unmeasured or not query.is_cuda
     for one in (said, said.backward):
         # Measured on this GPU, or of families that serve functions unmeasured, too.
         if one is not None and (one.template is None or not (free or one.template in BUILT_FOR_IT or one.kind in ("exact", "near_n"))):
@@ -175,8 +192,10 @@ def _folded(call: PackedCall, tensors: Sequence[Tensor]) -> list[Tensor]:
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, N, D_v), whose heads lie in memory as the query's do, and LSE (B, Hq, N)."""
     batch, heads, n, _ = query.shape
-    _, (bounds, longest), into_heads, scale, softcap, window, slopes = call
-    options = (0.0, False, scale, True, window, softcap, "top_left", False, False, False)
+    _, (bounds, longest), into_heads, scale, softcap, window, slopes, named = call
+    options: tuple[Any, ...] = (0.0, False, scale, True, window, softcap, "top_left", False, False, False)
+    if named is not None:
+        options = (*options, named)
     given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, None)
     out, lse = attend(given, options, longest, longest, None, heads_outside=into_heads or query.stride(1) > query.stride(2))
     if into_heads:
@@ -185,7 +204,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
 
 
 def _explained(call: PackedCall, tensors: Sequence[Tensor]) -> Explanation:
-    _, (bounds, longest), _, scale, softcap, window, slopes = call
+    _, (bounds, longest), _, scale, softcap, window, slopes, _ = call
     options = Options(scale=scale, enable_gqa=True, window=window, softcap=softcap)
     packed = Packed(*cast(*_folded(call, tensors)), bounds, bounds, None, slopes)
     return explanation_of(*parsed(packed, options, longest, longest))

@@ -217,3 +217,13 @@ def explained_kernel(kernel: Kernel, said: str, gpu: str, problem: Problem | Non
         config=variant.config,
         **said_of(record),
     )
+
+
+def slower(passes: Sequence[Kernel]) -> str | None:
+    """The reason why PyTorch serves where its passes took less time than kernels beside them; None where one of them wasn't measured."""
+    records = [one.record for one in passes if one.record is not None]
+    theirs = [record.framework_us for record in records if record.framework_us is not None]
+    ours = sum(record.median_us for record in records)
+    if len(theirs) < len(passes) or ours <= sum(theirs):
+        return None
+    return f"it was faster beside the record {records[0].problem.label()}: {sum(theirs):.1f} us, and ours {ours:.1f} us"

@@ -15,6 +15,10 @@ from flashtune.core.flex_attention import Mod, within
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch import inspection
+from flashtune.dispatch.kernel import served_here
+from flashtune.dispatch.offers import OURS, TORCHS
+from flashtune.dispatch.parse import cannot_serve
+from flashtune.dispatch.providers import refuse_functions
 from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.mods.graph import INTEGERS
 
@@ -190,3 +194,64 @@ def block_mask_of(block_mask: Any, query: Any, key: Any) -> Any:
     if block_mask is None or isinstance(block_mask, module.BlockMask):
         return block_mask
     return module.create_block_mask(block_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2], device=query.device)
+
+
+_TRACED, _SUBCLASS = "torch.compile traces the call", "arguments aren't plain tensors"
+_TRANSFORMED = "a transform of torch.func is active"
+SEEN_THROUGH = frozenset((_TRACED, _SUBCLASS, _TRANSFORMED))
+"""Reasons for which PyTorch serves calls with functions, whatever implementation is named."""
+
+NOTHING = "there is nothing to compute"
+
+
+def why_torch(query: Any, key: Any, value: Any, scale: Any, *, dimensions: int = 4) -> str | None:
+    """The reason why no kernel with functions takes tensors of so many dimensions; None where one may."""
+    every = (query, key, value)
+    if torch.compiler.is_compiling():
+        return _TRACED
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in every) or C._len_torch_dispatch_stack():
+        return _SUBCLASS
+    if inspection.transformed():
+        return _TRANSFORMED
+    if any(x.dim() != dimensions for x in every) or len({(x.dtype, x.device) for x in every}) > 1:
+        return f"tensors don't have {'four' if dimensions == 4 else 'three'} dimensions, one dtype and one device"
+    if not served_here(query.device, query.dtype):
+        return f"no kernel runs on {query.device} with {query.dtype}"
+    if scale is not None and not scale > 0:
+        return "the scale isn't above 0"
+    if torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) is not query.dtype:
+        return "autocast takes another type"
+    if any(x.is_neg() for x in every):
+        return "a tensor is lazily negated"
+    return None
+
+
+def why_torch_dense(query: Any, key: Any, value: Any, scale: Any, return_aux: Any) -> str | None:
+    """The same for calls of `flex_attention`."""
+    why = why_torch(query, key, value, scale)
+    if why not in SEEN_THROUGH and not all(x.numel() for x in (query, key, value)):
+        return NOTHING
+    if why is not None:
+        return why
+    if return_aux is not None and return_aux.max_scores:
+        return "kernels return no maxima of scores"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are requested"
+    return None
+
+
+def why_named(name: str | None, why: str | None, query: Any, *, nothing: bool = False) -> str | None:
+    """The reason why PyTorch serves a call with functions whose caller names an implementation, None for kernels; `why` is that so far.
+
+    Raises InputError, with the cause and the remedy, where the implementation can't serve a call with something to compute.
+    """
+    if name == TORCHS:
+        return f"the caller named {name}"
+    if name is None or nothing or why in SEEN_THROUGH or why == NOTHING:
+        return why
+    if name != OURS:
+        refuse_functions(name, query.device)
+        return f"the caller named {name}"
+    if why is not None:
+        raise cannot_serve(name, why)
+    return None

@@ -1,5 +1,6 @@
 """Packed calls in PyTorch: a call of `attention` for each sequence, the autograd function of kernels, and operators for compilers."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,16 +34,24 @@ def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:
     return random_bits(seed, packed.query.device)[0]
 
 
-def by_attention(packed: Packed, numbers: Numbers, seed: int) -> tuple[Tensor, Tensor]:
+def by_attention(packed: Packed, numbers: Numbers, seed: int, implementation: str | None = None) -> tuple[Tensor, Tensor]:
     """Output and LSE by a call of `attention` for each sequence, over a copy of its keys where these are in pages."""
+    of_sequence = functools.partial(_of_sequence, implementation=implementation)
     if packed.table is None:
-        return by_sequence(packed, numbers, seed, _of_sequence)
-    out, lse = by_sequence(gathered(packed), numbers, seed, _of_sequence)
+        return by_sequence(packed, numbers, seed, of_sequence)
+    out, lse = by_sequence(gathered(packed), numbers, seed, of_sequence)
     return out.to(packed.query.dtype), lse
 
 
 def _of_sequence(
-    tensors: list[Tensor], numbers: Numbers, seed: int, index: int, slopes: Tensor | None, sinks: Tensor | None
+    tensors: list[Tensor],
+    numbers: Numbers,
+    seed: int,
+    index: int,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    implementation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Output (1, Hq, N_q, D_v) and LSE of the sequence with this index."""
     q, k, v = tensors
@@ -51,6 +60,7 @@ def _of_sequence(
     if not numbers.dropout_p:
         words: dict[str, Any] = {"window": (numbers.left, numbers.right), "causal_alignment": alignment, "enable_gqa": heads != k.shape[1]}
         words |= {"scale": numbers.scale, "softcap": numbers.softcap, "allow_tf32": numbers.tf32, "return_lse": True}
+        words["implementation"] = implementation
         out, lse = attention(q, k, v, alibi_slopes=slopes, sinks=sinks, **words)
         return out, lse
     # Heads of all sequences are counted, as kernels do, so that each has a mask of its own.

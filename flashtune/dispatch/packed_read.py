@@ -12,7 +12,7 @@ from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.torch_attention import autocasting
 from flashtune.dispatch.inspection import autocast, is_distributed
 from flashtune.dispatch.paged import NARROW
-from flashtune.dispatch.parse import Options, check_flags, scalars
+from flashtune.dispatch.parse import Options, check_flags, check_implementation, scalars
 from flashtune.dispatch.sequences import Numbers, Packed
 
 NO_CACHES = "k_descale and v_descale are factors of paged caches in float8: pass a block_table, or packed keys in query's dtype"
@@ -68,6 +68,7 @@ def _checked(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[
     if kv_heads == 0 or heads % kv_heads:
         raise InputError(f"{heads} query heads can't share {kv_heads} key heads: make Hq a multiple of Hkv")
     _check_lengths(cu_q, cu_k, used)
+    check_implementation(options.implementation)
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
     sequences = cu_q.shape[0] - 1

@@ -16,11 +16,12 @@ from flashtune.dispatch import paged as pages
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
-from flashtune.dispatch.inspection import GRADIENTS, flash_attention_on, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, flash_attention_on, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.offers import OURS
 from flashtune.dispatch.packed import PackedPlan, explained_pass, served
 from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.packed_read import parsed
-from flashtune.dispatch.parse import Options, seed_bits, signed
+from flashtune.dispatch.parse import Options, cannot_serve, seed_bits, signed
 from flashtune.dispatch.plan import Recent
 from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of
@@ -36,7 +37,7 @@ def attend(
     heads_outside: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call without functions, of tensors as in Packed and options in their order, by the plan of its signature where
-    there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory."""
+    there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory. Of implementations options name ours alone."""
     signature: Hashable | None = None
     plan: Any = None
     if not torch.compiler.is_compiling():
@@ -52,9 +53,11 @@ def attend(
             # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
             signature = plan = None
     if plan is None:
-        packed, numbers = parsed(Packed(*given), Options(*options), max_q, max_k, splits)
+        read = Options(*options)
+        packed, numbers = parsed(Packed(*given), read, max_q, max_k, splits)
         bits = None if seed is None else signed(seed_bits(seed))
-        return _first(packed, numbers, bits, signature if all(map(is_, packed[:6], given[:6])) else None, heads_outside)
+        signature = signature if all(map(is_, packed[:6], given[:6])) else None
+        return _first(packed, numbers, bits, signature, heads_outside, ours=read.implementation is not None)
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
     return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
@@ -62,14 +65,15 @@ def attend(
 
 def explanation_of(packed: Packed, numbers: Numbers) -> Explanation:
     """Explanation of who serves such a call, and its gradients where they are needed; no kernel is launched."""
-    why_torch = _torch_only(packed)
+    why_torch = torch_only(packed)
     if why_torch in GRADIENTS:
         found = explained_pass(packed, numbers, None if _has_backward(packed, numbers, why_torch) else why_torch)
         return found if found.kind == "framework" else replace(found, backward=explained_pass(packed, numbers, None, "bwd"))
     return explained_pass(packed, numbers, why_torch)
 
 
-def _torch_only(packed: Packed) -> str | None:
+def torch_only(packed: Packed) -> str | None:
+    """Reason for which only PyTorch's operations can serve a call now, or None where a kernel may."""
     return why_torch_now(*packed[:3], None, PerHead(alibi_slopes=packed.slopes, sinks=packed.sinks))
 
 
@@ -132,26 +136,46 @@ def _planned(plan: PackedPlan, packed: Packed, seed: int | None) -> tuple[Tensor
     return out, lse
 
 
-def _first(packed: Packed, numbers: Numbers, seed: int | None, signature: Hashable | None, heads_outside: bool) -> tuple[Tensor, Tensor]:
-    """Output and LSE by kernels, an operator, or a call for each sequence; a plan of kernels is kept for a signature."""
+def meet(packed: Packed, numbers: Numbers, why_torch: str | None) -> None:
+    """Record a call, unless its keys are in pages."""
+    if packed.table is None:
+        trained = (
+            torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3]) and not getattr(packed.slopes, "requires_grad", False)
+        )
+        meet_packed(context.current(), problem_of(packed, numbers, exact=True), why_torch, trained)
+
+
+def refuse_ours(packed: Packed, numbers: Numbers, why_torch: str | None) -> None:
+    """Raise InputError with the reason why no kernel serves a call whose caller names ours."""
+    if not (packed.empty or why_torch in SEEN_THROUGH):
+        raise cannot_serve(OURS, explanation_of(packed, numbers).reason.partition(", so each sequence is ")[0])
+
+
+def _first(
+    packed: Packed, numbers: Numbers, seed: int | None, signature: Hashable | None, heads_outside: bool, *, ours: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE by kernels, an operator, or a call for each sequence, which with `ours` is refused; a plan of kernels is kept for a
+    signature."""
     if torch.compiler.is_compiling() and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
-    why_torch = _torch_only(packed)
+    why_torch = torch_only(packed)
     if perhaps_fake(why_torch, packed.query) and not transformed():
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     memo = context.current()
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3]) and not getattr(packed.slopes, "requires_grad", False)
-    if packed.table is None:
-        meet_packed(memo, problem_of(packed, numbers, exact=True), why_torch, trained)
+    meet(packed, numbers, why_torch)
     if why_torch is None or why_torch in GRADIENTS:
         found = served(packed, numbers)
         trains = found is not None and why_torch is not None and _has_backward(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
             plan = PackedPlan(memo, found, numbers, trains=trains, heads_outside=heads_outside)
             outputs = _planned(plan, packed, seed)
+            if plan.forward is None and ours:
+                refuse_ours(packed, numbers, why_torch)
             if signature is not None and plan.forward is not None:
                 memo.keep(signature, plan)  # type: ignore[arg-type]
             return outputs
+    if ours:
+        refuse_ours(packed, numbers, why_torch)
     return by_attention(packed, numbers, dropout_bits(packed, numbers, seed))

@@ -80,24 +80,49 @@ def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> P
 def gathered(packed: Packed) -> Packed:
     """A packed call over copies of the used keys and values; copies of float8 caches are float32. Lengths are read by the host."""
     assert packed.table is not None and packed.used is not None, "pages have a table and lengths"
-    table, page, narrow = packed.table, packed.key.shape[1], packed.key.dtype in NARROW
+    table, page = packed.table, packed.key.shape[1]
     lengths = packed.used.clamp(0, table.shape[1] * page).tolist()
 
     def all_of(cache: Tensor, factor: Tensor | None) -> Tensor:
-        # PyTorch can't index tensors in float8.
-        memory = cache.view(torch.uint8) if narrow else cache
         factor = None if factor is None else factor.expand(len(table), factor.shape[-1])
         found = []
         for b, count in enumerate(lengths):
-            rows = memory[table[b, : -(-count // page)].long()].flatten(0, 1)[:count]
-            if narrow:
-                rows = rows.view(cache.dtype).float() * (1.0 if factor is None else factor[b][:, None])
-            found.append(rows)
+            rows = _blocks(cache, table[b, : -(-count // page)], None if factor is None else factor[b])
+            found.append(rows.flatten(0, 1)[:count])
         return torch.cat(found) if found else packed.query.new_empty((0, *cache.shape[2:]))
 
     cu_k = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=packed.query.device)
-    key, value = all_of(packed.key, packed.k_descale), all_of(packed.value, packed.v_descale)
+    return _over(packed, all_of(packed.key, packed.k_descale), all_of(packed.value, packed.v_descale), cu_k, None)
+
+
+def gathered_whole(packed: Packed) -> Packed:
+    """A packed call over copies of all pages of each sequence, used or not, for which no length is read."""
+    assert packed.table is not None and packed.used is not None, "pages have a table and lengths"
+    room = packed.table.shape[1] * packed.key.shape[1]
+    # What stands in the place of pages that aren't used may name no block.
+    table = packed.table.clamp(0, packed.key.shape[0] - 1)
+
+    def all_of(cache: Tensor, factor: Tensor | None) -> Tensor:
+        factor = None if factor is None else factor.expand(len(table), factor.shape[-1])[:, None, None]
+        return _blocks(cache, table, factor).flatten(0, 2)
+
+    cu_k = torch.arange(len(packed.cu_q), dtype=torch.int32, device=packed.query.device) * room
+    keys = all_of(packed.key, packed.k_descale), all_of(packed.value, packed.v_descale)
+    return _over(packed, *keys, cu_k, packed.used.clamp(0, room))
+
+
+def _blocks(cache: Tensor, places: Tensor, factor: Tensor | None) -> Tensor:
+    """Copies of blocks (..., page, Hkv, D), times a factor (..., Hkv) in float32 where they are float8."""
+    if cache.dtype not in NARROW:
+        return cache[places.long()]
+    # PyTorch can't index tensors in float8.
+    rows = cache.view(torch.uint8)[places.long()].view(cache.dtype).float()
+    return rows if factor is None else rows * factor[..., None]
+
+
+def _over(packed: Packed, key: Tensor, value: Tensor, cu_k: Tensor, used: Tensor | None) -> Packed:
+    """The call over other keys and values, in the dtype of these."""
     query, sinks = packed.query, packed.sinks
-    if narrow:
+    if packed.key.dtype in NARROW:
         query, sinks = query.float(), None if sinks is None else sinks.float()
-    return Packed(query, key, value, packed.cu_q, cu_k, None, packed.slopes, sinks)
+    return Packed(query, key, value, packed.cu_q, cu_k, used, packed.slopes, sinks)

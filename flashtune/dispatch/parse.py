@@ -71,8 +71,7 @@ def parse(given: Arguments, options: Options) -> Call:
         mask_kind = _mask_kind(attn_mask, query, (*batch_dims, *((heads,) if rank > 2 else ()), n_q, n_kv))
     if options.causal_alignment not in ALIGNMENTS:
         raise InputError(f"unknown causal_alignment {options.causal_alignment!r}: use one of {', '.join(ALIGNMENTS)}")
-    if options.implementation is not None and options.implementation not in IMPLEMENTATIONS:
-        raise InputError(f"unknown implementation {options.implementation!r}: use one of {', '.join(IMPLEMENTATIONS)}")
+    check_implementation(options.implementation)
     # A side that hides no pair at these sizes would only select a slower kernel: decoding one token isn't causal.
     band = options.sides().band(n_q, n_kv, surely)
     dropout_p, softcap, scale = scalars(options, wide=query.dtype == torch.float64)
@@ -272,6 +271,18 @@ def check_flags(flags: Mapping[str, object]) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InputTypeError(f"{name} must be True or False, not {type(value).__name__}: check the order of the arguments")
+
+
+def check_implementation(name: object) -> None:
+    """Refuse what is no name of an implementation."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise InputError(f"unknown implementation {name!r}: use one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def cannot_serve(name: str, why: str, title: str = "") -> InputError:
+    """Error where the implementation that a caller names can't serve the call; `title` is the name of a library."""
+    shown, remedy = f" ({title})" if title else "", "" if ": pip" in why else ": leave implementation out, or name another"
+    return InputError(f"implementation={name!r}{shown} can't serve this call, since {why}{remedy}")
 
 
 def wants_lse(return_lse: bool, return_aux: Any) -> bool:

@@ -1,6 +1,6 @@
 """Interface of providers: attention that others compute, with the plan that calls it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ DESCRIBED = frozenset({"causal", "window", "alignment", "mask", "dropout", "soft
 
 OTHER_BANDS = "bands other than PyTorch's causal one"
 AT_THE_START = "a diagonal that doesn't end at the last key"
+FUNCTIONS = "masks and scores as functions"
 
 
 class Provider:
@@ -45,9 +46,13 @@ class Provider:
             return why
         if call.empty or not call.d or not call.d_v:
             return "there is nothing to compute"
-        if call.device.type not in self.devices:
-            return f"it doesn't run on {call.device.type} tensors"
-        lacking = [feature for feature in features_of(call, per_head) if feature not in self.takes]
+        return self.lacks(features_of(call, per_head), call.device)
+
+    def lacks(self, features: Iterable[str], device: torch.device) -> str | None:
+        """Reason why it can't serve a call with these features on a device; None where it can."""
+        if device.type not in self.devices:
+            return f"it doesn't run on {device.type} tensors"
+        lacking = [feature for feature in features if feature not in self.takes]
         return f"it doesn't take {' or '.join(lacking)}" if lacking else None
 
     def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":

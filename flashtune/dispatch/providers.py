@@ -8,7 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,25 @@ from flashtune.core.problem import Problem
 from flashtune.core.torch_attention import compiled_flex
 from flashtune.core.torch_private import C
 from flashtune.dispatch.call import Call, PerHead
-from flashtune.dispatch.provider import AT_THE_START, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
+from flashtune.dispatch.parse import cannot_serve
+from flashtune.dispatch.provider import AT_THE_START, FUNCTIONS, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.torch_backends import TorchBackend, choice
+
+
+def found_in(package: str, module: str, name: str, wanted: Sequence[str]) -> tuple[Callable[..., Any] | None, str | None]:
+    """A library's function with the `wanted` parameters, or None and the reason, with the remedy."""
+    try:
+        # Packages share a namespace, so that an import alone doesn't tell which one is installed.
+        version = importlib.metadata.version(package)
+        function = getattr(importlib.import_module(module), name)
+        known = inspect.signature(function).parameters
+    except Exception as error:
+        # The import compiles and loads libraries, whose errors are of any type.
+        absent = isinstance(error, ModuleNotFoundError)
+        why = "it isn't installed" if absent else f"its import fails ({type(error).__name__}: {str(error).strip()[:100]})"
+        return None, f"{why}: pip install {package}"
+    lacking = [one for one in wanted if one not in known]
+    return (function, None) if not lacking else (None, f"its version {version} has no {lacking[0]}: pip install -U {package}")
 
 
 class FlashAttn(Provider):
@@ -43,17 +60,7 @@ class FlashAttn(Provider):
     @functools.cached_property
     def _found(self) -> tuple[Callable[..., Any] | None, str | None]:
         """Its function, or None and the reason."""
-        try:
-            # Both packages share a namespace, so that an import alone doesn't tell which one is installed.
-            version = importlib.metadata.version(self.package)
-            function = importlib.import_module(self._module).flash_attn_func
-        except Exception as error:
-            # The import compiles and loads libraries, whose errors are of any type.
-            absent = isinstance(error, ModuleNotFoundError)
-            why = "it isn't installed" if absent else f"its import fails ({type(error).__name__}: {str(error).strip()[:100]})"
-            return None, f"{why}: pip install {self.package}"
-        lacking = [name for name in self.wanted if name not in inspect.signature(function).parameters]
-        return (function, None) if not lacking else (None, f"its version {version} has no {lacking[0]}: pip install -U {self.package}")
+        return found_in(self.package, self._module, "flash_attn_func", self.wanted)
 
     def missing(self) -> str | None:
         """As the base class."""
@@ -94,7 +101,7 @@ class FlashAttn(Provider):
 class Flex(Provider):
     """PyTorch's FlexAttention, compiled for the band and the soft cap of a call."""
 
-    takes = frozenset({OTHER_BANDS, AT_THE_START, "a soft cap", "float32 or float64"})
+    takes = frozenset({OTHER_BANDS, AT_THE_START, "a soft cap", "float32 or float64", FUNCTIONS})
 
     def plan(self, call: Call, tensors: Tensors) -> "ProviderPlan":
         """As the base class; blocks of hidden pairs are found once."""
@@ -136,8 +143,14 @@ def traced_backend(name: str | None, call: Call) -> contextlib.AbstractContextMa
 
 def refused(provider: Provider, why: str) -> InputError:
     """Error where a caller names a provider that can't serve the call."""
-    remedy = "" if ": pip" in why else ": leave implementation out, or name another"
-    return InputError(f"implementation={provider.name!r} ({provider.title}) can't serve this call, since {why}{remedy}")
+    return cannot_serve(provider.name, why, provider.title)
+
+
+def refuse_functions(name: str, device: torch.device) -> None:
+    """Raise InputError where a provider can't serve calls with masks and scores as functions."""
+    provider = PROVIDERS[name]
+    if (why := provider.missing() or provider.lacks([FUNCTIONS], device)) is not None:
+        raise refused(provider, why)
 
 
 def torchs_choice(call: Call, tensors: Tensors) -> str:

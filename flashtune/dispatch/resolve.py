@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flashtune.core import devices
 from flashtune.core.config import Config, Variant
-from flashtune.core.errors import InputError
 from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.results import Source, TuningRecord
 from flashtune.core.target import Target
@@ -23,6 +22,7 @@ from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.launch import Code
 from flashtune.dispatch.misprediction import Misprediction
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
+from flashtune.dispatch.parse import cannot_serve
 from flashtune.dispatch.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of
 from flashtune.dispatch.pytorch import TorchPlan
@@ -223,7 +223,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
                 why = one.explanation.reason.removesuffix(", so PyTorch's own attention serves it")
                 break
             yield one
-    raise InputError(f"implementation={name!r} can't serve this call, since {why}: leave implementation out, or name another")
+    raise cannot_serve(name, str(why))
 
 
 def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:

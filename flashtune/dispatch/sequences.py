@@ -37,6 +37,11 @@ class Packed(NamedTuple):
         """Number of sequences."""
         return self.cu_q.shape[0] - 1
 
+    @property
+    def empty(self) -> bool:
+        """True where there is nothing to compute."""
+        return 0 in (self.sequences, *self.query.shape, *self.key.shape, *self.value.shape)
+
 
 class Numbers(NamedTuple):
     """Numbers of a call: bounds of the lengths, the scale, the sides of the band (-1: unbounded), its diagonal, features, and the splits of

@@ -10,6 +10,8 @@ from torch import Tensor
 from flashtune.core.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.flex_functions import check_functions, refuse_beside_functions
+from flashtune.dispatch.offers import OURS
+from flashtune.dispatch.packed_named import attend_named, explained_named
 from flashtune.dispatch.packed_read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of
 from flashtune.dispatch.packed_run import attend, explanation_of
 from flashtune.dispatch.parse import Options, unwrapped, wants_lse
@@ -47,6 +49,7 @@ def attention_varlen(
     deterministic: bool = False,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
+    implementation: str | None = None,
 ) -> Any:
     """Attention of sequences that lie one after the other; each sees its own keys alone.
 
@@ -81,7 +84,12 @@ def attention_varlen(
     float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
     of `attention`, whose lengths are read by the host. `explain_varlen` says which.
 
-    Raises InputError or InputTypeError for arguments that make no sense; lengths aren't checked.
+    `implementation` names who serves, as in `attention`: "flashtune" (kernels of ours, measured or not), "torch" (each sequence is a call
+    of PyTorch's, whose lengths are read by the host; under torch.compile one call of its flex_attention, which copies whole pages, without
+    dropout), or for packed sequences "flash" (PyTorch's varlen_attn), "fa4" or "fa2", which return no LSE; beside functions "flex".
+
+    Raises InputError or InputTypeError for arguments that make no sense, and for an implementation that can't serve the call; lengths
+    aren't checked.
     """
     with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
@@ -96,7 +104,10 @@ def attention_varlen(
         check_functions(score_mod, mask_mod, "mask_mod")
     num_splits = splits_of(num_splits)
     # A plain tuple: a named one takes several times as long to make.
+    options: tuple[Any, ...]
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
+    if implementation is not None:
+        options = (*options, implementation)
     if block_table is not None:
         cu_seqlens_k, seqused_k = lists_of_pages(cu_seqlens_q, cu_seqlens_k, seqused_k)
     elif k_descale is not None or v_descale is not None:
@@ -106,10 +117,15 @@ def attention_varlen(
         query, key, value = cast(query, key, value)
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
-        out, lse = _with_functions(*parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k), score_mod, mask_mod)
+        packed, numbers = parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k)
+        out, lse = _with_functions(packed, numbers, score_mod, mask_mod, implementation)
         return (out, lse) if with_lse else out
     if block_table is not None:
         given = (*given, block_table, k_descale, v_descale)
+    if implementation is not None and implementation != OURS:
+        read = Options(*options)._replace(return_lse=with_lse)
+        found = attend_named(*parsed(Packed(*given), read, max_seqlen_q, max_seqlen_k, num_splits), read, seed)
+        return found if with_lse else found[0]
     out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits)
     return (out, lse) if with_lse else out
 
@@ -120,13 +136,13 @@ _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
 """Arguments that have no place beside functions, with their defaults."""
 
 
-def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
+def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: Any, implementation: str | None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call with a mask or a score as code."""
-    call = coded.call_of(packed, numbers, score_mod, mask_mod)
+    call = coded.call_of(packed, numbers, score_mod, mask_mod, implementation)
     if isinstance(call, dict):
         out, lse = attention_varlen(*packed[:5], numbers.max_q, numbers.max_k, return_lse=True, **call)
         return out, lse
-    return coded.attend_with_functions(call, packed, numbers, score_mod, mask_mod)
+    return coded.attend_with_functions(call, packed, numbers, score_mod, mask_mod, implementation)
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
@@ -134,7 +150,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    wants_lse(given["return_lse"], given["return_aux"])
+    with_lse, implementation = wants_lse(given["return_lse"], given["return_aux"]), given["implementation"]
     given |= {name: unwrapped(given[name]) for name in ("scale", "dropout_p")}
     functions = given["score_mod"], given["mask_mod"]
     if functions != (None, None):
@@ -142,7 +158,7 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
         check_functions(*functions, "mask_mod")
     splits = splits_of(given["num_splits"])
     others = {name: given[name] for name in Options._fields if name in given}
-    options = Options(**others | {"window": given["window_size"], "return_lse": False})
+    options = Options(**others | {"window": given["window_size"], "return_lse": with_lse})
     if given["block_table"] is not None:
         lists = lists_of_pages(given["cu_seqlens_q"], given["cu_seqlens_k"], given["seqused_k"])
         given |= dict(zip(("cu_seqlens_k", "seqused_k"), lists, strict=True))
@@ -153,9 +169,9 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     tensors = Packed(*[given[name] for name in NAMES])
     packed, numbers = parsed(tensors, options, given["max_seqlen_q"], given["max_seqlen_k"], splits)
     if functions != (None, None):
-        call = coded.call_of(packed, numbers, *functions)
+        call = coded.call_of(packed, numbers, *functions, implementation)
         if isinstance(call, dict):
             found = explain_varlen(*packed[:5], numbers.max_q, numbers.max_k, **call)
             return replace(found, reason=f"the functions are built in: {found.reason}")
         return coded.explained_with_functions(call, packed)
-    return explanation_of(packed, numbers)
+    return explanation_of(packed, numbers) if implementation is None else explained_named(packed, numbers, options)

@@ -12,29 +12,45 @@ from flashtune.core import devices
 from flashtune.core.errors import InputError
 from flashtune.core.flex_attention import Mod
 from flashtune.core.torch_private import C
-from flashtune.dispatch import flex, flex_functions
+from flashtune.dispatch import flex, flex_functions, flex_torch
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_autograd import attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
 from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
 from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
 from flashtune.dispatch.kernel import Kernel, NotBuilt
+from flashtune.dispatch.offers import TORCHS
+from flashtune.dispatch.paged import gathered_whole
+from flashtune.dispatch.parse import cannot_serve
 from flashtune.dispatch.resolve import Explanation
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 
 
-def call_of(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> FlexCall | dict[str, Any] | str:
-    """The call of kernels with these functions, arguments of `attention_varlen` that mean the same, or the reason why PyTorch serves.
+def call_of(
+    packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None, implementation: str | None = None
+) -> FlexCall | dict[str, Any] | str:
+    """The call of kernels with these functions, arguments of `attention_varlen` that mean the same, or the reason why PyTorch serves;
+    raises InputError where the implementation can't that is named."""
+    why = flex_torch.why_torch(*packed[:3], numbers.scale, dimensions=3)
+    if why is None and 0 in (packed.sequences, *packed.key.shape[1:], packed.value.shape[2]):
+        why = flex_torch.NOTHING
+    named = functools.partial(flex_torch.why_named, implementation, query=packed.query, nothing=packed.empty)
+    if (why := named(why)) is not None:
+        return why
+    found = _by_kernels(packed, numbers, score_mod, mask_mod)
+    if isinstance(found, dict) and implementation is not None:
+        found["implementation"] = implementation
+    return (named(found) or found) if isinstance(found, str) else found
+
+
+def _by_kernels(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> FlexCall | dict[str, Any] | str:
+    """The same where no argument leaves the call to PyTorch.
 
     The number of a sequence isn't compared with captured tensors' sizes, since lists of bounds may be padded to a capacity.
     """
     tensors = packed[:3]
-    if (why := flex.why_torch(*tensors, numbers.scale, dimensions=3)) is not None:
-        return why
-    if 0 in (packed.sequences, *tensors[1].shape[1:], tensors[2].shape[2]):
-        return "there is nothing to compute"
     sizes = ("h", tensors[0].shape[1]), ("q_idx", int(numbers.max_q)), ("kv_idx", int(numbers.max_k))
     found = flex_functions.functions_of(score_mod, mask_mod, tensors[0].device, sizes)
     if isinstance(found, str):
@@ -91,7 +107,12 @@ def _arguments_of(functions: Functions, captured: tuple[Tensor, ...], packed: Pa
 
 
 def attend_with_functions(
-    call: FlexCall | str, packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None
+    call: FlexCall | str,
+    packed: Packed,
+    numbers: Numbers,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (T_q, Hq, D_v) and LSE (Hq, T_q) by kernels or, for a reason, by `flex_attention`: a call for each sequence, or one for all in
     the graph of a compiler."""
@@ -101,19 +122,26 @@ def attend_with_functions(
             return out, lse
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
-            again = call_of(packed, numbers, score_mod, mask_mod)
+            again = call_of(packed, numbers, score_mod, mask_mod, implementation)
             assert not isinstance(again, dict), "functions that are built in have no kernels of their own"
-            return attend_with_functions(again, packed, numbers, score_mod, mask_mod)
-    if torch.compiler.is_compiling() or C._len_torch_dispatch_stack() or packed.query.is_meta:
-        # Lengths can't be read.
-        return _at_once(packed, numbers, score_mod, mask_mod)
+            return attend_with_functions(again, packed, numbers, score_mod, mask_mod, implementation)
+    named = None if implementation is None else TORCHS
+    if unread(packed.query):
+        return _at_once(packed, numbers, score_mod, mask_mod, named)
     try:
         zero = functools.partial(zero_of, score_mod, packed.query)
-        return by_sequence(packed, numbers, 0, functools.partial(of_sequence, flex.flex_attention, score_mod, mask_mod), zero)
+        # Looked up at the call, where measurements put another function in its place.
+        attend = flex.flex_attention if named is None else functools.partial(flex.flex_attention, implementation=named)
+        return by_sequence(packed, numbers, 0, functools.partial(of_sequence, attend, score_mod, mask_mod), zero)
     except InputError:
         # Of the caller's own functions the error names the line, not of those around them.
         flex_functions.functions_of(score_mod, mask_mod, packed.query.device, ())
         raise
+
+
+def unread(query: Tensor) -> bool:
+    """True where the host can't read lengths: compilers that trace, modes, tensors without memory."""
+    return torch.compiler.is_compiling() or bool(C._len_torch_dispatch_stack()) or query.is_meta
 
 
 _ONE_STAGE = {"fwd_num_stages": 1, "bwd_num_stages": 1}
@@ -131,10 +159,46 @@ def _owners(rows: int, bounds: Tensor) -> Tensor:
     return ended.index_add(0, ends, torch.ones_like(ends, dtype=torch.int64))[:rows].cumsum(0)
 
 
-def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Tensor, Tensor]:
+def traced_by_torch(packed: Packed, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call without functions by PyTorch's flex_attention, where lengths can't be read; whole pages are copied."""
+    if numbers.dropout_p:
+        raise cannot_serve(TORCHS, "a compiler can't trace its dropout, which counts rows of each sequence")
+    if packed.table is not None:
+        out, lse = traced_by_torch(gathered_whole(packed), numbers)
+        return out.to(packed.query.dtype), lse
+    shifts = (_lengths(packed)[1] - packed.cu_q.diff()) * numbers.bottom_right
+    slopes = packed.slopes
+
+    def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if numbers.softcap:
+            x = numbers.softcap * torch.tanh(x / numbers.softcap)
+        return x if slopes is None else x - slopes[b, h] * (i + shifts[b] - j).abs()
+
+    beyond = numbers.softcap or slopes is not None
+    out, lse = _at_once(packed, numbers, score if beyond else None, None, TORCHS)
+    if packed.sinks is None:
+        return out, lse
+    # A sink is one more key whose value is 0.
+    sinks, seen = packed.sinks.float()[:, None], lse > -math.inf
+    known = lse.masked_fill(~seen, 0.0)
+    share = torch.where(seen, (known - sinks).sigmoid(), 0.0)
+    inside = _owners(len(packed.query), packed.cu_q) < packed.sequences
+    total = torch.where(seen, torch.logaddexp(known, sinks), torch.where(inside, sinks, -math.inf))
+    return (out * share.T[:, :, None]).to(out.dtype), total
+
+
+def _lengths(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Queries and used keys of each sequence."""
+    of_k = packed.cu_k.diff()
+    return packed.cu_q.diff(), of_k if packed.used is None else torch.minimum(of_k, packed.used)
+
+
+def _at_once(
+    packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: Mod | None, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE by one call of `flex_attention` whose mask keeps sequences apart: a compiler has no lengths to read."""
-    query, key, value, cu_q, cu_k, used, *_ = packed
-    n_q, n_kv = cu_q.diff(), cu_k.diff() if used is None else torch.minimum(cu_k.diff(), used)
+    query, key, value, cu_q, cu_k, *_ = packed
+    n_q, n_kv = _lengths(packed)
     of_q, of_k = _owners(len(query), cu_q), _owners(len(key), cu_k)
     owner_q, owner = (x.clamp(max=packed.sequences - 1) for x in (of_q, of_k))
     # Of rows, not of pairs, for the same reason as one stage.
@@ -161,7 +225,7 @@ def _at_once(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mod: 
     unused, outside = ((of_k >= packed.sequences) | (at_k >= n_kv[owner]))[:, None, None], of_q >= packed.sequences
     hidden = (query, outside[:, None, None]), (key, unused), (value, unused)
     q, k, v = (x.masked_fill(mask, 0.0).transpose(0, 1)[None] for x, mask in hidden)
-    words: dict[str, Any] = {"return_lse": True, "kernel_options": dict(_ONE_STAGE)}
+    words: dict[str, Any] = {"return_lse": True, "kernel_options": dict(_ONE_STAGE), "implementation": implementation}
     gqa = query.shape[1] != key.shape[1]
     out, lse = flex.flex_attention(q, k, v, None if score_mod is None else score, visible, numbers.scale, gqa, **words)
     # Gradients of theirs may be NaN, too.

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from ways import WAYS, Tensors, rows_of, tensors
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core import devices, reference
 from flashtune.core.errors import InputError, InputTypeError
 from flashtune.core.tolerances import TOLERANCES
 from flashtune.dispatch.calls import CALLS
@@ -263,10 +263,93 @@ def test_a_call_is_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(met) == 1
 
 
-@every(differ=dict.fromkeys(("packed", "paged", *WITH_CODE), "implementations can be named for dense calls alone"))
+@every()
 def test_pytorch_can_be_named(way: str) -> None:
     given = tensors()
     right(way, called(way, given, implementation="torch"), given)
+    said = explained(way, given, implementation="torch")
+    assert said.kind == "framework" and "the caller named torch" in said.reason
+
+
+@every(but=("paged",))
+def test_pytorch_that_is_named_has_gradients(way: str) -> None:
+    given = tensors(requires_grad=True)
+    found = torch.autograd.grad(rows_of(way, WAYS[way](given, implementation="torch")).sum(), given)
+    torch.testing.assert_close(found, torch.autograd.grad(rows_of(way, WAYS[way](given)).sum(), given))
+
+
+@every()
+def test_a_name_of_no_implementation_is_refused(way: str) -> None:
+    for call in (called, explained):
+        with pytest.raises(InputError, match=r"^unknown implementation 'fastest': use one of flashtune, torch, flash, cudnn, "):
+            call(way, tensors(), implementation="fastest")
+
+
+REFUSED = {
+    "flashtune": r"^implementation='flashtune' can't serve this call, since (kernels run on GPUs|no kernel runs on cpu) .*name another$",
+    "cudnn": r"^implementation='cudnn' \(PyTorch's cuDNN attention\) can't serve this call, since it doesn't run on cpu tensors",
+    "flex": r"^implementation='flex' \(PyTorch's FlexAttention\) can't serve this call, since it doesn't run on cpu tensors",
+    "fa4": r"^implementation='fa4' \(FlashAttention-4\) can't serve this call, since it isn't installed: pip install flash-attn-4$",
+}
+
+
+@every()
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_that_cannot_serve_is_refused_in_a_sentence(way: str, name: str) -> None:
+    # A call that is served, before and after, is no other's.
+    called(way, tensors())
+    for call in (called, explained):
+        with pytest.raises(InputError, match=REFUSED[name]) as caught:
+            call(way, tensors(), implementation=name)
+        assert "\n" not in str(caught.value) and ": " in str(caught.value)
+    called(way, tensors())
+
+
+@every()
+def test_with_nothing_to_compute_any_name_serves(way: str) -> None:
+    query, key, value = tensors()
+    given = Tensors(query[:, :, :0], key, value)
+    for name in ("flashtune", "torch", "cudnn", "fa4"):
+        assert called(way, given, implementation=name).numel() == 0
+        assert explained(way, given, implementation=name).kind == "framework"
+
+
+@pytest.mark.skipif(not devices.INTERPRETING, reason="kernels run in Triton's interpreter alone")
+@every()
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
+def test_a_plan_serves_no_call_whose_implementation_is_another(way: str, grad: bool) -> None:
+    dispatch.reload()
+    names = ("flashtune", "torch", "flashtune", "torch", "torch", "flashtune", "flashtune")
+    given = tensors(requires_grad=grad and way != "paged")
+    found = {name: list[Tensor]() for name in names}
+    for name in names:
+        found[name].append(WAYS[way](given, implementation=name).detach())
+        said = explained(way, tensors(), implementation=name)
+        assert (said.template is None) is (name == "torch")
+    for outs in found.values():
+        torch.testing.assert_close(outs[1:], outs[:1] * len(outs[1:]), rtol=0, atol=0)
+        right(way, outs[0], given)
+    assert not torch.equal(found["torch"][0], found["flashtune"][0]), "their last bits differ"
+
+
+@every()
+@pytest.mark.parametrize("name", ["torch", "flashtune"])
+def test_compilers_trace_a_call_whose_implementation_is_named(way: str, name: str) -> None:
+    given = tensors()
+
+    def call(*tensors: Tensor) -> Any:
+        return WAYS[way](Tensors(*tensors), implementation=name)
+
+    seen: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    with torch.no_grad():
+        right(way, torch.compile(call, backend=backend, fullgraph=True)(*given), given)
+    ours = any("flashtune" in target for target in seen)
+    assert ours is (name == "flashtune" and way in ("packed", "paged")), seen
 
 
 @every(but=("paged",))
@@ -315,4 +398,6 @@ def test_autocast_casts_all_to_its_type(way: str) -> None:
 
 def test_meanings_are_the_same_where_kernels_serve() -> None:
     """The same tests of this file under Triton's interpreter, but for those of arguments that are refused before anything serves."""
-    output_of_tests(__file__, "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "any_ or negated or gradients or computed or explanation")
+    output_of_tests(
+        __file__, "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "any_ or negated or gradients or computed or explanation or plan_serves"
+    )

@@ -231,7 +231,7 @@ def test_blocks_of_keys_are_in_flight_while_another_is_read(page: int) -> None:
 
 def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = object.__new__(Kernel)
-    monkeypatch.setattr(packed_run, "_torch_only", lambda _: None)
+    monkeypatch.setattr(packed_run, "torch_only", lambda _: None)
     monkeypatch.setattr(Kernel, "failed", "flash_paged can't be built here (too many registers)")
     memo = context.current()
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)

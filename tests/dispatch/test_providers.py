@@ -102,12 +102,12 @@ def test_the_backend_is_the_one_that_was_named(monkeypatch: pytest.MonkeyPatch) 
         (
             "flash",
             {"score_mod": lambda score, *_: 2 * score},
-            "implementation is no argument beside .*: leave it out, and call attention without",
+            "it doesn't take masks and scores as functions: leave implementation out, or name another",
         ),
         (
             "flex",
             {"block_mask": lambda b, h, i, j: i >= j},
-            "implementation is no argument beside .*: leave it out, and call attention without",
+            "it doesn't run on cpu tensors: leave implementation out, or name another",
         ),
         ("flex", {}, "it doesn't run on cpu tensors"),
         ("fa4", {}, "it isn't installed: pip install flash-attn-4"),

@@ -14,7 +14,7 @@ from varlen_functions import CASES, LENGTHS, agrees, explained, kernel_call, mad
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex, varlen_flex
+from flashtune.dispatch import flex, flex_torch, varlen_flex
 from flashtune.dispatch.sequences import Packed
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 
@@ -195,7 +195,7 @@ TABLE = torch.arange(9.0)
     ids=["branch", "number", "queries", "keys"],
 )
 def test_hostile_functions_are_refused_in_a_sentence(functions: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda device, dtype: True)
     given = inputs({}, LENGTHS)
     with pytest.raises(InputError, match=said):
         dispatch.attention_varlen(*given.arguments, enable_gqa=True, **functions)

@@ -102,7 +102,7 @@ def of_equal_calls() -> None:
     choose = flex._kernels
     context.current().forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_kernels", lambda *words: chosen.append(words) or choose(*words))
+        patch.setattr(flex, "_kernels", lambda *given, **words: chosen.append(given) or choose(*given, **words))
         given, _, _ = made("causal relative")
         for longest in ((80, 80), (84, 84), (80, 80)):
             given._replace(longest=longest).call()

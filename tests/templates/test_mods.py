@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels
+from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.kernel import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, scores, structure
@@ -330,7 +330,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("function", HOSTILE, ids=lambda function: function.__name__)
 def test_hostile_functions_are_refused_in_a_sentence(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda device, dtype: True)
     kept = _TABLE.clone()
     with pytest.raises(InputError, match=HOSTILE[function].replace("(", r"\(")) as caught:
         dispatch.flex_attention(*tensors(), function)
@@ -353,14 +353,14 @@ def test_other_errors_of_pytorch_are_its_own() -> None:
 
 
 def test_masks_that_return_no_bool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda device, dtype: True)
     with pytest.raises(InputError, match=r"returns torch.int32: it must return a bool"):
         dispatch.flex_attention(*tensors(), None, lambda b, h, q, k: q - k)
 
 
 @pytest.mark.parametrize("why", ["lgamma", "sum"])
 def test_what_kernels_lack_is_named_and_served_by_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda device, dtype: True)
     functions = {"lgamma": lambda s, b, h, q, k: torch.lgamma(s.abs() + 1), "sum": lambda s, b, h, q, k: s + _TABLE.sum()}
     given = tensors()
     assert why in dispatch.explain_flex(*given, functions[why]).reason
@@ -369,7 +369,7 @@ def test_what_kernels_lack_is_named_and_served_by_torch(why: str, monkeypatch: p
 
 
 def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda device, dtype: True)
     q, k, v = tensors()
     with pytest.raises(InputError, match="enable_gqa"):
         dispatch.flex_attention(q, k[:, :2], v[:, :2])
@@ -462,7 +462,7 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
     def made(*_: Any) -> Any:
         raise AssertionError("a kernel is made")
 
-    monkeypatch.setattr(flex, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex_kernels, "Kernel", made)
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.target import find_target
-from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels
+from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
@@ -220,7 +220,7 @@ def test_slopes_are_rounded_where_scalars_are(score: Mod) -> None:
 
 @pytest.mark.parametrize("served", [True, False])
 def test_built_in_features_serve_where_attention_has_kernels(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     dispatch.reload()
     answer = Explanation(kind="exact" if served else "framework", template="t", reason="r", gpu="cpu")
@@ -251,7 +251,7 @@ def test_built_in_features_serve_where_attention_has_kernels(served: bool, monke
 def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     version: str, d: int, learned: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex.devices, "target_of", lambda device: find_target("h100"))
     monkeypatch.setattr(torch, "__version__", version)

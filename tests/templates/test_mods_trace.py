@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex, flex_functions
+from flashtune.dispatch import flex, flex_functions, flex_torch
 from flashtune.dispatch.flex_autograd import AttentionWithFunctions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
@@ -570,7 +570,7 @@ def test_second_derivatives_of_kernels_are_refused_in_a_sentence(monkeypatch: py
 def test_a_block_mask_of_other_batches_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    monkeypatch.setattr(flex, "served_here", lambda device, dtype: True)
+    monkeypatch.setattr(flex_torch, "served_here", lambda device, dtype: True)
     mask = create_block_mask(lambda b, h, q, k: (q >= k) | ((q + k + b) % 3 == 0), 2, 2, 40, 40, device="cpu")
     query = torch.randn(4, 2, 40, 16)
     assert dispatch.explain_flex(query, query, query, None, mask).reason.startswith("PyTorch's flex_attention: the BlockMask is for (2, 2)")

@@ -34,7 +34,7 @@ from flashtune.core.secrets import command_line
 from flashtune.core.target import find_target
 from flashtune.db.preference import latest
 from flashtune.db.store import Store
-from flashtune.dispatch import flex, flex_configs, flex_kernels
+from flashtune.dispatch import flex_configs, flex_kernels
 from flashtune.dispatch.records import Pool
 from flashtune.templates import families, family, unservable
 from flashtune.templates.mods.emit import emitted
@@ -513,9 +513,9 @@ def samples_kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, 
 @pytest.mark.parametrize(("times", "why"), [([(100.0, 90.0)], "90.0 us, and ours 100.0"), ([(80.0, 90.0)], ""), ([(100.0, None)], "")])
 def test_pytorch_serves_where_it_was_faster_beside_the_record(times: Any, why: str) -> None:
     passes: Any = [SimpleNamespace(record=SimpleNamespace(median_us=ours, framework_us=theirs, problem=WIDE)) for ours, theirs in times]
-    said = flex._slower(passes)
+    said = flex_kernels.slower(passes)
     assert why in said if why else said is None  # type: ignore[operator]
-    assert flex._slower([*passes, SimpleNamespace(record=None)]) is None, "nobody measured both passes"  # type: ignore[list-item]
+    assert flex_kernels.slower([*passes, SimpleNamespace(record=None)]) is None, "nobody measured both passes"  # type: ignore[list-item]
 
 
 # --- records of other processes ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from flashtune.core.passes import Place
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import flex, flex_configs, flex_functions, flex_kernels, varlen_flex
+from flashtune.dispatch import flex, flex_configs, flex_functions, flex_kernels, flex_torch, varlen_flex
 from flashtune.dispatch.flex_blocks import FlexCall
 from flashtune.dispatch.flex_configs import Recorded
 from flashtune.dispatch.flex_kernels import Sequences
@@ -295,7 +295,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "loaded_kernel", kernel)
     monkeypatch.setattr(flex, "_chosen_in", lambda memo, chosen={}: chosen)
-    monkeypatch.setattr(flex, "why_torch", lambda *given, **words: None)
+    monkeypatch.setattr(flex_torch, "why_torch", lambda *given, **words: None)
 
 
 def call_of(
