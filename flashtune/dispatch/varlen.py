@@ -85,8 +85,9 @@ def attention_varlen(
     of `attention`, whose lengths are read by the host. `explain_varlen` says which.
 
     `implementation` names who serves, as in `attention`: "flashtune" (kernels of ours, measured or not), "torch" (each sequence is a call
-    of PyTorch's, whose lengths are read by the host; under torch.compile one call of its flex_attention, which copies whole pages, without
-    dropout), or for packed sequences "flash" (PyTorch's varlen_attn), "fa4" or "fa2", which return no LSE; beside functions "flex".
+    of PyTorch's, whose lengths are read by the host; under torch.compile one call of its flex_attention, which copies whole pages and has
+    no dropout), or for packed sequences "flash" (PyTorch's varlen_attn), "fa4" or "fa2", which return no LSE; beside functions "flex" on a
+    GPU. torch.compile traces PyTorch's flex_attention for all but "flashtune", and beside functions for any name.
 
     Raises InputError or InputTypeError for arguments that make no sense, and for an implementation that can't serve the call; lengths
     aren't checked.

@@ -237,3 +237,9 @@ def test_the_failure_of_another_calls_kernel_is_no_reason(monkeypatch: pytest.Mo
     monkeypatch.setitem(memo.packed, "paged kernel of another call", failed)
     said = dispatch.explain_varlen(**inputs({}).arguments)
     assert said.kind == "framework" and said.reason.startswith("no kernel takes pages of this kind here")
+
+
+@pytest.mark.parametrize("case", ["split, everything", "fp8 with factors"])
+def test_a_compiler_traces_pytorch_over_whole_pages_where_it_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(dispatch.attention_varlen, backend="eager", fullgraph=True))
+    agrees(inputs(CASES[case]), implementation="torch")

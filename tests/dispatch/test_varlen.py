@@ -10,6 +10,7 @@ from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError, InputTypeError
+from flashtune.dispatch import packed_run
 
 WITHIN_OTHERS = {"causal", "window from the first", "slopes", "dropout", "used keys"}
 """Cases whose code is that of others; kernels compute them on a GPU alone (tests/gpu/test_packed.py)."""
@@ -118,7 +119,32 @@ def test_without_kernels_a_compiler_traces_one_operator() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"is_causal": True, "sinks": torch.zeros(4)}], ids=str)
+TRACED: list[dict[str, Any]] = [
+    {"softcap": 2.0, "slopes": "heads", "is_causal": True},
+    {"sinks": True, "slopes": "sequences", "window_size": (3, 4), "causal_alignment": "top_left"},
+]
+
+
+@pytest.mark.parametrize("words", TRACED, ids=str)
+def test_a_compiler_traces_pytorch_where_it_is_named(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(words, RAGGED)
+    given.words["implementation"] = "torch"
+    monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(dispatch.attention_varlen, backend="eager", fullgraph=True))
+    agrees(given, RAGGED)
+
+
+def test_a_compiler_refuses_dropout_of_pytorch_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(CASES["dropout"], RAGGED)
+    given.words["implementation"] = "torch"
+    agrees(given, RAGGED)
+    monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(dispatch.attention_varlen, backend="eager"))
+    with pytest.raises(InputError, match="implementation='torch' can't serve this call, since a compiler can't trace its dropout"):
+        given.call()
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"is_causal": True}, {"is_causal": True, "sinks": torch.zeros(4)}, {"implementation": "torch"}], ids=str
+)
 def test_jagged_nested_tensors_are_packed_ones(words: dict[str, Any]) -> None:
     given = inputs({}, SQUARE, padding=0)
     leaves = [x.detach().requires_grad_() for x in given.tensors]
@@ -262,3 +288,20 @@ def test_rows_behind_the_last_sequence_are_empty_for_any_number_of_sequences(seq
         out, lse = dispatch.attention_varlen(query, key, value, bounds, bounds, 2, 2, return_lse=True)
     assert (out[2 * sequences :] == 0).all() and (lse[:, 2 * sequences :] == -float("inf")).all()
     assert lse[:, : 2 * sequences].isfinite().all()
+
+
+def test_kernels_that_are_named_and_cannot_be_built_are_no_reason_for_pytorch_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs({}, RAGGED)
+
+    def fails(plan: Any, packed: Any, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        plan.forward = None
+        return packed.query, packed.query
+
+    dispatch.reload()
+    monkeypatch.setattr(packed_run, "torch_only", lambda packed: None)
+    monkeypatch.setattr(packed_run, "served", lambda *given: object())
+    monkeypatch.setattr(packed_run, "_planned", fails)
+    named = {"enable_gqa": True, "implementation": "flashtune"}
+    for _ in range(2):
+        with pytest.raises(InputError, match="implementation='flashtune' can't serve this call, since no kernel takes packed sequences"):
+            dispatch.attention_varlen(*given.arguments, **named)

@@ -448,6 +448,26 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) == "no driver"
 
 
+@pytest.mark.parametrize("mods", [(lambda s, b, h, q, k: s * 1.25 + q, None), (None, lambda b, h, q, k: q >= k)], ids=["score", "causal"])
+def test_kernels_that_are_named_serve_unmeasured_and_slower_than_pytorch(mods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = SimpleNamespace(framework_us=1.0, median_us=2.0, problem=SimpleNamespace(label=lambda: "of another"))
+    code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
+    made = SimpleNamespace(variant=SimpleNamespace(template="flash_fwd"), failed=None, code=code, record=times)
+    dispatch.reload()
+    monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
+    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
+    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made)
+    q, k, v = tensors()
+    for _ in range(2):
+        unnamed = flex._call_of(q, k, v, *mods, None, True, None, False)
+        assert isinstance(unnamed, str), "unmeasured, or slower"
+        named = flex._call_of(q, k, v, *mods, None, True, None, False, "flashtune")
+        assert isinstance(named, flex.FlexCall) and named.kernel is made
+    monkeypatch.setattr(made, "failed", "no compiler")
+    with pytest.raises(InputError, match=r"^implementation='flashtune' can't serve this call, since no compiler: "):
+        flex._call_of(q, k, v, *mods, None, True, None, False, "flashtune")
+
+
 def test_a_compiler_traces_a_call_without_a_break() -> None:
     q = torch.randn(1, 2, 16, 16)
 
