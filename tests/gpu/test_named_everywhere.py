@@ -27,7 +27,7 @@ def packed(requires_grad: bool = True) -> tuple[list[Tensor], list[Any]]:
 
 
 def answered(name: str, call: Callable[..., Any]) -> Any:
-    """What a call returns; None where it refuses the name, in a sentence."""
+    """Result of a call; None where it refuses the name, in a sentence."""
     try:
         return call(implementation=name)
     except InputError as error:
