@@ -453,7 +453,10 @@ def test_kernels_that_are_named_serve_unmeasured_and_slower_than_pytorch(mods: A
     times = SimpleNamespace(framework_us=1.0, median_us=2.0, problem=SimpleNamespace(label=lambda: "of another"))
     code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
     made = SimpleNamespace(variant=SimpleNamespace(template="flash_fwd"), failed=None, code=code, record=times)
-    dispatch.reload()
+    kernels: dict[Any, Any] = {}
+    chosen: dict[Any, Any] = {}
+    monkeypatch.setattr(flex_kernels, "kernels_here", lambda: kernels)
+    monkeypatch.setattr(flex, "_chosen_in", lambda memo: chosen)
     monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
     monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made)
