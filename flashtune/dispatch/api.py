@@ -293,10 +293,7 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     target, memo = find_target(gpu), current()
     with memo.lock:
         if problem.features.packed and not problem.features.mods:
-            # Imported here, since calls of `attention` never need it.
-            from flashtune.dispatch import packed_configs
-
-            return packed_configs.explained_sequences(memo, problem, target)
+            return resolve.explained_problem(memo, problem, target)
         record = measured_record(memo.pool(problem.key(target.slug), target), problem, target)
         return replace(resolve.explained_problem(memo, problem, target), providers=offers(record, lambda name: PROVIDERS[name].missing()))
 

@@ -100,7 +100,7 @@ def rank(
     *,
     framework_serves: bool = True,
     unmeasured: bool = False,
-    compiled: Compiled | None = None,
+    compiled: Compiled = lambda *_: True,
 ) -> Iterator[Choice | Refusal]:
     """Every way to serve `problem` on `target`, best first, with the refused ones where they would have stood.
 
@@ -120,7 +120,7 @@ def rank(
     (`flashtune.templates.expected.logs_us`); equal ones, all backwards, and kernels that end before the host has made the next call stay in
     the order of distance. Ties of that go to the preferred record of one key (flashtune.db.preference), to records of the user over shipped
     ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. A kernel that is
-    not `compiled` (None: all are) has to gain COMPILING. Decode steps aren't near more rows, nor are other passes, nor element types of
+    not `compiled` has to gain COMPILING. Decode steps aren't near more rows, nor are other passes, nor element types of
     other sizes.
 
     PyTorch is the choice where it is expected to be faster, provided that `framework_serves`: for a record of the key by its whole calls
@@ -137,7 +137,7 @@ def rank(
     computing = [family for family in families.values() if family.direction == problem.direction]
     suited = [family for family in computing if family.refusal(problem, spec, target) is None]
     pool = records if isinstance(records, Pool) else Pool(key, target, records, families)
-    ranking = _Ranking(problem, target, key, pool, families, framework_serves, compiled or (lambda *_: True))
+    ranking = Ranking(problem, target, key, pool, families, framework_serves, compiled)
     names = frozenset(family.name for family in suited)
     yield from ranking.steps(names, "measured")
     if unmeasured or not framework_serves:
@@ -147,11 +147,11 @@ def rank(
         note = f"{why}, so PyTorch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
         yield Choice(kind="framework", spec=spec, note=note)
         return
-    yield from (_default_choice(family, problem, target, pool) for family in computing)
+    yield from map(ranking.default, computing)
     yield Choice(kind="framework", spec=spec, note="no template serves this problem here, PyTorch's own attention does")
 
 
-class _Ranking:
+class Ranking:
     """One choice: problem, target, key, records and families, and the changes of configs evaluated so far.
 
     These are counted alike in every process, whatever earlier choices have cached in the pool.
@@ -164,8 +164,8 @@ class _Ranking:
         key: ProblemKey,
         pool: Pool,
         families: Mapping[str, Family],
-        framework_serves: bool,
-        compiled: Compiled,
+        framework_serves: bool = True,
+        compiled: Compiled = lambda *_: True,
     ) -> None:
         self.problem, self.target, self.key, self.pool, self.families = problem, target, key, pool, families
         self.framework_serves, self.compiled, self.spec = framework_serves, compiled, problem.spec()
@@ -192,19 +192,15 @@ class _Ranking:
                 break
         if fits:
             logs = self._predicted(fits)
+            waiting = [0.0 if self.compiled(fit.family, self.spec, fit.config) else COMPILING for fit in fits]
             # Predictions leave out how a bias is read.
-            order = [
-                (unaligned(fit.record.key) != unaligned(self.key), log + self._waiting(fit)) for fit, log in zip(fits, logs, strict=True)
-            ]
+            bias = [unaligned(fit.record.key) != unaligned(self.key) for fit in fits]
+            order = list(zip(bias, map(sum, zip(logs, waiting, strict=True)), strict=True))
             for place in sorted(range(len(fits)), key=order.__getitem__):
                 yield self._near(fits[place], fits[0], logs[place] - logs[0])
         for record in near:
             fit = self.fit(record)
             yield fit if isinstance(fit, Refusal) else self._near(fit, fits[0], 0.0)
-
-    def _waiting(self, fit: Fit) -> float:
-        """COMPILING for a kernel without machine code, else 0."""
-        return 0.0 if self.compiled(fit.family, self.spec, fit.config) else COMPILING
 
     def _predicted(self, fits: Sequence[Fit]) -> list[float]:
         """Logarithms of predicted times, infinite where there is no prediction; zeros where there is none of the nearest record's."""
@@ -235,7 +231,7 @@ class _Ranking:
             return found
         if (why := found.family.suits(self.problem, self.target)) is not None:
             return Refusal(reason=why, record=record)
-        config = found.family.resized(found.config, self.problem, self.target)
+        config = self._resized(found.family, found.config)
         return found if config == found.config else found._replace(config=config, resized=_changes(found.config, config))
 
     def _configured(self, record: TuningRecord, family: Family) -> Fit | Refusal:
@@ -271,6 +267,11 @@ class _Ranking:
             self._moved[known] = found.config or f"no config of {family.name} keeps the constraints here"
         return self._moved[known]
 
+    def _resized(self, family: Family, config: Config) -> Config:
+        """Config adapted to the problem's sizes, where it keeps the constraints then."""
+        resized = family.resized(config, self.problem, self.target)
+        return config if resized == config or family.violated(resized, self.spec, self.target) is not None else resized
+
     def _is_own(self, record: TuningRecord) -> bool:
         """True for a record that was measured at exactly the call's key, which serves unchanged."""
         return record.key == self.key and record.outcome.source == "measured"
@@ -289,7 +290,7 @@ class _Ranking:
                 note = f"{note}, and there whole calls of PyTorch were faster: {calls[1]:.1f} us, and ours {calls[0]:.1f} us"
             return Choice(kind="framework", spec=self.spec, note=note, record=record)
         note += _reading(slower) if relative is not None and relative > 1.0 else ""
-        return self._by(fit, "exact" if record.outcome.source == "measured" else "predicted", note)
+        return self._with_graphs(fit, self.by(fit, note))
 
     def _near(self, fit: Fit, nearest: Fit, more: float) -> Choice:
         """Choice by a record of another key: its kernel, or PyTorch where that is expected to be faster.
@@ -297,11 +298,7 @@ class _Ranking:
         `more` is the logarithm of its predicted time over that of the nearest record's config.
         """
         key, record, note = self.key, fit.record, self._note(fit)
-        kind: Kind = "near_gpu" if record.key.gpu != key.gpu else "near_n"
-        if record.problem.spec() != self.spec or record.key.gqa_ratio != key.gqa_ratio or not same_features(record.key, key):
-            kind = "stand_in"
         if record.outcome.source == "predicted":
-            kind = "predicted"
             note += "; nothing was measured: its own time is the cost model's"
         if more < 0.0:
             note += f", preferred to {nearest.record.problem.label()}, which the cost model expects to take longer"
@@ -313,7 +310,8 @@ class _Ranking:
         if step and (faster := self._torch_is_faster(*basis)) is not None:
             note += f"{faster}; by its record and the cost model PyTorch is expected to take less time, so it serves"
             return Choice(kind="framework", spec=self.spec, note=note, record=record, differences=differences(record, key))
-        return self._by(fit, kind, note)
+        alike = record.problem.spec() == self.spec and record.key.gqa_ratio == key.gqa_ratio and same_features(record.key, key)
+        return self._with_graphs(fit, self.by(fit, note, alike=alike))
 
     def _torch_is_faster(self, nearest: TuningRecord, more: float) -> str | None:
         """Remark on records by which PyTorch is expected to be faster at a decoding step; None where it isn't."""
@@ -323,14 +321,20 @@ class _Ranking:
         said = ", ".join(f"n={reference.key.n} d={reference.key.d}" for reference in found[1])
         return f"; PyTorch's time is that of records of {said}" if said else _reading(slower_reading(nearest, self.problem, self.target))
 
-    def _by(self, fit: Fit, kind: Kind, note: str) -> Choice:
-        """Choice of a fit's kernel."""
-        unlike = () if fit.record.key == self.key else differences(fit.record, self.key)
-        fallback = self._beside(fit, fit.record.fallback) if settles(fit.config) else None
-        in_graphs = self._beside(fit, fit.record.in_graphs)
-        if in_graphs is not None:
-            note += f"; CUDA graphs run {in_graphs.label()}, which takes less time on the GPU alone"
-        return Choice(kind, self.spec, note, fit.record, fit.family, fit.config, unlike, fallback, in_graphs)
+    def by(self, fit: Fit, note: str, *, alike: bool = True) -> Choice:
+        """Choice of a fit's kernel; `alike` is False for a record of a problem that differs in more than its sizes."""
+        record, key = fit.record, self.key
+        kind: Kind = "exact" if record.key == key else "near_n" if record.key.gpu == key.gpu else "near_gpu"
+        kind = "predicted" if record.outcome.source == "predicted" else kind if alike else "stand_in"
+        fallback = self._beside(fit, record.fallback) if settles(fit.config) else None
+        return Choice(kind, self.spec, note, record, fit.family, fit.config, differences(record, key), fallback)
+
+    def _with_graphs(self, fit: Fit, choice: Choice) -> Choice:
+        """The choice with the kernel that CUDA graphs run."""
+        if (in_graphs := self._beside(fit, fit.record.in_graphs)) is None:
+            return choice
+        note = f"{choice.note}; CUDA graphs run {in_graphs.label()}, which takes less time on the GPU alone"
+        return choice._replace(note=note, in_graphs=in_graphs)
 
     def _beside(self, fit: Fit, other: Outcome | None) -> Config | None:
         """Config of another kernel of the record's run, adapted where necessary; None where it can't serve."""
@@ -342,8 +346,20 @@ class _Ranking:
         moved = self._move(family, config)
         if isinstance(moved, str) or settles(moved):
             return None
-        found = moved if self._is_own(fit.record) else family.resized(moved, self.problem, self.target)
+        found = moved if self._is_own(fit.record) else self._resized(family, moved)
         return None if self.pool.refutation(family, found, self.spec, fit.record) else found
+
+    def default(self, family: Family, config: Config | None = None, note: str = "") -> Choice | Refusal:
+        """Choice of a family without a record, by a `config` or its default, or the reason why it can't serve."""
+        if (why := family.refusal(self.problem, self.spec, self.target)) is not None:
+            return Refusal(reason=f"{family.name}: {why}")
+        config = config or family.resized(family.default(self.spec, self.target), self.problem, self.target)
+        if (broken := family.violated(config, self.spec, self.target)) is not None:
+            return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
+        if failed := self.pool.refutation(family, config, self.spec, None):
+            return Refusal(reason=f"{family.name}: {failed}")
+        note = note or f"no record applies to this problem, so the unmeasured default config of {family.name} serves it"
+        return Choice(kind="default", spec=self.spec, note=note, family=family, config=config)
 
     def _note(self, fit: Fit) -> str:
         """The record's time, where it is from, and how its config was adapted."""
@@ -357,20 +373,6 @@ class _Ranking:
             place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", for another problem ({unlike})"
         adapted = ((fit.changed, "keep the constraints"), (fit.resized, "fill its tiles"))
         return f"{verb} {place}: {record.median_us:.1f} us" + "".join(f", with {axes} to {why}" for axes, why in adapted if axes)
-
-
-def _default_choice(family: Family, problem: Problem, target: Target, pool: Pool) -> Choice | Refusal:
-    """Choice of a family's default config, or the reason why it can't serve."""
-    spec = problem.spec()
-    if (why := family.refusal(problem, spec, target)) is not None:
-        return Refusal(reason=f"{family.name}: {why}")
-    config = family.resized(family.default(spec, target), problem, target)
-    if (broken := family.violated(config, spec, target)) is not None:
-        return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
-    if failed := pool.refutation(family, config, spec, None):
-        return Refusal(reason=f"{family.name}: {failed}")
-    note = f"no record applies to this problem, so the unmeasured default config of {family.name} serves it"
-    return Choice(kind="default", spec=spec, note=note, family=family, config=config)
 
 
 def _changes(config: Config, moved: Config) -> str:

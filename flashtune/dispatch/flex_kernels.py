@@ -14,6 +14,7 @@ from flashtune.core.problem import MAX_HEAD_DIM, Problem
 from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import launch as launches
+from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_configs import (
     UNMEASURED,
@@ -28,9 +29,10 @@ from flashtune.dispatch.flex_configs import (
     source_note,
 )
 from flashtune.dispatch.kernel import Kernel, loaded_kernel
-from flashtune.dispatch.resolve import Explanation, said_of
+from flashtune.dispatch.resolve import Explanation, explanation_by
 from flashtune.dispatch.sequences import Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.sequences import problem_of as packed_problem
+from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -128,7 +130,8 @@ def _recorded(spec: KernelSpec, query: Tensor, key: Tensor, value: Tensor, seque
 def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> Kernel | str:
     target = devices.target_of(device)
     if own is not None:
-        return loaded_kernel(kind, spec, own.config, origin_of(own.record), device, target, own.record)
+        choice = Choice("near_n", spec, "", own.record, kind, own.config)
+        return loaded_kernel(kind, spec, own.config, origin_of(own.record), device, target, choice)
     if (why := refusal(kind, spec, target)) is not None:
         return why
     return loaded_kernel(kind, spec, *_config(kind, spec, device, target), device, target)
@@ -206,17 +209,10 @@ def explained_kernel(kernel: Kernel, said: str, gpu: str, problem: Problem | Non
     """Explanation of a kernel for a problem of calls; its reason begins with `said`."""
     variant, record = kernel.variant, kernel.record
     assert variant is not None, "kernels with functions aren't pinned"
-    key = None if problem is None or gpu == "cpu" else problem.key(gpu)
-    return Explanation(
-        kind="default" if record is None else kind_of(record, key),
-        reason=f"{said}: {variant.config.label()} ({kernel.origin}, {source_note(record)})",
-        gpu=gpu,
-        key=key,
-        template=variant.template,
-        variant_id=variant.id,
-        config=variant.config,
-        **said_of(record),
-    )
+    kind = "default" if record is None else kind_of(record, None if problem is None else problem.key(gpu))
+    reason = f"{said}: {variant.config.label()} ({kernel.origin}, {source_note(record)})"
+    choice = Choice(kind, variant.spec, reason, record, family(variant.template), variant.config)
+    return explanation_by(choice, problem, gpu)
 
 
 def slower(passes: Sequence[Kernel]) -> str | None:

@@ -17,6 +17,7 @@ from flashtune.core.target import Target
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.core.torch_private import C
 from flashtune.dispatch import driver, kernels, launch
+from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.misprediction import MISPREDICTIONS, Latch
@@ -44,23 +45,27 @@ class Prepared(NamedTuple):
 
 
 class Kernel:
-    """A kernel on one device. `record` gave its config, or `origin` says where it comes from; `variant` is None for a pinned kernel.
+    """A kernel on one device. `choice` led to it, and `origin` says where its config comes from; `variant` is None for a pinned kernel.
 
-    `latch` leads to the fallback kernel, of the config `fallback`, that serves once its softmax was mispredicted; None where it has none.
+    `latch` leads to the fallback kernel that serves once its softmax was mispredicted; None where it has none.
     """
 
-    __slots__ = ("_prepared", "code", "device", "fallback", "latch", "memo", "origin", "record", "tiles", "variant")
+    __slots__ = ("_prepared", "choice", "code", "device", "latch", "memo", "origin", "tiles", "variant")
 
     def __init__(
-        self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, record: TuningRecord | None = None, origin: str = ""
+        self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, choice: Choice | None = None, origin: str = ""
     ) -> None:
-        self.memo, self.variant, self.code, self.device, self.record, self.origin = memo, variant, code, device, record, origin
+        self.memo, self.variant, self.code, self.device, self.choice, self.origin = memo, variant, code, device, choice, origin
         self._prepared: dict[Hashable, Prepared] = {}
         self.latch: Latch[Kernel] | None = None
-        self.fallback: Config | None = None
         steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in self.config.as_dict()]
         self.tiles = [(self.config.number(f"{step}BLOCK_M"), self.config.number(f"{step}BLOCK_N")) for step in steps]
         """Rows and columns of the tiles of each of its lists of blocks: those of the forward or of keys, then those of queries."""
+
+    @property
+    def record(self) -> TuningRecord | None:
+        """The record that gave its config, if one did."""
+        return None if self.choice is None else self.choice.record
 
     @property
     def spec(self) -> KernelSpec:
@@ -76,7 +81,6 @@ class Kernel:
 
     def fall_back_to(self, family: Family, config: Config | None, key: Hashable) -> None:
         """Have the family's kernel with this config, if any, serve once the softmax was mispredicted; `key` names their counts."""
-        self.fallback = config
         if config is not None and self.code.module.counts_misses and driver.driven(self.device):
             counts = MISPREDICTIONS.of(self.device.index, (config, key))
             self.latch = Latch(counts, partial(self._other, family, config))
@@ -87,7 +91,7 @@ class Kernel:
         with self.memo.lock:
             code = self.memo.kernels.code(family, variant, self.device, target, keeps=self.code.keep is not None)
         if isinstance(code, Code):
-            return Kernel(self.memo, variant, code, self.device, self.record, self.origin)
+            return Kernel(self.memo, variant, code, self.device, self.choice, self.origin)
         self.memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
         return None
 
@@ -206,10 +210,10 @@ def loaded_kernel(
     origin: str,
     device: torch.device,
     target: Target,
-    record: TuningRecord | None = None,
+    choice: Choice | None = None,
     memo: Memo | None = None,
 ) -> Kernel | str:
     """The kernel with a config, or the reason why it can't be loaded, in a `memo` or the one in force."""
     memo, variant = memo or current(), kernels.variant(kind, spec, config)
     code = memo.kernels.code(kind, variant, device, target, keeps=True)
-    return code if isinstance(code, str) else Kernel(memo, variant, code, device, record, origin)
+    return code if isinstance(code, str) else Kernel(memo, variant, code, device, choice, origin)

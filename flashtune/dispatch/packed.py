@@ -1,7 +1,6 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Problem
 from flashtune.dispatch import context, driver, launch
 from flashtune.dispatch import paged as pages
+from flashtune.dispatch.choose import Refusal
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernel import Kernel, NotBuilt, Prepared
-from flashtune.dispatch.kernels import variant as variant_of
 from flashtune.dispatch.launch import Code
-from flashtune.dispatch.packed_configs import configs_of, explanation
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.orders import rank_packed
+from flashtune.dispatch.resolve import Explanation, explanation_by
 from flashtune.dispatch.sequences import Numbers, Packed, octaves_of, problem_of, rows_last, viewed
 from flashtune.templates import families
 
@@ -87,12 +86,14 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kern
     target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
     if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
         yield Kernel(memo, None, Code(pinned), device)
-    for chosen in configs_of(memo, problem, target, tuned=device.type == "cuda"):
-        variant = variant_of(chosen.family, problem.spec(), chosen.config)
-        code = memo.kernels.code(chosen.family, variant, device, target)
+    records = lambda one: memo.surroundings(device, one)[2]  # noqa: E731
+    for choice in rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured):
+        if isinstance(choice, Refusal) or choice.family is None or (variant := choice.variant) is None:
+            continue
+        code = memo.kernels.code(choice.family, variant, device, target)
         if isinstance(code, Code):
-            made = Kernel(memo, variant, code, device, chosen.record)
-            made.fall_back_to(chosen.family, chosen.fallback, problem)
+            made = Kernel(memo, variant, code, device, choice)
+            made.fall_back_to(choice.family, choice.fallback, problem)
             yield made
 
 
@@ -110,12 +111,12 @@ def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = Non
     if found is None:
         reason = why_torch or (refused[0] if refused else "no kernel takes packed sequences of this kind here")
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu, refused=refused)
-    assert problem is not None and found.variant is not None, "a kernel that isn't pinned serves it"
-    fallback, state = found.fallback, None if found.latch is None else found.latch.state
+    assert problem is not None and found.choice is not None, "a kernel that isn't pinned serves it"
+    choice, state = found.choice, None if found.latch is None else found.latch.state
     if numbers.deterministic or torch.are_deterministic_algorithms_enabled():
         # One kernel serves all such calls.
-        fallback = state = None
-    return replace(explanation(problem, gpu, found.variant, found.record, fallback), refused=refused).remembering(state)
+        choice, state = choice._replace(fallback=None), None
+    return explanation_by(choice, problem, gpu, refused).remembering(state)
 
 
 def _explained_pages(found: Kernel | None, why: Kernel | str, gpu: str) -> Explanation:

@@ -22,6 +22,7 @@ from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.launch import Code
 from flashtune.dispatch.misprediction import Misprediction
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
+from flashtune.dispatch.orders import rank_packed
 from flashtune.dispatch.parse import cannot_serve
 from flashtune.dispatch.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of
@@ -89,20 +90,26 @@ class Explanation:
 
 def explained(choice: Choice, problem: Problem, target: Target, refused: Sequence[str], *, interpreted: bool = False) -> Explanation:
     """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
-    record, variant, reason = choice.record, choice.variant, choice.note
+    variant, reason = choice.variant, choice.note
     if choice.provider is not None:
         reason = f"{PROVIDERS[choice.provider].title} serves: {reason}"
     if variant is not None and not interpreted and target.arch.isdigit() and (why := kernels.uncompiled(variant, target.arch)) is not None:
         reason += f"; {why}, so Triton compiles it at the first call"
-    if choice.kind == "framework" and record is None and refused:
+    if choice.kind == "framework" and choice.record is None and refused:
         reason += f" ({refused[0]})"
     if interpreted:
         reason += ", in Triton's interpreter"
+    return explanation_by(choice._replace(note=reason), problem, "cpu" if interpreted else target.slug, refused)
+
+
+def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: Sequence[str] = ()) -> Explanation:
+    """Explanation of a choice by its own reason."""
+    variant = choice.variant
     return Explanation(
         kind=choice.kind,
-        reason=reason,
-        gpu="cpu" if interpreted else target.slug,
-        key=None if interpreted else problem.key(target.slug),
+        reason=choice.note,
+        gpu=gpu,
+        key=None if problem is None or gpu == "cpu" else problem.key(gpu),
         template=None if variant is None else variant.template,
         variant_id=None if variant is None else variant.id,
         config=choice.config,
@@ -110,11 +117,11 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: Sequenc
         differences=choice.differences,
         twin=choice.fallback,
         provider=choice.provider,
-        **said_of(record),
+        **_said_of(choice.record),
     )
 
 
-def said_of(record: TuningRecord | None) -> dict[str, Any]:
+def _said_of(record: TuningRecord | None) -> dict[str, Any]:
     """Fields of an `Explanation` that tell of the record."""
     if record is None:
         return {}
@@ -364,6 +371,10 @@ def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanati
     refused: list[str] = []
     if problem.features.mods:
         return explained(choice_of(problem, target, memo), problem, target, refused)
+    if problem.features.packed:
+        records = lambda one: memo.pool(one.key(target.slug), target)  # noqa: E731
+        ranked = rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured)
+        return explained(next(one for one in ranked if isinstance(one, Choice)), problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
     deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
     other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))

@@ -17,9 +17,9 @@ from flashtune import dispatch
 from flashtune.core.config import settles
 from flashtune.dispatch import context, kernels
 from flashtune.dispatch import packed as packed_calls
+from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.kernel import Kernel
 from flashtune.dispatch.misprediction import MISPREDICTIONS
-from flashtune.dispatch.packed_configs import Chosen
 from flashtune.templates import family
 
 BOUNDS = (0, 100, 230)
@@ -117,10 +117,10 @@ def test_packed_calls_take_shipped_machine_code_and_compile_what_it_does_not_tak
     records = [one for one in RECORDS if one.problem.features.packed and one.problem.features.causal and one.problem.d == 64]
     chosen = [next(one for one in records if one.problem.direction == direction) for direction in ("fwd", "bwd")]
 
-    def configs(memo: Any, problem: Any, target: Any, **_: Any) -> Any:
+    def ranked(problem: Any, *_: Any, **__: Any) -> Any:
         for one in chosen:
             if one.problem.direction == problem.direction:
-                yield Chosen(family(one.outcome.template), one.outcome.config, one)
+                yield Choice("near_n", problem.spec(), "", one, family(one.outcome.template), one.outcome.config)
 
     def loaded(*_: object) -> Any:
         loads.append(None)
@@ -128,7 +128,7 @@ def test_packed_calls_take_shipped_machine_code_and_compile_what_it_does_not_tak
 
     load, loads = kernels.load, list[None]()
     monkeypatch.setattr(kernels, "load", loaded)
-    monkeypatch.setattr(packed_calls, "configs_of", configs)
+    monkeypatch.setattr(packed_calls, "rank_packed", ranked)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     # Code is shipped for 32-bit bounds alone.
     for dtype, compiles in ((torch.int32, False), (torch.int32, False), (torch.int64, True)):
@@ -145,9 +145,13 @@ def mispredicted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> Counts:
     """Packed calls are served by a record whose kernel has a frozen row maximum; the memory that it counts in."""
     settling = [one for one in RECORDS if one.problem.features.packed and settles(one.outcome.config)]
     record = next(one for one in settling if one.fallback is not None and one.problem.d == 64)
-    chosen = Chosen(family(record.outcome.template), record.outcome.config, record, record.fallback.config if record.fallback else None)
+    other = record.fallback.config if record.fallback else None
+
+    def ranked(problem: Any, *_: Any, **__: Any) -> Any:
+        yield Choice("near_n", problem.spec(), "", record, family(record.outcome.template), record.outcome.config, fallback=other)
+
     found = Counts()
-    monkeypatch.setattr(packed_calls, "configs_of", lambda *_, **__: iter([chosen]))
+    monkeypatch.setattr(packed_calls, "rank_packed", ranked)
     monkeypatch.setattr(MISPREDICTIONS, "of", lambda device, key: found.misprediction)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     return found

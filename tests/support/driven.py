@@ -11,7 +11,7 @@ from flashtune.core import devices, launching
 from flashtune.core.binaries import Binary, Parameter, TensorMap
 from flashtune.core.target import find_target
 from flashtune.dispatch import context, driver, launch, packed
-from flashtune.dispatch.packed_configs import Chosen
+from flashtune.dispatch.choose import Choice
 from flashtune.templates import family
 
 
@@ -84,9 +84,10 @@ def _outlives(*_: Any) -> None:
 def serve_by(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Serve packed calls by the default configs of these families, in their order."""
 
-    def configs(memo: Any, problem: Any, target: Any, **_: Any) -> Any:
+    def ranked(problem: Any, target: Any, *_: Any, **__: Any) -> Any:
+        spec = problem.spec()
         for kind in map(family, names):
-            if kind.refusal(problem, problem.spec(), target) is None:
-                yield Chosen(kind, kind.default(problem.spec(), target))
+            if kind.refusal(problem, spec, target) is None:
+                yield Choice("default", spec, "the default", family=kind, config=kind.default(spec, target))
 
-    monkeypatch.setattr(packed, "configs_of", configs)
+    monkeypatch.setattr(packed, "rank_packed", ranked)

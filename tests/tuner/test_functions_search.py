@@ -499,11 +499,11 @@ def test_a_call_takes_the_config_of_its_record(
         assert usual.record is None and usual.config == family(name).default(problem.spec(), H200)
 
 
-def samples_kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, record: Any = None) -> Any:
+def samples_kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, choice: Any = None) -> Any:
     return SimpleNamespace(
         config=config,
         origin=origin,
-        record=record,
+        record=choice and choice.record,
         failed="",
         median_us=1.0,
         code=SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True)),

@@ -284,10 +284,12 @@ class OnGpu(torch.Tensor):
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of an H200 that are never loaded."""
 
-    def kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, record: Any = None) -> Any:
+    def kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, choice: Any = None) -> Any:
         variant = SimpleNamespace(template=kind.name, spec=spec, config=config, id="0" * 16)
         code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
-        return SimpleNamespace(variant=variant, spec=spec, config=config, origin=origin, record=record, failed="", code=code)
+        return SimpleNamespace(
+            variant=variant, spec=spec, config=config, origin=origin, record=choice and choice.record, failed="", code=code
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
