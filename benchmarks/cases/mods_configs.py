@@ -16,6 +16,10 @@ from benchmarks.cases.mods import CASES, whole_calls
 from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from flashtune import dispatch
 from flashtune.dispatch import flex_kernels
+from flashtune.dispatch.choose import Choice, Refusal
+from flashtune.dispatch.context import Memo, serving
+from flashtune.dispatch.orders import rank_coded
+from flashtune.templates import families
 from flashtune.tuner.timing.stopwatch import Stopwatch
 
 Changes = dict[str, Any]
@@ -50,24 +54,28 @@ class Configured:
 
     def __init__(self, forward: Changes, backward: Changes) -> None:
         self._changes = {"fwd": forward, "bwd": backward}
-        self._kernels: dict[Any, Any] = {}
+        self._memo = Memo()
 
-    def _config(self, kind: Any, spec: Any, device: Any, target: Any) -> Any:
-        changes = self._changes[spec.direction]
-        config = kind.default(spec, target).replace(**changes if "hopper" in kind.name else {})
-        if (broken := kind.violated(config, spec, target)) is not None:
-            raise ValueError(f"breaks {broken}")
-        return config, "chosen by a benchmark"
+    def _ranked(self, problem: Any, target: Any, *_: Any, **__: Any) -> Iterator[Choice]:
+        changes = self._changes[problem.direction]
+        for choice in rank_coded(problem, target, lambda _: [], families(), framework_serves=False):
+            if isinstance(choice, Refusal) or (kind := choice.family) is None:
+                continue
+            config = kind.default(choice.spec, target).replace(**changes if "hopper" in kind.name else {})
+            if (broken := kind.violated(config, choice.spec, target)) is not None:
+                raise ValueError(f"breaks {broken}")
+            yield choice._replace(config=config, origin="chosen by a benchmark")
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """These kernels serve in the block."""
-        kept = flex_kernels.kernels_here, flex_kernels._config
-        flex_kernels.kernels_here, flex_kernels._config = lambda: self._kernels, self._config
+        kept: Any = flex_kernels.rank_coded
+        flex_kernels.rank_coded = self._ranked  # type: ignore[assignment]
         try:
-            yield
+            with serving(self._memo):
+                yield
         finally:
-            flex_kernels.kernels_here, flex_kernels._config = kept
+            flex_kernels.rank_coded = kept
 
 
 def line_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> str:

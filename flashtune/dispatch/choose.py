@@ -31,16 +31,13 @@ MOST_LOOKED = 300_000
 BUCKET = 64
 """Numbers of keys in a length bucket, whose decode steps have one choice: a growing sequence would make one for each token."""
 
-Compiled = Callable[[Family, KernelSpec, Config], bool]
-"""True where machine code of a kernel is at hand."""
-
 
 class Choice(NamedTuple):
     """One way to serve a problem: a family with a config, another `provider`, or PyTorch (neither). `note` is the reason in a sentence.
 
     Where the record is of another key, `differences` lists the differences. `fallback` is the config of the kernel that serves where the
     softmax is mispredicted, if `config` has a frozen row max and the record's search measured such a kernel; `in_graphs` is that of the
-    kernel that CUDA graphs run, if whole calls chose one that is slower on the GPU.
+    kernel that CUDA graphs run, if whole calls chose one that is slower on the GPU. `origin` says where a config of functions comes from.
     """
 
     kind: Kind
@@ -53,6 +50,7 @@ class Choice(NamedTuple):
     fallback: Config | None = None
     in_graphs: Config | None = None
     provider: str | None = None
+    origin: str = ""
 
     @property
     def variant(self) -> Variant | None:
@@ -100,7 +98,7 @@ def rank(
     *,
     framework_serves: bool = True,
     unmeasured: bool = False,
-    compiled: Compiled = lambda *_: True,
+    compiled: Callable[[Family, KernelSpec, Config], bool] = lambda *_: True,
 ) -> Iterator[Choice | Refusal]:
     """Every way to serve `problem` on `target`, best first, with the refused ones where they would have stood.
 
@@ -120,8 +118,7 @@ def rank(
     (`flashtune.templates.expected.logs_us`); equal ones, all backwards, and kernels that end before the host has made the next call stay in
     the order of distance. Ties of that go to the preferred record of one key (flashtune.db.preference), to records of the user over shipped
     ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. A kernel that is
-    not `compiled` has to gain COMPILING. Decode steps aren't near more rows, nor are other passes, nor element types of
-    other sizes.
+    not `compiled` has to gain COMPILING. Decode steps aren't near more rows, nor are other passes, nor element types of other sizes.
 
     PyTorch is the choice where it is expected to be faster, provided that `framework_serves`: for a record of the key by its whole calls
     where they were measured, host included; for other decoding steps by `torch_times.step_ratio` and the predicted gain over the nearest
@@ -165,7 +162,7 @@ class Ranking:
         pool: Pool,
         families: Mapping[str, Family],
         framework_serves: bool = True,
-        compiled: Compiled = lambda *_: True,
+        compiled: Callable[[Family, KernelSpec, Config], bool] = lambda *_: True,
     ) -> None:
         self.problem, self.target, self.key, self.pool, self.families = problem, target, key, pool, families
         self.framework_serves, self.compiled, self.spec = framework_serves, compiled, problem.spec()
@@ -323,11 +320,9 @@ class Ranking:
 
     def by(self, fit: Fit, note: str, *, alike: bool = True) -> Choice:
         """Choice of a fit's kernel; `alike` is False for a record of a problem that differs in more than its sizes."""
-        record, key = fit.record, self.key
-        kind: Kind = "exact" if record.key == key else "near_n" if record.key.gpu == key.gpu else "near_gpu"
-        kind = "predicted" if record.outcome.source == "predicted" else kind if alike else "stand_in"
-        fallback = self._beside(fit, record.fallback) if settles(fit.config) else None
-        return Choice(kind, self.spec, note, record, fit.family, fit.config, differences(record, key), fallback)
+        fallback = self._beside(fit, fit.record.fallback) if settles(fit.config) else None
+        kind = kind_by(fit.record, self.key, alike=alike)
+        return Choice(kind, self.spec, note, fit.record, fit.family, fit.config, differences(fit.record, self.key), fallback)
 
     def _with_graphs(self, fit: Fit, choice: Choice) -> Choice:
         """The choice with the kernel that CUDA graphs run."""
@@ -373,6 +368,12 @@ class Ranking:
             place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", for another problem ({unlike})"
         adapted = ((fit.changed, "keep the constraints"), (fit.resized, "fill its tiles"))
         return f"{verb} {place}: {record.median_us:.1f} us" + "".join(f", with {axes} to {why}" for axes, why in adapted if axes)
+
+
+def kind_by(record: TuningRecord, key: ProblemKey, *, alike: bool = True) -> Kind:
+    """Kind of a choice by a record for a problem, which is `alike` but for its sizes and its GPU."""
+    kind: Kind = "stand_in" if not alike else "near_n" if record.key.gpu == key.gpu else "near_gpu"
+    return "predicted" if record.outcome.source == "predicted" else "exact" if record.key == key else kind
 
 
 def _changes(config: Config, moved: Config) -> str:

@@ -16,9 +16,8 @@ from flashtune.dispatch import api, flex_functions
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend_by_kernels, types_of
 from flashtune.dispatch.flex_blocks import FOREIGN, FlexCall, Functions, Passes, agrees, agrees_with_band, sizes_of
-from flashtune.dispatch.flex_configs import problem_with_functions
 from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed, packed_call
-from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of, slower
+from flashtune.dispatch.flex_kernels import Sequences, explained_kernel, kernel_of, problem_with_functions, slower
 from flashtune.dispatch.flex_recent import keep_recent, recent_call
 from flashtune.dispatch.flex_torch import check_shapes, check_types, flex_by_torch, lacks, why_named, why_torch_dense
 from flashtune.dispatch.kernel import Kernel, NotBuilt, layout
@@ -174,13 +173,12 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
         served = api.explain(*(given[name] for name in names[:3]), return_lse=with_lse, **call)
         more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
         return replace(served, reason=f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}")
-    (batch, heads, n_q, _), (_, kv_heads, n_kv, _) = given["query"].shape, given["key"].shape
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv}
 
     def of(kernel: Kernel) -> Explanation:
         assert kernel.variant is not None, "kernels with functions aren't pinned"
         said = f"{kernel.variant.template} {kernel.variant.id}, functions {kernel.spec.mods}"
-        return explained_kernel(kernel, said, gpu, problem_with_functions(kernel.spec, **sizes))
+        problem = problem_with_functions(kernel.spec.direction, given["query"], given["key"], given["value"], kernel.spec.mods)
+        return explained_kernel(kernel, said, gpu, problem)
 
     backward = call.kernels.backward
     return replace(of(call.kernel), backward=None if backward is None else of(backward))

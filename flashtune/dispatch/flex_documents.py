@@ -11,10 +11,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtune.dispatch.context import current
 from flashtune.dispatch.flex_blocks import FOREIGN, MOST_LISTS, agrees_with_band, versions_of
-from flashtune.dispatch.flex_configs import BUILT_FOR_IT
 from flashtune.dispatch.inspection import flash_attention_on
 from flashtune.dispatch.kernel import layout
 from flashtune.dispatch.offers import OURS
+from flashtune.dispatch.orders import BUILT_FOR_IT
 from flashtune.dispatch.packed_read import cast, parsed
 from flashtune.dispatch.packed_run import attend, explanation_of
 from flashtune.dispatch.parse import Options

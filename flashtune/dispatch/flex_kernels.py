@@ -8,36 +8,27 @@ import torch
 from torch import Tensor
 
 from flashtune.core import devices, launching
-from flashtune.core.config import Config, Direction, KernelSpec
+from flashtune.core.config import Direction
 from flashtune.core.launching import LoadedKernel, Plan, Tensors, operand
-from flashtune.core.problem import MAX_HEAD_DIM, Problem
-from flashtune.core.target import Target
+from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem
 from flashtune.core.torch_dtypes import KERNEL_DTYPES
 from flashtune.dispatch import launch as launches
-from flashtune.dispatch.choose import Choice
+from flashtune.dispatch.choose import Refusal, kind_by
 from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_configs import (
-    UNMEASURED,
-    Recorded,
-    choices,
-    config_without_record,
-    kind_of,
-    origin_of,
-    problem_with_functions,
-    recorded_with,
-    refusal,
-    source_note,
-)
-from flashtune.dispatch.kernel import Kernel, loaded_kernel
+from flashtune.dispatch.kernel import Kernel, layout, loaded_kernel
+from flashtune.dispatch.orders import UNMEASURED, rank_coded
+from flashtune.dispatch.records import differences
 from flashtune.dispatch.resolve import Explanation, explanation_by
 from flashtune.dispatch.sequences import Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.sequences import problem_of as packed_problem
-from flashtune.templates import family
-from flashtune.templates.family import Family
+from flashtune.templates import families
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods
+
+MOST_CALLS = 1024
+"""Most signatures of calls whose kernel is at hand."""
 
 
 class Sequences(NamedTuple):
@@ -45,12 +36,6 @@ class Sequences(NamedTuple):
 
     bounds: tuple[Tensor, Tensor, Tensor | None]
     numbers: Numbers
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """Flags of a spec."""
-        _, _, _, left, right, *_ = self.numbers
-        return {"packed": True, "causal": right == 0, "window": left >= 0 or right > 0}
 
     @property
     def words(self) -> dict[str, Any]:
@@ -65,8 +50,7 @@ class Sequences(NamedTuple):
 
 
 def kernels_here() -> dict[Hashable, Kernel | str]:
-    """Kernels of this context by what is compiled in and the functions' record; without one the config is the default, or of another
-    feature's record."""
+    """Kernels of this context by what is compiled in and the record that gave the config."""
     found: dict[Hashable, Kernel | str] = current().packed.setdefault("kernels of functions", {})
     return found
 
@@ -85,63 +69,60 @@ def kernel_of(
 
     Families with plain pointers need a record of their own, unless `unmeasured` ones may serve, too.
     """
-    tf32 = query.is_cuda and torch.get_float32_matmul_precision() != "highest" if sequences is None else sequences.numbers.tf32
-    flags = {"window": False} if sequences is None else sequences.flags
-    spec = KernelSpec(
-        direction=direction, dtype=KERNEL_DTYPES[query.dtype], d=query.shape[-1], d_v=value.shape[-1], mask="none", **flags,
-        tf32=tf32 and query.dtype is torch.float32, mods=known.keep(mods),
-    )  # fmt: skip
     # Searches are of functions without gradients of captured tensors, which have a kernel of their own.
-    why, record = "", _recorded(replace(spec, mods=known.keep(mods.untrained)), query, key, value, sequences)
-    if record is not None and record.kind.unfit(record.config, spec, devices.target_of(query.device)) is not None:
-        record = None
+    searched = known.keep(mods.untrained)
+    problem = problem_with_functions(direction, query, key, value, known.keep(mods), sequences)
+    if problem is None:
+        return "no kernel takes tensors of these sizes"
     # Kernels whose bits may vary don't write gradients of unused keys either.
     repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
     if sequences is not None:
         query, key, value = (rows_last(x.detach()) for x in (query, key, value))
-    made = kernels_here()
-    for kind, own in choices(spec, record, unmeasured=unmeasured, repeatable=repeatable):
-        # Two records may name one config: each has its own times beside PyTorch's.
-        place = kind.name, spec, query.device, None if own is None else (own.config, own.record.key)
-        if place not in made:
-            made[place] = _made(kind, spec, query.device, own)
-        found = made[place]
-        if isinstance(found, str) or found.failed:
-            why = found if isinstance(found, str) else str(found.failed)
-        elif found.code.module.accepts(query, key, value, None):
-            return found
-        else:
-            why = "the kernel can't read tensors of these strides"
+    memo, made, device, why = current(), kernels_here(), query.device, ""
+    served: dict[Hashable, Kernel] = memo.packed.setdefault("kernels of calls with functions", {})
+    call = problem, searched, device, layout((query, key, value)), unmeasured, repeatable
+    if call in served and not served[call].failed:
+        return served[call]
+    target, records = devices.target_of(device), lambda one: memo.surroundings(device, one)[2]
+    words = {"unmeasured": memo.unmeasured, "framework_serves": not unmeasured, "repeatable": repeatable}
+    with memo.lock:
+        for choice in rank_coded(problem, target, records, families(), searched=searched, **words):
+            if isinstance(choice, Refusal):
+                why = choice.reason
+            if isinstance(choice, Refusal) or choice.family is None:
+                continue
+            # Two records may name one config: each has its own times beside PyTorch's.
+            place = choice.family.name, choice.spec, device, choice.config, None if choice.record is None else choice.record.key
+            if place not in made:
+                made[place] = loaded_kernel(choice, device, target)
+            found = made[place]
+            if isinstance(found, str) or found.failed:
+                why = found if isinstance(found, str) else str(found.failed)
+            elif found.code.module.accepts(query, key, value, None):
+                if len(served) >= MOST_CALLS:
+                    served.clear()
+                served[call] = found
+                return found
+            else:
+                why = "the kernel can't read tensors of these strides"
     return why if unmeasured else UNMEASURED
 
 
-def _recorded(spec: KernelSpec, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences | None) -> Recorded | None:
-    """The record of a call's functions; none for the interpreter, whose times mean nothing."""
-    if query.device.type != "cuda" or max(spec.d, spec.d_v) > MAX_HEAD_DIM:
-        return None
+def problem_with_functions(
+    direction: Direction, query: Tensor, key: Tensor, value: Tensor, mods: str, sequences: Sequences | None = None
+) -> Problem | None:
+    """The problem of a call with the hash of functions; None where no kernel takes tensors of such sizes."""
     if sequences is not None:
-        found = packed_problem(Packed(query, key, value, *sequences.bounds), sequences.numbers, spec.direction, mods=spec.mods)
-        return None if found is None else recorded_with(found, query.device)
-    batch, heads, n_q, _ = query.shape
-    problem = problem_with_functions(spec, batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=key.shape[2])
-    return recorded_with(problem, query.device)
-
-
-def _made(kind: Family, spec: KernelSpec, device: torch.device, own: Recorded | None) -> Kernel | str:
-    target = devices.target_of(device)
-    if own is not None:
-        choice = Choice("near_n", spec, "", own.record, kind, own.config)
-        return loaded_kernel(kind, spec, own.config, origin_of(own.record), device, target, choice)
-    if (why := refusal(kind, spec, target)) is not None:
-        return why
-    return loaded_kernel(kind, spec, *_config(kind, spec, device, target), device, target)
-
-
-def _config(kind: Family, spec: KernelSpec, device: torch.device, target: Target) -> tuple[Config, str]:
-    """The config without a record of the functions, and its origin."""
-    memo = current()
-    with memo.lock:
-        return config_without_record(kind, spec, target, lambda problem: memo.surroundings(device, problem)[2])
+        return packed_problem(Packed(query, key, value, *sequences.bounds), sequences.numbers, direction, mods=mods)
+    (batch, heads, n_q, d), n_kv, d_v = query.shape, key.shape[2], value.shape[3]
+    if max(d, d_v) > MAX_HEAD_DIM:
+        return None
+    tf32 = query.dtype is torch.float32 and query.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    features, dtype = Features(mods=mods, tf32=tf32), KERNEL_DTYPES[query.dtype]
+    return Problem(
+        batch=batch, heads=heads, kv_heads=key.shape[1], n_q=n_q, n_kv=n_kv, d=d, d_v=d_v, dtype=dtype, features=features,
+        direction=direction,
+    )  # fmt: skip
 
 
 def tile_kinds(kernel: Kernel, mods: Mods, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tile: tuple[int, int]) -> Tensor:
@@ -207,12 +188,13 @@ def launch(
 
 def explained_kernel(kernel: Kernel, said: str, gpu: str, problem: Problem | None) -> Explanation:
     """Explanation of a kernel for a problem of calls; its reason begins with `said`."""
-    variant, record = kernel.variant, kernel.record
-    assert variant is not None, "kernels with functions aren't pinned"
-    kind = "default" if record is None else kind_of(record, None if problem is None else problem.key(gpu))
-    reason = f"{said}: {variant.config.label()} ({kernel.origin}, {source_note(record)})"
-    choice = Choice(kind, variant.spec, reason, record, family(variant.template), variant.config)
-    return explanation_by(choice, problem, gpu)
+    choice = kernel.choice
+    assert choice is not None, "kernels with functions aren't pinned"
+    if choice.record is not None and problem is not None:
+        # Calls of other sizes share it, and gradients of captured tensors those of the functions without.
+        key = replace(problem, features=replace(problem.features, mods=choice.record.problem.features.mods)).key(gpu)
+        choice = choice._replace(kind=kind_by(choice.record, key), differences=differences(choice.record, key))
+    return explanation_by(choice._replace(note=f"{said}: {kernel.config.label()} ({choice.origin})"), problem, gpu)
 
 
 def slower(passes: Sequence[Kernel]) -> str | None:

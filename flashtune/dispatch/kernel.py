@@ -45,17 +45,15 @@ class Prepared(NamedTuple):
 
 
 class Kernel:
-    """A kernel on one device. `choice` led to it, and `origin` says where its config comes from; `variant` is None for a pinned kernel.
+    """A kernel on one device. `choice` led to it; `variant` and `choice` are None for a pinned kernel.
 
     `latch` leads to the fallback kernel that serves once its softmax was mispredicted; None where it has none.
     """
 
-    __slots__ = ("_prepared", "choice", "code", "device", "latch", "memo", "origin", "tiles", "variant")
+    __slots__ = ("_prepared", "choice", "code", "device", "latch", "memo", "tiles", "variant")
 
-    def __init__(
-        self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, choice: Choice | None = None, origin: str = ""
-    ) -> None:
-        self.memo, self.variant, self.code, self.device, self.choice, self.origin = memo, variant, code, device, choice, origin
+    def __init__(self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, choice: Choice | None = None) -> None:
+        self.memo, self.variant, self.code, self.device, self.choice = memo, variant, code, device, choice
         self._prepared: dict[Hashable, Prepared] = {}
         self.latch: Latch[Kernel] | None = None
         steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in self.config.as_dict()]
@@ -91,7 +89,7 @@ class Kernel:
         with self.memo.lock:
             code = self.memo.kernels.code(family, variant, self.device, target, keeps=self.code.keep is not None)
         if isinstance(code, Code):
-            return Kernel(self.memo, variant, code, self.device, self.choice, self.origin)
+            return Kernel(self.memo, variant, code, self.device, self.choice)
         self.memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
         return None
 
@@ -203,17 +201,10 @@ def served_here(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda"
 
 
-def loaded_kernel(
-    kind: Family,
-    spec: KernelSpec,
-    config: Config,
-    origin: str,
-    device: torch.device,
-    target: Target,
-    choice: Choice | None = None,
-    memo: Memo | None = None,
-) -> Kernel | str:
-    """The kernel with a config, or the reason why it can't be loaded, in a `memo` or the one in force."""
-    memo, variant = memo or current(), kernels.variant(kind, spec, config)
-    code = memo.kernels.code(kind, variant, device, target, keeps=True)
-    return code if isinstance(code, str) else Kernel(memo, variant, code, device, choice, origin)
+def loaded_kernel(choice: Choice, device: torch.device, target: Target, memo: Memo | None = None) -> Kernel | str:
+    """The kernel of a choice, or the reason why it can't be loaded, in a `memo` or the one in force."""
+    memo, family, config = memo or current(), choice.family, choice.config
+    assert family is not None and config is not None, "a kernel is chosen"
+    variant = kernels.variant(family, choice.spec, config)
+    code = memo.kernels.code(family, variant, device, target, keeps=True)
+    return code if isinstance(code, str) else Kernel(memo, variant, code, device, choice)

@@ -121,10 +121,9 @@ def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = Non
 
 def _explained_pages(found: Kernel | None, why: Kernel | str, gpu: str) -> Explanation:
     """Explanation of the kernel of a call with pages, or `why` there is none."""
-    if found is None or found.variant is None:
+    if found is None or found.choice is None:
         return Explanation(kind="framework", reason=f"{why}, so each sequence is gathered and a call of its own", gpu=gpu)
-    variant, reason = found.variant, f"paged keys and values take {found.origin} config"
-    return Explanation(kind="default", reason=reason, gpu=gpu, template=variant.template, variant_id=variant.id, config=found.config)
+    return explanation_by(found.choice, None, gpu)
 
 
 def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor] | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from flashtune.core import devices, launching
 from flashtune.core.config import Config
 from flashtune.core.launching import LoadedKernel, Plan, Tensors
+from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernel import Kernel, loaded_kernel, served_here
 from flashtune.dispatch.sequences import Numbers, Packed, problem_of, rows_last
@@ -49,7 +50,9 @@ def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config
     config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
     place = PLACE, spec, config, query.device
     if place not in memo.packed:
-        memo.packed[place] = loaded_kernel(family, spec, config, "the family's default", query.device, target, memo=memo)
+        note = "paged keys and values take the family's default config"
+        choice = Choice(kind="default", spec=spec, note=note, family=family, config=config)
+        memo.packed[place] = loaded_kernel(choice, query.device, target, memo)
     kernel: Kernel | str = memo.packed[place]
     if isinstance(kernel, str) or kernel.failed:
         return kernel if isinstance(kernel, str) else str(kernel.failed)

@@ -53,7 +53,7 @@ class Pool:
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
         self._constraints: dict[KernelSpec, ConstraintCache] = {}
-        self._cached: dict[tuple[int, KernelSpec], tuple[TuningRecord, Any]] = {}
+        self._cached: dict[tuple[int, KernelSpec], tuple[TuningRecord | Family, Any]] = {}
         self._varying = frozenset(name for name, family in families.items() if not family.repeatable)
         self._rows = _rows(records) if isinstance(records, Sequence) else records
         self._known: dict[ProblemKey, list[_Entry]] = {}
@@ -122,12 +122,12 @@ class Pool:
             self._refits[known] = family.refit(config, spec, self._target, checked)
         return self._refits[known]
 
-    def cached(self, record: TuningRecord, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:
-        """Cached result of `answer` for a record and a kernel."""
-        known = self._cached.get((id(record), spec))
+    def cached(self, of: TuningRecord | Family, spec: KernelSpec, answer: Callable[[], _Answer]) -> _Answer:
+        """Cached result of `answer` for a record, or a family without one, and a kernel."""
+        known = self._cached.get((id(of), spec))
         if known is None:
             # A reference to the record keeps its id unique.
-            known = self._cached[id(record), spec] = (record, answer())
+            known = self._cached[id(of), spec] = (of, answer())
         found: _Answer = known[1]
         return found
 

@@ -16,13 +16,12 @@ from flashtune.dispatch import backwards, kernels
 from flashtune.dispatch.call import Call, PerHead, trained_as
 from flashtune.dispatch.choose import BUCKET, Choice, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
 from flashtune.dispatch.context import Memo
-from flashtune.dispatch.flex_configs import choice_of
 from flashtune.dispatch.forward import Fallback, KernelPlan
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.launch import Code
 from flashtune.dispatch.misprediction import Misprediction
 from flashtune.dispatch.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
-from flashtune.dispatch.orders import rank_packed
+from flashtune.dispatch.orders import rank_coded, rank_packed
 from flashtune.dispatch.parse import cannot_serve
 from flashtune.dispatch.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers import PROVIDERS, plan_of, variant_of
@@ -104,7 +103,10 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: Sequenc
 
 def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: Sequence[str] = ()) -> Explanation:
     """Explanation of a choice by its own reason."""
-    variant = choice.variant
+    record, variant, said = choice.record, choice.variant, dict[str, Any]()
+    if record is not None:
+        said = {"source": record.outcome.source, "origin": record.origin, "record_key": record.key}
+        said |= {"median_us": record.median_us, "framework_us": record.framework_us}
     return Explanation(
         kind=choice.kind,
         reason=choice.note,
@@ -117,21 +119,8 @@ def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: S
         differences=choice.differences,
         twin=choice.fallback,
         provider=choice.provider,
-        **_said_of(choice.record),
+        **said,
     )
-
-
-def _said_of(record: TuningRecord | None) -> dict[str, Any]:
-    """Fields of an `Explanation` that tell of the record."""
-    if record is None:
-        return {}
-    return {
-        "source": record.outcome.source,
-        "origin": record.origin,
-        "record_key": record.key,
-        "median_us": record.median_us,
-        "framework_us": record.framework_us,
-    }
 
 
 class Candidate(NamedTuple):
@@ -369,11 +358,10 @@ def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, targe
 def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
-    if problem.features.mods:
-        return explained(choice_of(problem, target, memo), problem, target, refused)
-    if problem.features.packed:
+    if problem.features.mods or problem.features.packed:
+        ranking: Any = rank_coded if problem.features.mods else rank_packed
         records = lambda one: memo.pool(one.key(target.slug), target)  # noqa: E731
-        ranked = rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured)
+        ranked = ranking(problem, target, records, families(), unmeasured=memo.unmeasured)
         return explained(next(one for one in ranked if isinstance(one, Choice)), problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
     deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None

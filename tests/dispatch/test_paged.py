@@ -18,6 +18,7 @@ from flashtune.core.launching import Tensors
 from flashtune.core.results import CompileFacts
 from flashtune.core.target import find_target
 from flashtune.dispatch import context, packed_run, paged
+from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.kernel import Kernel, loaded_kernel
 from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.paged import flash_paged
@@ -174,7 +175,8 @@ def facts(
     target, queries = find_target(gpu), rows or 1
     spec = KernelSpec(direction="fwd", dtype="bf16", d=d, d_v=d, causal=True, window=False, softcap=False, mask="none")
     config: Config = flash_paged.chosen(spec, target, None if rows is None else 4 * rows, narrow=cache.itemsize == 1)
-    kernel = loaded_kernel(flash_paged.FAMILY, spec, config, "", torch.device("meta"), target)
+    choice = Choice(kind="default", spec=spec, note="", family=flash_paged.FAMILY, config=config)
+    kernel = loaded_kernel(choice, torch.device("meta"), target)
     assert isinstance(kernel, Kernel)
     numbers = Numbers(queries, 4096, d**-0.5, -1, 0, True, 0.0, 0.0, False, False)
 

@@ -18,7 +18,7 @@ from flashtune.core.target import find_target
 from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
 from flashtune.dispatch import flex_functions
 from flashtune.dispatch.flex_autograd import types_of
-from flashtune.dispatch.flex_kernels import Sequences
+from flashtune.dispatch.flex_kernels import Sequences, problem_with_functions
 from flashtune.dispatch.sequences import viewed
 from flashtune.templates.family import Family
 from flashtune.templates.loading import load_kernel
@@ -198,7 +198,9 @@ def kernel_call(
     traced, found = flex_functions._traced(*functions, torch.device("cpu"))
     mods = emitted(traced.score, traced.mask, types_of(found, [False] * len(found)), backward=backward)
     sequences = Sequences((*given.bounds, given.words.get("seqused_k")), numbers_of(given))
-    spec = KernelSpec(direction=family.direction, dtype="fp16", d=64, d_v=64, mask="none", mods=known.keep(mods), **sequences.flags)
+    problem = problem_with_functions(family.direction, *(x.detach() for x in given.tensors), known.keep(mods), sequences)
+    assert problem is not None
+    spec = problem.spec()
     config = config_of(spec)
     assert family.violated(config, spec, find_target("h200")) is None
     module = load_kernel(render(family, variant_of(family, spec, config)), "coded")

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from flashtune import dispatch
 from flashtune.core.config import Config, KernelSpec, Variant
 from flashtune.core.errors import InputError
+from flashtune.core.target import find_target
 from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.kernel import NotBuilt
 from flashtune.templates import family
@@ -402,8 +403,6 @@ def test_a_spec_holds_a_hash_and_no_code() -> None:
 
 
 def test_functions_of_another_process_are_not_rendered() -> None:
-    from flashtune.core.target import find_target
-
     kind, target = family("flash_fwd"), find_target("h100")
     spec = KernelSpec(direction="fwd", dtype="bf16", d=64, d_v=64, window=False, mask="none", mods="f" * 16)
     with pytest.raises(KeyError):
@@ -437,10 +436,11 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
         name: SimpleNamespace(variant=SimpleNamespace(template=name), failed=None, code=SimpleNamespace(module=loaded)) for name in names
     }
     dispatch.reload()
-    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made[kind.name])
+    monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: find_target("h200"))
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", lambda choice, device, target: made[choice.family.name])
     functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
     mods = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
-    q, k, v = tensors()
+    q, k, v = tensors(dtype=torch.float16)
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd_hopper"]
     made["flash_fwd_hopper"].failed = "no compiler"
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd"]

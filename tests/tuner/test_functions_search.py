@@ -34,7 +34,10 @@ from flashtune.core.secrets import command_line
 from flashtune.core.target import find_target
 from flashtune.db.preference import latest
 from flashtune.db.store import Store
-from flashtune.dispatch import flex_configs, flex_kernels
+from flashtune.dispatch import flex_kernels
+from flashtune.dispatch.choose import Choice
+from flashtune.dispatch.context import Memo
+from flashtune.dispatch.orders import rank_coded
 from flashtune.dispatch.records import Pool
 from flashtune.templates import families, family, unservable
 from flashtune.templates.mods.emit import emitted
@@ -150,11 +153,6 @@ def test_what_is_no_hash_is_refused(found: Any) -> None:
 def test_functions_stand_beside_no_other_feature(more: Any) -> None:
     with pytest.raises(InputError, match="stand beside no other feature"):
         Features(mods="0" * 16, **more)
-
-
-def test_calls_know_each_family_that_takes_functions() -> None:
-    taking = {(one.direction, one.name) for one in families().values() if one.functions}
-    assert taking == {(direction, name) for direction, names in flex_configs.FAMILIES.items() for name in names}
 
 
 def test_functions_may_hide_any_pair_so_that_short_times_are_plausible() -> None:
@@ -390,6 +388,13 @@ def test_mask_alone_is_most_like_a_boolean_mask(file: Path) -> None:
 # --- the record that serves -------------------------------------------------------------------------------------------------------
 
 
+def recorded(problem: Problem, pool: Pool, *, unmeasured: bool = False) -> Choice | None:
+    """The choice by a record of the functions, if there is one."""
+    ranked = rank_coded(problem, H200, lambda one: pool, families(), framework_serves=False, unmeasured=unmeasured)
+    first = next(choice for choice in ranked if isinstance(choice, Choice))
+    return None if first.record is None else first
+
+
 def test_the_record_of_the_same_functions_gpu_and_sizes_serves(file: Path, tmp_path: Path) -> None:
     problem = coded(file, WIDE)
     chosen = configs_of(problem)[:6]
@@ -405,7 +410,7 @@ def test_the_record_of_the_same_functions_gpu_and_sizes_serves(file: Path, tmp_p
     records = stored(database(tmp_path / "a.sqlite", *made))
 
     def served(records: list[TuningRecord], of: Problem = problem) -> Any:
-        return flex_configs.recorded(of, H200, Pool(key, H200, records, families()), unmeasured=False)
+        return recorded(of, Pool(key, H200, records, families()))
 
     assert served([one for one in records if one.problem != far]) is None, "another hash, head size, element type or feature"
     assert served(records).config == chosen[4] and served(records).record.problem == far
@@ -428,7 +433,7 @@ def test_a_record_of_functions_whose_kernel_failed_since_is_passed_over(file: Pa
     for found_at, serves in (("2026-11-28T00:00:00+00:00", False), ("1999-01-01T00:00:00+00:00", True)):
         findings = latest([Finding(gpu="h200", variant_id=variant, found_at=found_at, reason="runtime: broken")])
         pool = Pool(key, H200, records, families(), findings)
-        assert (flex_configs.recorded(problem, H200, pool, unmeasured=False) is not None) is serves
+        assert (recorded(problem, pool) is not None) is serves
 
 
 def test_predicted_records_of_functions_serve_where_unmeasured_ones_may(file: Path) -> None:
@@ -437,9 +442,9 @@ def test_predicted_records_of_functions_serve_where_unmeasured_ones_may(file: Pa
     record = record_of(samples.result(outcome, framework_us=None, of=problem))
     assert record is not None
     pool = Pool(problem.key("h200"), H200, [record], families())
-    assert flex_configs.recorded(problem, H200, pool, unmeasured=False) is None
-    found = flex_configs.recorded(problem, H200, pool, unmeasured=True)
-    assert found is not None and found.config == outcome.config and "not measured" in flex_configs.source_note(record)
+    assert recorded(problem, pool) is None
+    found = recorded(problem, pool, unmeasured=True)
+    assert found is not None and (found.config, found.kind) == (outcome.config, "predicted") and "not measured" in found.origin
 
 
 def test_explain_says_which_record_or_which_default(file: Path, tmp_path: Path) -> None:
@@ -454,7 +459,7 @@ def test_explain_says_which_record_or_which_default(file: Path, tmp_path: Path) 
     assert "measured with these functions" in exact["reason"] and exact["config"] == configs_of(problem)[5].as_dict()
     assert plain.record_key is None, "no record of functions tells anything of attention"
     bare = json.loads(CliRunner().invoke(main, [*words, "--n", "4096", "--db", str(samples.write(tmp_path / "e.sqlite", ()))]).stdout)
-    assert bare["kind"] == "default" and "serves unmeasured (the family's default)" in bare["reason"]
+    assert bare["kind"] == "default" and "serves (the family's default, not measured)" in bare["reason"]
     slow = database(tmp_path / "s.sqlite", (problem, "flash_fwd_hopper", configs_of(problem)[5], 250.0), framework_us=200.0)
     slower = json.loads(CliRunner().invoke(main, [*words, "--n", "4096", "--db", str(slow)]).stdout)
     assert slower["kind"] == "framework" and "PyTorch was faster: 200.0 us" in slower["reason"]
@@ -486,24 +491,27 @@ def test_a_call_takes_the_config_of_its_record(
         device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
-    monkeypatch.setattr(flex_configs.Memo, "surroundings", surroundings)
+    monkeypatch.setattr(Memo, "surroundings", surroundings)
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "loaded_kernel", samples_kernel)
     q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16).as_subclass(OnGpu) for n in (4096, 4096))
     with dispatch.use(path, alone=True):
         found: Any = flex_kernels.kernel_of(direction, q, k, k, mods)
-        assert found.config == config and found.record.problem == problem and "of the record" in found.origin
-        assert flex_kernels.kernel_of(direction, q, k, k, mods) is found and len(looked) == 1, "one look-up for a signature"
+        assert found.config == config and found.record.problem == problem and "of the record" in found.choice.origin
+        count = len(looked)
+        assert flex_kernels.kernel_of(direction, q, k, k, mods) is found and len(looked) == count, "one look-up for a signature"
+        said = flex_kernels.explained_kernel(found, "", "h200", replace(problem, features=Features(mods=mods.hash)))
+        assert said.kind == "exact" and said.differences == (), "gradients of captured tensors are no other problem"
     with dispatch.use(samples.write(tmp_path / "e.sqlite", ()), alone=True):
         usual: Any = flex_kernels.kernel_of(direction, q, k, k, mods)
         assert usual.record is None and usual.config == family(name).default(problem.spec(), H200)
 
 
-def samples_kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, choice: Any = None) -> Any:
+def samples_kernel(choice: Any, device: Any, target: Any) -> Any:
     return SimpleNamespace(
-        config=config,
-        origin=origin,
-        record=choice and choice.record,
+        config=choice.config,
+        choice=choice,
+        record=choice.record,
         failed="",
         median_us=1.0,
         code=SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True)),
@@ -583,7 +591,7 @@ def test_two_records_with_one_config_keep_their_own_times(file: Path, tmp_path: 
         device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
-    monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
+    monkeypatch.setattr(Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "loaded_kernel", samples_kernel)
     with dispatch.use(path, alone=True):

@@ -26,9 +26,9 @@ from flashtune.core.passes import Place
 from flashtune.core.problem import Features, Problem
 from flashtune.core.target import find_target
 from flashtune.db.store import Store
-from flashtune.dispatch import flex, flex_configs, flex_functions, flex_kernels, flex_torch, varlen_flex
+from flashtune.dispatch import flex, flex_functions, flex_kernels, flex_torch, varlen_flex
+from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_blocks import FlexCall
-from flashtune.dispatch.flex_configs import Recorded
 from flashtune.dispatch.flex_kernels import Sequences
 from flashtune.dispatch.sequences import Numbers, Packed
 from flashtune.templates import families, family
@@ -251,7 +251,8 @@ def test_packed_functions_are_searched_without_a_gpu(file: Path, tmp_path: Path)
 def test_every_family_with_places_for_functions_is_searched(file: Path) -> None:
     for direction in ("fwd", "bwd"):
         space = SearchSpace(families(), tabled(file, replace(WIDE, direction=direction)), H200)
-        assert tuple(space.families) and set(space.families) == set(flex_configs.FAMILIES[direction])
+        taking = {one.name for one in families().values() if one.functions and one.direction == direction}
+        assert tuple(space.families) and set(space.families) == taking
 
 
 # --- the record that serves -------------------------------------------------------------------------------------------------------
@@ -284,16 +285,15 @@ class OnGpu(torch.Tensor):
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of an H200 that are never loaded."""
 
-    def kernel(kind: Any, spec: Any, config: Any, origin: str, device: Any, target: Any, choice: Any = None) -> Any:
-        variant = SimpleNamespace(template=kind.name, spec=spec, config=config, id="0" * 16)
+    def kernel(choice: Any, device: Any, target: Any) -> Any:
+        spec, config = choice.spec, choice.config
+        variant = SimpleNamespace(template=choice.family.name, spec=spec, config=config, id="0" * 16)
         code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
-        return SimpleNamespace(
-            variant=variant, spec=spec, config=config, origin=origin, record=choice and choice.record, failed="", code=code
-        )
+        return SimpleNamespace(variant=variant, spec=spec, config=config, choice=choice, record=choice.record, failed="", code=code)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)
-    monkeypatch.setattr(flex_configs.Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
+    monkeypatch.setattr(Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "loaded_kernel", kernel)
     monkeypatch.setattr(flex, "_chosen_in", lambda memo, chosen={}: chosen)
@@ -379,9 +379,6 @@ def test_bits_that_repeat_are_of_no_record_whose_bits_vary(file: Path, tmp_path:
         assert call_of(file, trains=True)[0].kernels.backward.config == config
         found = call_of(file, trains=True, deterministic=True)[0].kernels.backward
         assert (found.variant.template, found.record) == ("flash_bwd", None)
-    own: Any = Recorded(SimpleNamespace(), family("flash_bwd_hopper"), config)  # type: ignore[arg-type]
-    names = [kind.name for kind, _ in flex_configs.choices(problem.spec(), own, unmeasured=True, repeatable=True)]
-    assert names == ["flash_bwd"]
 
 
 @pytest.mark.parametrize("unmeasured", [False, True])
@@ -395,9 +392,13 @@ def test_a_predicted_record_serves_where_unmeasured_ones_may(unmeasured: bool, f
         assert (call.kernel.config == config) is unmeasured and said.kind == ("predicted" if unmeasured else "default")
 
 
-def test_a_call_without_a_gpu_looks_no_record_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_configs, "recorded", lambda *given, **words: pytest.fail("the interpreter's times mean nothing"))
+def test_a_call_without_a_gpu_looks_no_record_up(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memo, "pool", lambda *given, **words: pytest.fail("the interpreter's times mean nothing"))
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", lambda choice, *_: f"no {choice.kind} here")
     x = torch.empty(8, 2, 64, dtype=torch.float16)
     bounds = torch.tensor([0, 8], dtype=torch.int32)
     sequences = Sequences((bounds, bounds, None), Numbers(8, 8, 0.125, -1, -1, True, 0.0, 0.0, True, False))
-    assert flex_kernels._recorded(WIDE.spec(), x, x, x, sequences) is None
+    mods = functions.loaded(Named("", f"{file}:sparse"), "cpu").mods("fwd")
+    dispatch.reload()
+    assert flex_kernels.kernel_of("fwd", x, x, x, mods, sequences=sequences) == "no default here"
+    dispatch.reload()

@@ -19,15 +19,18 @@ from flashtune.cli.main import main
 from flashtune.cli.problems import searchable
 from flashtune.core import reference
 from flashtune.core.calls import read
-from flashtune.core.config import Config, Direction
+from flashtune.core.config import Config, Direction, Variant
 from flashtune.core.lengths import Lengths
 from flashtune.core.oracles import expected_at
 from flashtune.core.passes import Place
 from flashtune.core.problem import Features, Problem
+from flashtune.core.results import Finding
 from flashtune.core.target import find_target
+from flashtune.db.preference import Findings, latest
 from flashtune.db.store import Store
 from flashtune.dispatch import context
 from flashtune.dispatch.calls import CALLS
+from flashtune.dispatch.choose import Choice, Pool
 from flashtune.dispatch.orders import rank_packed
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
@@ -226,6 +229,20 @@ def test_a_predicted_packed_record_serves_where_unmeasured_ones_may(direction: D
     with dispatch.use(path, alone=True, unmeasured=True):
         said = dispatch.explain_problem(problem, "h200")
         assert (said.kind, said.source) == ("predicted", "predicted") and "not measured" in said.reason
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_default_of_packed_sequences_that_failed_since_is_passed_over(direction: Direction) -> None:
+    problem = replace(PACKED, direction=direction)
+    key, spec = problem.key("h200"), problem.spec()
+
+    def served(findings: Findings | None) -> list[str]:
+        ranked = rank_packed(problem, H200, lambda one: Pool(key, H200, [], families(), findings), families())
+        return [one.family.name for one in ranked if isinstance(one, Choice) and one.family is not None]
+
+    first, *others = served(None)
+    broken = Variant(template=first, spec=spec, config=families()[first].default(spec, H200)).id
+    assert others and served(latest([Finding(gpu="h200", variant_id=broken, found_at="2026-11-28T00:00:00+00:00", reason="x")])) == others
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
