@@ -85,7 +85,7 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
 def _state(
     given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
 ) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """All that a plan depends on beside layouts, and the call's tensors, each once. Raises whatever Python does where an argument is none."""
+    """All that a plan depends on beside layouts, and the call's tensors, each once; raises as Python does where an argument is none."""
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     if not (type(max_q) is type(max_k) is int or (isinstance(max_q, Integral) and isinstance(max_k, Integral))) or max_q < 0 or max_k < 0:
         raise TypeError(max_q, max_k)
