@@ -51,9 +51,8 @@ class Passes(NamedTuple):
         return bool(self.forward.failed or (self.backward is not None and self.backward.failed))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlexCall:
-    """A call that kernels serve."""
+class FlexCall(NamedTuple):
+    """A call that kernels serve; a named tuple, which is made at every call."""
 
     functions: Functions
     captured: tuple[Tensor, ...]
@@ -62,6 +61,11 @@ class FlexCall:
     mask_of: Any
     """The BlockMask or mask_mod, for its lists of blocks; None of packed sequences, which have none."""
     sequences: Sequences | None = None
+
+    def of(self, bounds: Sequence[Any], captured: tuple[Tensor, ...]) -> "FlexCall":
+        """The call with these tensors in place of its own."""
+        sequences = None if self.sequences is None else self.sequences._replace(bounds=bounds)  # type: ignore[arg-type]
+        return self._replace(captured=captured, sequences=sequences)
 
     @property
     def kernel(self) -> Kernel:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from flashtune.core.launching import LoadedKernel, Tensors
 from flashtune.core.parameters import CallParameters
 from flashtune.core.torch_attention import out_strides, readable
 from flashtune.core.torch_private import C
-from flashtune.dispatch import driver, launch
+from flashtune.dispatch import autograd, driver, launch
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import Code, Program
 from flashtune.dispatch.plan import placed
@@ -207,23 +207,21 @@ class ReferencePlan:
 
         tensors: list[Any] = [inputs.query, inputs.key, inputs.value, inputs.mask, inputs.slopes]
         requested = inputs.of_query, inputs.of_keys, inputs.of_keys, inputs.of_mask, inputs.of_slopes
-        leaves = [None if x is None else x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, requested, strict=True)]
-        # Autocast around a backward would round float32 products.
-        with recording(), torch.enable_grad(), no_autocast(self.call.device.type):
+
+        def forward(*leaves: Any) -> tuple[Tensor, Tensor]:
             # Widened once, so that the gradients of all rows are summed in float32.
             q, k, v, mask, slopes = (x.float() if x is not None and x.requires_grad else x for x in leaves)
-            assert q is not None, "a call has queries"
             queries = torch.split(q, ROWS, 2)
             masks = [mask] * len(queries) if mask is None or mask.shape[2] == 1 else torch.split(mask, ROWS, 2)
             rows = functools.partial(checkpoint, self._rows, use_reentrant=False, preserve_rng_state=False)
             parts = [rows(inputs, i * ROWS, *of_rows, k, v, slopes) for i, of_rows in enumerate(zip(queries, masks, strict=True))]
-            outputs, grads = [torch.cat(x, 2) for x in zip(*parts, strict=True)], [inputs.dout.float()]
-            if inputs.dlse is None:
-                del outputs[1]
-            else:
-                grads.append(inputs.dlse.masked_fill(inputs.lse == float("-inf"), 0.0))
-            found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None and x.requires_grad], grads))
-        dq, dk, dv, dbias, dslopes = (next(found) if wanted else None for wanted in requested)
+            out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+            return out, lse
+
+        # Autocast around a backward would round float32 products.
+        with no_autocast(self.call.device.type):
+            found = autograd.differentiated(forward, tensors, requested, inputs.dout.float(), inputs.dlse, inputs.lse)
+        dq, dk, dv, dbias, dslopes = found
         made = [None if x is None else self._layout.made(i, tensors[i]).copy_(x) for i, x in enumerate((dq, dk, dv))]
         return made[0], made[1], made[2], dbias, dslopes
 
@@ -237,18 +235,6 @@ class ReferencePlan:
             keep = reference.dropout_keep(inputs.seed, 0, *sizes, call.dropout_p, call.device, first=first)
         parameters = replace(inputs.parameters(call), mask=mask, band=call.band.from_row(first), slopes=slopes)
         return reference.attention(q, k, v, keep=keep, dtype=torch.float32, **parameters.formula())
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Context in which autograd records operations, also inside an operator, whose implementation runs below it."""
-    key = C.DispatchKey.AutogradFunctionality
-    excluded = C._dispatch_tls_is_dispatch_key_excluded(key)
-    C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        yield
-    finally:
-        C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def sink_gradients(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -333,18 +319,10 @@ def _places(*tensors: Tensor | None) -> Hashable:
 
 
 def _readable(inputs: BackwardInputs) -> BackwardInputs:
-    """Inputs in the layouts that kernels need; copies where they have to be.
-
-    Gradients of the output have dense rows on 16-byte boundaries without broadcasting, the LSE and its gradient are contiguous, since
-    kernels get no strides of these, and the mask starts on a 16-byte boundary, which TMA requires.
-    """
-    lse, dout, dlse, mask = inputs.lse, inputs.dout, inputs.dlse, inputs.mask
-    unit = 16 // dout.element_size()
-    outer = [stride for size, stride in zip(dout.shape[:3], dout.stride()[:3], strict=True) if size > 1]
-    fits = dout.stride(3) == 1 and dout.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in outer)
+    """Inputs in the layouts that kernels need; copies where they have to be. A mask starts on a 16-byte boundary, which TMA requires."""
+    (dout, dlse), lse, mask = autograd.readable(inputs.out, inputs.dout, inputs.dlse), inputs.lse, inputs.mask
     placed = mask is None or mask.data_ptr() % 16 == 0
-    if fits and placed and lse.is_contiguous() and (dlse is None or dlse.is_contiguous()):
+    if placed and lse.is_contiguous() and dout is inputs.dout and dlse is inputs.dlse:
         return inputs
-    dout = dout if fits else dout.clone(memory_format=torch.contiguous_format)
     mask = mask if mask is None or placed else readable(mask, repeats=True)
-    return inputs._replace(dout=dout, lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(), mask=mask)
+    return inputs._replace(dout=dout, lse=lse.contiguous(), dlse=dlse, mask=mask)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from flashtune.core import devices, reference
 from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
 from flashtune.core.parameters import PER_HEAD
 from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.torch_attention import out_strides
 from flashtune.core.torch_dtypes import output_torch_dtype
 from flashtune.dispatch import backwards, context, inspection, pytorch
+from flashtune.dispatch.autograd import refuse_twice
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.gradients import BackwardInputs
@@ -237,7 +237,7 @@ def define(eager: Callable[..., Any]) -> None:
         return *_written(query, key, value, of_query, of_keys), *more
 
     operator.register_autograd(_differentiated, setup_context=_keep)
-    backward.register_autograd(_twice, setup_context=lambda ctx, inputs, output: None)
+    backward.register_autograd(refuse_twice, setup_context=lambda ctx, inputs, output: None)
     keep = torch.library.custom_op("flashtune::dropout_keep", _dropout_keep, mutates_args=(), schema=_KEEP)
 
     @keep.register_fake
@@ -302,13 +302,6 @@ def gradients(memo: Memo, requested: Sequence[bool], *tensors: Tensor | None, nu
     finally:
         _forwards.memo = None
     return tuple(grad if wanted else None for grad, wanted in zip(found, requested, strict=True))
-
-
-def _twice(ctx: Any, *_: object) -> None:
-    raise InputError(
-        "attention was differentiated twice, and kernels have first derivatives alone: "
-        "for second ones call F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), or write out what torch lacks"
-    )
 
 
 def _gradients(dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:

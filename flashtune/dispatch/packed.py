@@ -14,6 +14,7 @@ from flashtune.core.parameters import CallParameters
 from flashtune.core.problem import Problem
 from flashtune.dispatch import context, driver, launch
 from flashtune.dispatch import paged as pages
+from flashtune.dispatch.autograd import readable
 from flashtune.dispatch.choose import Refusal
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernel import Kernel, NotBuilt, Prepared
@@ -27,12 +28,11 @@ from flashtune.templates import families
 class PackedPlan:
     """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout."""
 
-    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers", "trains")
+    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers")
 
-    def __init__(self, memo: Memo, forward: Kernel, numbers: Numbers, *, trains: bool = False, heads_outside: bool = False) -> None:
-        """With `trains` kernels compute the gradients, which are needed; with `heads_outside` the output is (Hq, T_q, D_v) in memory."""
-        self.memo, self.numbers, self.trains, self.heads_outside = memo, numbers, trains, heads_outside
-        self.forward: Kernel | None = forward
+    def __init__(self, memo: Memo, forward: Kernel | None, numbers: Numbers, *, heads_outside: bool = False) -> None:
+        """With `heads_outside` the output is (Hq, T_q, D_v) in memory."""
+        self.memo, self.forward, self.numbers, self.heads_outside = memo, forward, numbers, heads_outside
         self.fixed: tuple[Kernel, Prepared] | None = None
 
 
@@ -161,11 +161,7 @@ def backward(
     dq, dk, dv = (
         torch.empty_like(x) if _covers_once(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
-    # Gradients may be expanded scalars, lazily negated, or parts of others that begin anywhere.
-    dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    if dout.data_ptr() % 16 or dout.stride() != out.stride():
-        dout = dout.contiguous() if dout.data_ptr() % 16 == 0 else dout.clone(memory_format=torch.contiguous_format)
-    operands = (query, key, value, out, lse, dout, None if dlse is None else dlse.contiguous(), dq, dk, dv)
+    operands = (query, key, value, out, lse, *readable(out, dout, dlse), dq, dk, dv)
     while found is not None and not _launch(memo, found, operands, packed, numbers, seed):
         found = served(packed, numbers, "bwd", memo)
     return None if found is None else (dq, dk, dv)

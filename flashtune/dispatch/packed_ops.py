@@ -1,7 +1,6 @@
-"""Packed calls in PyTorch: a call of `attention` for each sequence, the autograd function of kernels, and operators for compilers."""
+"""Packed calls in PyTorch: a call of `attention` for each sequence, plans with gradients, and operators for compilers."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ from flashtune.core.band import Sides
 from flashtune.core.errors import InputError
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
+from flashtune.dispatch.autograd import differentiated, refuse_twice
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import Memo, current
-from flashtune.dispatch.gradients import recording, sink_gradients
+from flashtune.dispatch.gradients import sink_gradients
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.packed import PackedPlan, served
 from flashtune.dispatch.paged import gathered
@@ -84,64 +84,55 @@ def by_kernels(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: Pa
     return kernels.forward(memo, packed, numbers, seed, plan) or by_attention(packed, numbers, seed)
 
 
-def _recomputed(
-    wanted: Sequence[bool], packed: Packed, numbers: Numbers, seed: int, dout: Tensor, dlse: Tensor | None
-) -> list[Tensor | None]:
-    """Gradients by a forward for each sequence, differentiated."""
-    names = [name for name, want in zip(_NAMES, wanted, strict=True) if want]
-    with recording(), torch.enable_grad():
-        leaves = {name: getattr(packed, name).detach().requires_grad_() for name in names}
-        out, lse = by_attention(packed._replace(**leaves), numbers, seed)
-        pairs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse.masked_fill(lse == -math.inf, 0.0))]
-        outputs, grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True) if out.requires_grad else ((), ())
-        given = torch.autograd.grad(outputs, [*leaves.values()], grads, allow_unused=True, materialize_grads=True) if outputs else ()
-    found = dict(zip(names, given or [torch.zeros_like(x) for x in leaves.values()], strict=True))
-    return [found.get(name) for name in _NAMES]
+class TrainedPlan(PackedPlan):
+    """Plan of a call whose gradients, which are needed, kernels compute."""
 
+    __slots__ = ()
+    returns_lse = True
 
-class Attention(torch.autograd.Function):
-    """Autograd function of the kernels; a Python operator would cost the host several times as much."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Output and LSE of a call's tensors, its seed and its plan."""
-        *tensors, seed, plan = given
+    def outputs(self, seed: int | None, *tensors: Any) -> tuple[Tensor, Tensor, int]:
+        """Output, LSE and dropout's bits."""
         packed = Packed(*tensors)
-        bits = dropout_bits(packed, plan.numbers, seed)
-        out, lse = by_kernels(plan.memo, packed, plan.numbers, bits, plan)
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.given = plan, bits
-        ctx.set_materialize_grads(False)
-        return out, lse
+        bits = dropout_bits(packed, self.numbers, seed)
+        return *by_kernels(self.memo, packed, self.numbers, bits, self), bits
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Gradients of all arguments."""
-        requested = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
-        (plan, bits), (out, lse, *tensors) = ctx.given, ctx.saved_tensors
-        # In a graph of the gradients (create_graph) the operator raises for second derivatives.
-        if dout is None and dlse is None:
-            found: list[Tensor | None] = [None] * len(requested)
-        elif torch.is_grad_enabled():
-            state = torch.tensor([signed(bits)] if plan.numbers.dropout_p else [], dtype=torch.int64)
-            given = dout, dlse, out, lse, state, *tensors, *requested, *plan.numbers
-            found = [x if want else None for x, want in zip(torch.ops.flashtune_packed.attention_gradients(*given), requested, strict=True)]
-        else:
-            found = _gradients_by_kernels(plan.memo, requested, dout, dlse, out, lse, Packed(*tensors), plan.numbers, bits)
-        return *_placed(found)[: len(tensors)], None, None
+    def gradients(self, requested: Sequence[bool], bits: int, *given: Any) -> list[Tensor | None]:
+        """Requested gradients, by kernels or a call for each sequence."""
+        memo, numbers, (dout, dlse, out, lse, *tensors) = self.memo, self.numbers, given
+        packed = Packed(*tensors)
+        *of_rows, of_slopes, of_sinks = (requested[place] for place in _DIFFERENTIABLE)
+        found: Sequence[Tensor | None] | None = None
+        if any(of_rows) and not of_slopes:
+            found = kernels.backward(memo, packed, numbers, bits, out, lse, dout, dlse)
+        elif not of_slopes and served(packed, numbers, "bwd", memo) is not None:
+            found = [None] * 3
+        if found is None:
+            return differentiated(lambda *x: by_attention(Packed(*x), numbers, bits), packed, requested, dout, dlse, lse)
+        of_heads = None
+        if of_sinks and packed.sinks is not None:
+            rows = [x.transpose(0, 1)[None] for x in (out, dout)]
+            [of_heads] = sink_gradients(packed.sinks[None], rows[0], lse[None], rows[1], None if dlse is None else dlse[None])
+            of_heads = of_heads.to(packed.sinks.dtype)
+        return [grad if needed else None for grad, needed in zip(_placed((*found, None, of_heads)), requested, strict=True)]
 
-
-_NAMES = ("query", "key", "value", "slopes", "sinks")
-_DIFFERENTIABLE = tuple(map(Packed._fields.index, _NAMES))
-"""Names and places of the tensors of a call that have gradients."""
+    def traced(self, requested: Sequence[bool], bits: int, *given: Any) -> list[Tensor | None]:
+        """The same by the operator."""
+        return _by_operator(requested, *given[:4], _state(self.numbers, bits), *given[4:], numbers=self.numbers)
 
 
-def _placed(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments from those of the tensors that have one."""
-    found: list[Tensor | None] = [None] * (len(Packed._fields) + 1 + len(Numbers._fields))
-    for place, grad in zip(_DIFFERENTIABLE, grads, strict=True):
-        found[place] = grad
-    return tuple(found)
+_DIFFERENTIABLE = tuple(map(Packed._fields.index, ("query", "key", "value", "slopes", "sinks")))
+"""Places of the tensors of a call that have gradients."""
+
+
+def _state(numbers: Numbers, bits: int) -> Tensor:
+    """Dropout's bits on the CPU."""
+    return torch.tensor([signed(bits)] if numbers.dropout_p else [], dtype=torch.int64)
+
+
+def _placed(values: Sequence[Any]) -> list[Any]:
+    """A value for each tensor of a call from those for the ones that have gradients."""
+    found = dict(zip(_DIFFERENTIABLE, values, strict=True))
+    return [found.get(place) for place in range(len(Packed._fields))]
 
 
 def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +144,7 @@ def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     bits = dropout_bits(packed, numbers, given[count])
     with torch.no_grad():
         out, lse = by_kernels(current(), packed, numbers, bits)
-    return out.contiguous(), lse.contiguous(), torch.tensor([signed(bits)] if numbers.dropout_p else [], dtype=torch.int64)
+    return out.contiguous(), lse.contiguous(), _state(numbers, bits)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -166,47 +157,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _through_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments of the forward operator, by the operator of gradients."""
-    requested = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
-    if dout is None and dlse is None:
-        return _placed([None] * len(requested))
-    found = torch.ops.flashtune_packed.attention_gradients(dout, dlse, *ctx.saved_tensors, *requested, *ctx.numbers)
-    return _placed([grad if wanted else None for grad, wanted in zip(found, requested, strict=True)])
+    found: list[Tensor | None] = [None] * len(Packed._fields)
+    if dout is not None or dlse is not None:
+        found = _by_operator(ctx.needs_input_grad, dout, dlse, *ctx.saved_tensors, numbers=ctx.numbers)
+    return *found, *(None,) * (1 + len(Numbers._fields))
 
 
-def _gradients_by_kernels(
-    memo: Memo | None,
-    requested: Sequence[bool],
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    packed: Packed,
-    numbers: Numbers,
-    seed: int,
-) -> list[Tensor | None]:
-    """Requested gradients, by kernels or a call for each sequence."""
-    dout, memo = torch.zeros_like(out) if dout is None else dout, memo or current()
-    of_slopes, of_sinks = requested[3:]
-    found: Sequence[Tensor | None] | None = None
-    if any(requested[:3]) and not of_slopes:
-        found = kernels.backward(memo, packed, numbers, seed, out, lse, dout, dlse)
-    elif not of_slopes and served(packed, numbers, "bwd", memo) is not None:
-        found = [None] * 3
-    if found is None:
-        return _recomputed(requested, packed, numbers, seed, dout, dlse)
-    grads: list[Tensor | None] = [*found, None, None]
-    if of_sinks and packed.sinks is not None:
-        rows = [x.transpose(0, 1)[None] for x in (out, dout)]
-        [of_heads] = sink_gradients(packed.sinks[None], rows[0], lse[None], rows[1], None if dlse is None else dlse[None])
-        grads[4] = of_heads.to(packed.sinks.dtype)
-    return [grad if wanted else None for grad, wanted in zip(grads, requested, strict=True)]
-
-
-def _refuse_twice(ctx: Any, *_: object) -> None:
-    raise InputError(
-        "attention_varlen was differentiated twice, and kernels have first derivatives alone: "
-        "call attention for each sequence under sdpa_kernel(SDPBackend.MATH)"
-    )
+def _by_operator(requested: Sequence[bool], *tensors: Tensor | None, numbers: Numbers) -> list[Tensor | None]:
+    """Requested gradients of a call's tensors, by the operator, which takes these tensors."""
+    wanted = [requested[place] for place in _DIFFERENTIABLE]
+    found = torch.ops.flashtune_packed.attention_gradients(*tensors, *wanted, *numbers)
+    return _placed([grad if needed else None for grad, needed in zip(found, wanted, strict=True)])
 
 
 _TENSORS = (
@@ -239,12 +200,13 @@ def _define() -> None:
 
     def gradients(dout: Tensor | None, dlse: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
         saved = 3 + len(Packed._fields)
-        requested, numbers = others[saved : saved + len(_DIFFERENTIABLE)], Numbers(*others[saved + len(_DIFFERENTIABLE) :])
+        wanted, numbers = others[saved : saved + len(_DIFFERENTIABLE)], Numbers(*others[saved + len(_DIFFERENTIABLE) :])
         like, lse, state, *tensors = others[:saved]
-        seed, packed = int(state.item()) % 2**64 if numbers.dropout_p else 0, Packed(*tensors)
-        meet_packed(current(), problem_of(packed, numbers, "bwd", exact=True), None, False)
-        found = _gradients_by_kernels(None, requested, dout, dlse, like, lse, packed, numbers, seed)
-        return tuple(like.new_empty(0) if x is None else x.contiguous() for x in found)
+        dout = torch.zeros_like(like) if dout is None else dout
+        bits, memo = int(state.item()) % 2**64 if numbers.dropout_p else 0, current()
+        meet_packed(memo, problem_of(Packed(*tensors), numbers, "bwd", exact=True), None, False)
+        found = TrainedPlan(memo, None, numbers).gradients(list(map(bool, _placed(wanted))), bits, dout, dlse, like, lse, *tensors)
+        return tuple(like.new_empty(0) if x is None else x.contiguous() for x in map(found.__getitem__, _DIFFERENTIABLE))
 
     backward = torch.library.custom_op(f"{place}_gradients", gradients, mutates_args=(), schema=_GRADIENTS_SCHEMA)
 
@@ -255,7 +217,7 @@ def _define() -> None:
         return tuple(x.new_empty(x.shape) if wanted else out.new_empty(0) for x, wanted in zip(tensors, requested, strict=True))
 
     operator.register_autograd(_through_operator, setup_context=_save_for_backward)
-    backward.register_autograd(_refuse_twice, setup_context=lambda ctx, inputs, output: None)
+    backward.register_autograd(refuse_twice, setup_context=lambda ctx, inputs, output: None)
 
 
 define_lazily(_define, "flashtune_packed")

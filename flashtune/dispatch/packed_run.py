@@ -13,13 +13,14 @@ from flashtune.core.lengths import spread
 from flashtune.core.torch_private import FORWARD_AD, C
 from flashtune.dispatch import context
 from flashtune.dispatch import paged as pages
+from flashtune.dispatch.autograd import apply
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.calls import meet_packed
 from flashtune.dispatch.context import STACK
 from flashtune.dispatch.inspection import GRADIENTS, SEEN_THROUGH, flash_attention_on, perhaps_fake, transformed, why_torch_now
 from flashtune.dispatch.offers import OURS
 from flashtune.dispatch.packed import PackedPlan, explained_pass, served
-from flashtune.dispatch.packed_ops import Attention, by_attention, by_kernels, dropout_bits
+from flashtune.dispatch.packed_ops import TrainedPlan, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.packed_read import parsed
 from flashtune.dispatch.parse import Options, cannot_serve, seed_bits, signed
 from flashtune.dispatch.plan import Recent
@@ -130,9 +131,9 @@ def _signature(given: tuple[Any, ...], state: tuple[Any, ...], tensors: list[Ten
 
 def _planned(plan: PackedPlan, packed: Packed, seed: int | None) -> tuple[Tensor, Tensor]:
     """Output and LSE of a decided call."""
-    if not plan.trains:
+    if not isinstance(plan, TrainedPlan):
         return by_kernels(plan.memo, packed, plan.numbers, dropout_bits(packed, plan.numbers, seed), plan)
-    out, lse = Attention.apply(*packed, seed, plan)  # type: ignore[no-untyped-call]
+    out, lse = apply(plan, seed, *packed)
     return out, lse
 
 
@@ -169,7 +170,7 @@ def _first(
         found = served(packed, numbers)
         trains = found is not None and why_torch is not None and _has_backward(packed, numbers, why_torch)
         if found is not None and (why_torch is None or trains):
-            plan = PackedPlan(memo, found, numbers, trains=trains, heads_outside=heads_outside)
+            plan = (TrainedPlan if trains else PackedPlan)(memo, found, numbers, heads_outside=heads_outside)
             outputs = _planned(plan, packed, seed)
             if plan.forward is None and ours:
                 refuse_ours(packed, numbers, why_torch)

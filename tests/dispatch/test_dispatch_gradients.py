@@ -19,6 +19,7 @@ from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problem import Problem
 from flashtune.core.target import find_target
 from flashtune.dispatch import gradients, packed_ops, pytorch
+from flashtune.dispatch.context import current
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.templates import families
 
@@ -252,9 +253,10 @@ def test_the_gradient_of_sinks_takes_less_memory_than_the_output(packed: bool, m
     with Allocated() as memory:
         if packed:
             call = packed_ops.Packed(out, out, out, torch.tensor([0, rows]), torch.tensor([0, rows]), None, None, sinks)
-            asked = [name == "sinks" for name in packed_ops._NAMES]
+            requested = [name == "sinks" for name in call._fields]
             numbers = packed_ops.Numbers(rows, rows, 1.0, -1, -1, True, 0.0, 0.0, False, False)
-            *_, found = packed_ops._gradients_by_kernels(None, asked, dout, None, out, lse, call, numbers, 0)
+            plan = packed_ops.TrainedPlan(current(), None, numbers)
+            found = plan.gradients(requested, 0, dout, None, out, lse, *call)[call._fields.index("sinks")]
         else:
             given = gradients.BackwardInputs(
                 dense[0], dense[0], dense[0], dense[0], lse[None], dense[1], None, None, None, sinks[None], 0, False, False, of_sinks=True

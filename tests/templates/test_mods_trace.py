@@ -20,7 +20,6 @@ from torch import Tensor
 from flashtune import dispatch
 from flashtune.core.errors import InputError
 from flashtune.dispatch import flex, flex_functions, flex_torch
-from flashtune.dispatch.flex_autograd import AttentionWithFunctions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import ordered
@@ -548,23 +547,6 @@ def test_threads_trace_one_after_the_other() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-
-
-def test_second_derivatives_of_kernels_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = (torch.randn(1, 2, 9, 16).requires_grad_() for _ in range(3))
-    monkeypatch.setattr("flashtune.dispatch.flex_autograd._forward", lambda q, k, v, call: (q * 1.0, q.sum(-1)))
-    monkeypatch.setattr(
-        "flashtune.dispatch.flex_autograd._gradients_of", lambda ctx, *_: (*(x.clone() for x in ctx.saved_tensors[:3]), None)
-    )
-    call = flex.FlexCall(functions=None, captured=(), kernels=None, scale=1.0, mask_of=None)  # type: ignore[arg-type]
-    out, _ = AttentionWithFunctions.apply(query, key, value, call)  # type: ignore[no-untyped-call]
-    [plain] = torch.autograd.grad(out.sum(), query, retain_graph=True)
-    assert not plain.requires_grad
-    found = torch.autograd.grad(out.sum(), (query, value), create_graph=True)
-    for gradient, x in zip(found, (query, value), strict=True):
-        assert torch.equal(gradient, x)
-        with pytest.raises(InputError, match="differentiated twice, and kernels have first derivatives alone"):
-            gradient.sum().backward(retain_graph=True)
 
 
 def test_a_block_mask_of_other_batches_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
