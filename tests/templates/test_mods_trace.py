@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashtune import dispatch
 from flashtune.core.errors import InputError
-from flashtune.dispatch import flex, flex_functions, flex_torch
+from flashtune.dispatch import flex_functions, flex_torch
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import ordered
