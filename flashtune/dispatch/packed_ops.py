@@ -99,21 +99,20 @@ class TrainedPlan(PackedPlan):
     def gradients(self, requested: Sequence[bool], bits: int, *given: Any) -> list[Tensor | None]:
         """Requested gradients, by kernels or a call for each sequence."""
         memo, numbers, (dout, dlse, out, lse, *tensors) = self.memo, self.numbers, given
-        packed = Packed(*tensors)
-        *of_rows, of_slopes, of_sinks = (requested[place] for place in _DIFFERENTIABLE)
+        packed, needs = Packed(*tensors), Packed(*requested)  # type: ignore[arg-type]
         found: Sequence[Tensor | None] | None = None
-        if any(of_rows) and not of_slopes:
+        if any(requested[:3]) and not needs.slopes:
             found = kernels.backward(memo, packed, numbers, bits, out, lse, dout, dlse)
-        elif not of_slopes and served(packed, numbers, "bwd", memo) is not None:
+        elif not needs.slopes and served(packed, numbers, "bwd", memo) is not None:
             found = [None] * 3
         if found is None:
             return differentiated(lambda *x: by_attention(Packed(*x), numbers, bits), packed, requested, dout, dlse, lse)
-        of_heads = None
-        if of_sinks and packed.sinks is not None:
+        of_heads, (dq, dk, dv) = None, found
+        if needs.sinks and packed.sinks is not None:
             rows = [x.transpose(0, 1)[None] for x in (out, dout)]
             [of_heads] = sink_gradients(packed.sinks[None], rows[0], lse[None], rows[1], None if dlse is None else dlse[None])
             of_heads = of_heads.to(packed.sinks.dtype)
-        return [grad if needed else None for grad, needed in zip(_placed((*found, None, of_heads)), requested, strict=True)]
+        return [*(dq if needs.query else None, dk if needs.key else None, dv if needs.value else None), *[None] * 4, of_heads, *[None] * 3]
 
     def traced(self, requested: Sequence[bool], bits: int, *given: Any) -> list[Tensor | None]:
         """The same by the operator."""
