@@ -211,6 +211,7 @@ class ReferencePlan:
         def forward(*leaves: Any) -> tuple[Tensor, Tensor]:
             # Widened once, so that the gradients of all rows are summed in float32.
             q, k, v, mask, slopes = (x.float() if x is not None and x.requires_grad else x for x in leaves)
+            assert q is not None, "a call has queries"
             queries = torch.split(q, ROWS, 2)
             masks = [mask] * len(queries) if mask is None or mask.shape[2] == 1 else torch.split(mask, ROWS, 2)
             rows = functools.partial(checkpoint, self._rows, use_reentrant=False, preserve_rng_state=False)
