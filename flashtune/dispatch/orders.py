@@ -52,12 +52,14 @@ def rank_packed(
         (dense_of(problem), "measured", lambda record: True),
         (problem, "predicted", lambda record: record.key == key),
     ]
+    ranking: Ranking | None = None
     for like, source, allowed in steps[: 2 + unmeasured]:
         place = like.key(target.slug)
         ranking = Ranking(problem, target, key, _pool(records(like), place, target, able), able)
         if (fit := first(ranking, place, source, allowed)) is not None:
             choice = ranking.by(fit, "", alike=like is problem)
             yield choice._replace(note=PACKED[choice.kind])
+    assert ranking is not None, "there are two steps at least"
     for family in able.values():
         yield ranking.default(family, family.default(spec, target), PACKED["default"])
     why = f"no kernel takes {problem.label()}, so each sequence is a call of its own"
