@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
 
 
 def prepare(database: Path) -> None:

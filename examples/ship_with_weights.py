@@ -8,7 +8,7 @@ from torch import nn
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import shipped_path
 
 folder = Path(tempfile.mkdtemp())

@@ -10,9 +10,9 @@ from typing import Any
 import frozen
 
 from flashtune import dispatch
-from flashtune.core.lengths import LAWS, Lengths
-from flashtune.core.models import models
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.lengths import LAWS, Lengths
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.models import models
 from flashtune.db.library import Library, shipped_path
 
 GPUS = ("h100", "h200")

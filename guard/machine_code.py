@@ -7,8 +7,8 @@ from typing import Any
 
 import frozen
 
-from flashtune.core.binaries import Manifest
-from flashtune.core.shipped_kernels import PACKAGE, folder_of, manifest_in, shipped_index
+from flashtune.core.code.binaries import Manifest
+from flashtune.core.code.shipped import PACKAGE, folder_of, manifest_in, shipped_index
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS
 from flashtune.tuner.publish.generated import arrange, present_archive

@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from triton.runtime import jit
 
-from flashtune.core import compiled as compiling
-from flashtune.core import launching
-from flashtune.core.binaries import STRUCT_FORMATS, Binary, Condition, Manifest, Parameter, TensorMap
-from flashtune.core.torch_private import is_functorch_wrapped_tensor
+from flashtune.core.code import compiled as compiling
+from flashtune.core.code import launching
+from flashtune.core.code.binaries import STRUCT_FORMATS, Binary, Condition, Manifest, Parameter, TensorMap
+from flashtune.core.pytorch.private import is_functorch_wrapped_tensor
 from flashtune.db.library import Library
 from flashtune.dispatch import driver
 

@@ -85,7 +85,7 @@ def database(tmp_path: Path) -> Path:
     """A tuned database with one record that can be served, in a folder of its own."""
     import db_samples as samples
 
-    from flashtune.core.target import find_target
+    from flashtune.core.gpu.target import find_target
     from flashtune.templates import family
 
     config = family("flash_fwd").default(samples.PROBLEM.spec(), find_target("h200"))

@@ -38,8 +38,8 @@ from benchmarks.shared.backward_cells import (
 from benchmarks.shared.cells import Cell
 from benchmarks.shared.children import check_then_time
 from benchmarks.shared.environment import cell_options, made_by, names_of, output_folder, this_gpu
-from flashtune.core.results import Measurement
-from flashtune.core.tolerances import tolerance
+from flashtune.core.problems.tolerances import tolerance
+from flashtune.core.records.results import Measurement
 
 Row = dict[str, Any]
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from benchmarks.cases.check_numerics import every_problem, paths
 from benchmarks.shared.environment import argument_parser
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import Target, find_target, targets
+from flashtune.core.gpu.target import Target, find_target, targets
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate
 from flashtune.templates import families
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of

@@ -9,10 +9,10 @@ import os
 from dataclasses import dataclass, replace
 
 from benchmarks.shared.environment import argument_parser, made_by, output_folder, this_gpu
-from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Fate
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children import tasks

@@ -12,10 +12,10 @@ from itertools import combinations
 from typing import Any
 
 from benchmarks.shared.environment import argument_parser, made_by, output_folder, this_gpu
-from flashtune.core.config import Config, Direction
-from flashtune.core.problem import DIRECTIONS, Features, Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, Direction
+from flashtune.core.problems.problem import DIRECTIONS, Features, Problem
+from flashtune.core.records.results import Fate
 from flashtune.templates import families
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import variant_of

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.shared import turns
 from benchmarks.shared.environment import argument_parser, numbers_of, this_gpu
-from flashtune.core.lengths import LAWS, Law, Lengths
+from flashtune.core.problems.lengths import LAWS, Law, Lengths
 from flashtune.integrations import transformers as tuned
 
 PADDED, FLATTENED, POSITIONS = "padded", "flattened, with bounds", "flattened, by positions"

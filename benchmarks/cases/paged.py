@@ -17,7 +17,7 @@ from benchmarks.shared import turns
 from benchmarks.shared.environment import argument_parser, numbers_of
 from benchmarks.shared.peers import runnable
 from flashtune import dispatch
-from flashtune.core.config import Config
+from flashtune.core.problems.config import Config
 from flashtune.dispatch import context, packed, packed_read, paged
 from flashtune.dispatch.parse import Options
 from flashtune.dispatch.sequences import Packed

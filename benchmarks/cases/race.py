@@ -27,11 +27,11 @@ from benchmarks.shared.children import NO_TIME, Children, Job, until
 from benchmarks.shared.environment import argument_parser, command, this_gpu
 from benchmarks.shared.racing import Candidates, Work, of_another_gpu, of_changed, of_models, of_records, shipped_first, ships
 from benchmarks.shared.searches import results_in
-from flashtune.core.config import KernelSpec
-from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
-from flashtune.core.target import Target, find_target
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
+from flashtune.core.records.results import Baseline, CompileFacts, Fate, Measurement, Outcome, SearchResult
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates.rendering import text_hash, variant_of
@@ -83,7 +83,7 @@ def check_problem(problem: Problem, candidates: Candidates, target: Target, seed
 
 def compile_as_called(source: tasks.Source, problem: Problem, target: Target) -> None:
     """Compile for the wide seeds and offsets of calls, another type than a check's, here and not in the process that times."""
-    from flashtune.core.launching import compiler_options, provided
+    from flashtune.core.code.launching import compiler_options, provided
     from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children.compile import compiling_for
 
@@ -120,7 +120,7 @@ def random_inputs(problem: Problem, *, seed: int, device: str = "cuda") -> Input
 def race_problem(problem: Problem, checked: list[Checked], target: Target, seed: int, seconds: float) -> dict[str, Any]:
     """In a child process that times alone: GPU times and whole calls of the candidates and last of PyTorch."""
     from flashtune.bench.whole_calls import call_times
-    from flashtune.core.launching import launcher
+    from flashtune.core.code.launching import launcher
     from flashtune.templates.loading import load_kernel
 
     marks = [time.perf_counter()]

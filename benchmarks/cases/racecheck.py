@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.shared.environment import argument_parser, output_folder
-from flashtune.core.config import Config
-from flashtune.core.launching import compiler_options, provided
-from flashtune.core.problem import Features, Problem
+from flashtune.core.code.launching import compiler_options, provided
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -30,8 +30,8 @@ from benchmarks.shared.peers import OURS, OWN, Checked, check_cell, data_of, lea
 from benchmarks.shared.random_shapes import guess_us, random_problems
 from benchmarks.shared.report import Row, tables
 from benchmarks.shared.searches import check_first, propose, shipped, text_of
-from flashtune.core.results import Measurement
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.records.results import Measurement
 from flashtune.tuner.children import tasks
 from flashtune.tuner.machine import cores
 from flashtune.tuner.propose.space import Candidate

@@ -14,10 +14,10 @@ from benchmarks.shared.environment import argument_parser, command, names_of, ou
 from benchmarks.shared.searches import shipped
 from flashtune.cli.console import messages
 from flashtune.cli.progress import SearchProgress
-from flashtune.core.errors import NoKernelFound
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import SearchResult
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import SearchResult
+from flashtune.core.system.errors import NoKernelFound
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.machine import cores, provenance

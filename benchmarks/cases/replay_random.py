@@ -17,8 +17,8 @@ from benchmarks.fit.residual import all_trials, without_run
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import RUNS, RUNS_ON_H100, shapes_of, times_of, tried_as
 from flashtune import dispatch
-from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.dispatch.choose import choose

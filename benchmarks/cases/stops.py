@@ -13,7 +13,7 @@ import optuna
 
 from benchmarks.cases import sweeps
 from benchmarks.shared.environment import argument_parser
-from flashtune.core.results import Outcome
+from flashtune.core.records.results import Outcome
 from flashtune.templates import expected
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.search.stopping import UNTIL, Reason, StoppingRule, ending_of

@@ -25,9 +25,9 @@ from benchmarks.cases.archive import folder
 from benchmarks.fit.residual import Observed, all_trials, without_neighbours
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import todays
-from flashtune.core.config import Config
-from flashtune.core.results import Fate, Outcome, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.records.results import Fate, Outcome, SearchResult
 from flashtune.db.store import Store
 from flashtune.templates import expected, families
 from flashtune.templates.cost import predict_us

@@ -30,10 +30,10 @@ from benchmarks.shared.environment import argument_parser, command, made_by, out
 from benchmarks.shared.searches import shipped, text_of
 from flashtune.cli.console import messages
 from flashtune.cli.progress import SearchProgress
-from flashtune.core.errors import NoKernelFound
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Outcome, SearchResult
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Outcome, SearchResult
+from flashtune.core.system.errors import NoKernelFound
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.children import tasks

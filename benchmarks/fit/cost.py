@@ -15,10 +15,10 @@ from scipy.optimize import least_squares
 from benchmarks.cases import sweeps as replay
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import ARCHIVED, todays
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts, SearchResult
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.templates.cost import predict_us

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import GPU, RUNS, Trials, of_rows, shapes_of, tried_in
-from flashtune.core.config import Config
-from flashtune.core.problem import DECODE_ROWS, Problem
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.db.library import shipped_path
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us

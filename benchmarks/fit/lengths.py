@@ -17,8 +17,8 @@ from benchmarks.cases import sweeps as replay
 from benchmarks.fit.cost import NEAR_THE_BEST
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import ARCHIVED, todays
-from flashtune.core.results import SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.records.results import SearchResult
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.propose.space import Array, Candidate, Candidates, SearchSpace

@@ -22,10 +22,10 @@ from scipy.linalg.lapack import dpotrf, dpotri
 from benchmarks.fit.expected import CHOSEN_OF
 from benchmarks.shared.environment import argument_parser
 from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, of_rows, shapes_of, tried_in
-from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import Target, find_target
-from flashtune.core.words import canonical
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.words import canonical
 from flashtune.dispatch.choose import CAUTION
 from flashtune.templates import family
 from flashtune.templates.cost import sharing

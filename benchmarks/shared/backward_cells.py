@@ -17,10 +17,10 @@ from benchmarks.shared.peers import NOT_EXPRESSED, runnable, words_of
 from benchmarks.shared.random_shapes import Kind, random_problems
 from benchmarks.shared.searches import shipped
 from flashtune import dispatch
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Measurement
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import launcher
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Measurement
 from flashtune.dispatch import Explanation
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel

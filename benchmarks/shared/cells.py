@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.shared.environment import names_of
-from flashtune.core.dtypes import ITEMSIZE, DType
-from flashtune.core.models import ModelAttention, models
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.dtypes import ITEMSIZE, DType
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.models import ModelAttention, models
 from flashtune.tuner.verify.distributions import PRESENT
 
 Group = Literal["plain", "features", "fp8", "decode", "small", "models", "scores", "unprepared", "deterministic"]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from flashtune.core.errors import first_line
+from flashtune.core.system.errors import first_line
 
 NO_TIME = "left out: time was up"
 """Reason for a job that a run had no time for."""

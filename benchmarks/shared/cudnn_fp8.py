@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.problem import Problem
+from flashtune.core.problems.problem import Problem
 from flashtune.tuner.verify.inputs import Inputs
 
 WEIGHTS = 256.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flashtune.core.config import Config, Value
+from flashtune.core.problems.config import Config, Value
 
 
 class Earlier(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
 from flashtune.tuner.machine import local_gpu, provenance
 
 Name = TypeVar("Name", bound=str)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from flashtune.core.parameters import CallParameters
-from flashtune.core.problem import Problem
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.problems.problem import Problem
 
 KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Has it keep on disk what it compiles, so that the process that times needn't compile again."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flashtune.core.config import Config
+from flashtune.core.problems.config import Config
 
 LIMIT_S = 1.0
 """Seconds of CPU time that end a search, several times what one takes: in a small space strategies never stop looking for new points."""

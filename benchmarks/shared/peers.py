@@ -13,12 +13,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.shared import cudnn_fp8, flash_attention_4
 from benchmarks.shared.cells import CUDNN_FP8, RANDOM, Cell
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.config import Config
-from flashtune.core.errors import first_line
-from flashtune.core.problem import Problem
-from flashtune.core.results import Measurement
-from flashtune.core.tolerances import Tolerance, tolerance
+from flashtune.core.problems import reference
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.tolerances import Tolerance, tolerance
+from flashtune.core.records.results import Measurement
+from flashtune.core.system.errors import first_line
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children.start import withdraw

@@ -10,11 +10,11 @@ from functools import partial
 from benchmarks.shared.cells import cells
 from benchmarks.shared.searches import first_candidates, shipped
 from benchmarks.shared.trials import todays
-from flashtune.core.config import Value, asks_first, settles
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Outcome, SearchResult
-from flashtune.core.shipped_kernels import PACKAGE, shipped_index
-from flashtune.core.target import Target, find_target
+from flashtune.core.code.shipped import PACKAGE, shipped_index
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Value, asks_first, settles
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate, Outcome, SearchResult
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner.propose.space import Candidate

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, Literal
 
 from benchmarks.shared.cells import DEFAULT_AND_FA4, Cell
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem, ProblemKey
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import Features, Problem, ProblemKey
+from flashtune.core.system.errors import InputError
 
 HEAD_SIZES = ((40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 192), (192, 128), (256, 256))
 HEADS = (4, 8, 12, 16, 20, 24, 32, 40, 64)

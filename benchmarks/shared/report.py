@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.shared.cells import RANDOM, Cell, Group
 from benchmarks.shared.children import NO_TIME
 from benchmarks.shared.peers import COPY_BYTES, OURS, OWN, Checked, Error
-from flashtune.core.problem import Problem
-from flashtune.core.results import Measurement
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Measurement
 from flashtune.tuner.verify.distributions import PRESENT
 
 FEATURES = "features, best peer"

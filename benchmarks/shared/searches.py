@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from functools import cache
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import SearchResult, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import SearchResult, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import families

@@ -8,11 +8,11 @@ from typing import Any
 
 from benchmarks.cases.archive import folder
 from benchmarks.shared.earlier import completed
-from flashtune.core.config import Config
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import SearchResult
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import SearchResult
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import families

@@ -5,9 +5,9 @@ On an A100, flashtune.tuner.searching.Search measures the same family beside the
 
 from pathlib import Path
 
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.rendering import add_folder, variant_of

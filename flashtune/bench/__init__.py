@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from flashtune.core.errors import FlashtuneError, first_line
-from flashtune.core.results import Fate, Measurement
+from flashtune.core.records.results import Fate, Measurement
+from flashtune.core.system.errors import FlashtuneError, first_line
 
 if TYPE_CHECKING:
-    from flashtune.core.problem import Problem
-    from flashtune.core.target import Target
+    from flashtune.core.gpu.target import Target
+    from flashtune.core.problems.problem import Problem
     from flashtune.tuner.children.tasks import Source
     from flashtune.tuner.replies import Called, Failed
 

@@ -19,10 +19,10 @@ Rules of the count, by which the figures can be checked by hand:
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from flashtune.core.dtypes import ITEMSIZE, DType, output_dtype
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.dtypes import ITEMSIZE, DType, output_dtype
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import InputError
 
 Elementwise = Literal["fused", "separate"]
 ELEMENTWISE: tuple[Elementwise, ...] = get_args(Elementwise)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import flashtune
 from flashtune.bench.accounting import Elementwise, Roofline, Step, Strategy, strategies, tensor_bytes, total
-from flashtune.core.problem import Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
 
 SCHEMA = "flashtune-profile-1"
 """Version of the document: fields may be added, never renamed or removed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtune.bench.profiling import Document
-from flashtune.core.files import write_whole
+from flashtune.core.system.files import write_whole
 
 SUFFIXES = (".html", ".png", ".svg")
 

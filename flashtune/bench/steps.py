@@ -16,12 +16,12 @@ from flashtune import dispatch
 from flashtune.bench.accounting import Step, at_length, fused_step, standard_steps, tensor_bytes, total, windowed
 from flashtune.bench.profiling import Document, Profile
 from flashtune.bench.whole_calls import attention_call, explained
-from flashtune.core import reference
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
-from flashtune.core.results import Measurement
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.problems import reference
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
+from flashtune.core.records.results import Measurement
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.tuner.machine import provenance
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.results import PROVIDERS
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.records.results import PROVIDERS
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.dispatch import api, context, varlen
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.parse import Options

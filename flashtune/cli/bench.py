@@ -8,9 +8,9 @@ from rich.table import Table
 
 from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from flashtune.tuner.children.workers import Workers

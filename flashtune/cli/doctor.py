@@ -13,12 +13,12 @@ from rich.text import Text
 import flashtune
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import json_option
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.folders import cache_dir, refused, wanted_cache_dir
-from flashtune.core.secrets import mask_secrets, mask_url
-from flashtune.core.target import targets
-from flashtune.core.versions import LOWEST, not_run, too_old
-from flashtune.core.words import counted
+from flashtune.core.gpu.target import targets
+from flashtune.core.system.errors import FlashtuneError
+from flashtune.core.system.folders import cache_dir, refused, wanted_cache_dir
+from flashtune.core.system.secrets import mask_secrets, mask_url
+from flashtune.core.system.versions import LOWEST, not_run, too_old
+from flashtune.core.system.words import counted
 
 
 @click.command()
@@ -133,7 +133,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _machine_code() -> list[dict[str, Any]]:
-    from flashtune.core.shipped_kernels import PACKAGE, distribution, shipped_archive, shipped_index
+    from flashtune.core.code.shipped import PACKAGE, distribution, shipped_archive, shipped_index
 
     found = []
     for arch in shipped_index(PACKAGE).archives:

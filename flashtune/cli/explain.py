@@ -6,7 +6,7 @@ import click
 
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
-from flashtune.core.problem import MAX_HEAD_DIM, unfit_head
+from flashtune.core.problems.problem import MAX_HEAD_DIM, unfit_head
 
 
 @click.command()

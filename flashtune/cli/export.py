@@ -10,9 +10,9 @@ import click
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option_beside, json_option, record_filters
 from flashtune.cli.records import predicted_only, servable
-from flashtune.core.errors import InputError, NoKernelFound
-from flashtune.core.secrets import mask_url
-from flashtune.core.words import counted
+from flashtune.core.system.errors import InputError, NoKernelFound
+from flashtune.core.system.secrets import mask_url
+from flashtune.core.system.words import counted
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter

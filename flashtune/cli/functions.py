@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import click
 
-from flashtune.core.problem import Problem
+from flashtune.core.problems.problem import Problem
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 

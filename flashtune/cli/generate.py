@@ -12,8 +12,8 @@ import click
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option_beside, json_option, record_filters
 from flashtune.cli.records import servable
-from flashtune.core.errors import InputError, NoKernelFound
-from flashtune.core.words import counted
+from flashtune.core.system.errors import InputError, NoKernelFound
+from flashtune.core.system.words import counted
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter
@@ -52,8 +52,8 @@ def generate(
 
     Machine code is compiled where the folder has none of the same source and Triton; --check recompiles all of it, or a --sample.
     """
-    from flashtune.core.kernel_index import INDEX, read_index
-    from flashtune.core.shipped_kernels import archive_name, checkout_folder
+    from flashtune.core.code.index import INDEX, read_index
+    from flashtune.core.code.shipped import archive_name, checkout_folder
     from flashtune.tuner.machine import cores
     from flashtune.tuner.publish.generated import index_text, refuse_foreign, require_writable, selected, text_files
 
@@ -132,7 +132,7 @@ def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
 
 def _archives(arranged: Sequence["Arranged"], anew: set[str], folder: Path, jobs: int) -> dict[str, "Packed"]:
     """The archive of each architecture: entries of the folder's archive, and recompiled ones for paths in `anew` or without an entry."""
-    from flashtune.core.kernel_index import read_index
+    from flashtune.core.code.index import read_index
     from flashtune.tuner.publish.generated import archive_of, kept, orders_of, present_archive
     from flashtune.tuner.publish.machine_code import Built, build_all, triton_version
 

@@ -13,8 +13,8 @@ import click
 
 import flashtune
 from flashtune.cli.interrupts import INTERRUPTED, Interrupts, interruptible
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError
-from flashtune.core.secrets import mask_secrets
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError
+from flashtune.core.system.secrets import mask_secrets
 
 COMMANDS = {
     "search": "Find the fastest kernel for your shapes and store it.",

@@ -8,10 +8,10 @@ from flashtune.cli.console import console, print_json
 from flashtune.cli.export import licence_for, written
 from flashtune.cli.options import json_option
 from flashtune.cli.records import servable
-from flashtune.core.words import counted
+from flashtune.core.system.words import counted
 
 if TYPE_CHECKING:
-    from flashtune.core.results import TuningRecord
+    from flashtune.core.records.results import TuningRecord
 
 
 @click.command()

@@ -12,15 +12,15 @@ from flashtune.cli.options import GPU, ListCommand, gpu_of, json_option, seconds
 from flashtune.cli.problems import searchable, stored
 from flashtune.cli.records import PREDICTED_NOTE, predicted_only
 from flashtune.cli.search import SearchOptions, choose_source, run_search
-from flashtune.core.errors import FlashtuneError, InputError, NoKernelFound
-from flashtune.core.words import counted
+from flashtune.core.system.errors import FlashtuneError, InputError, NoKernelFound
+from flashtune.core.system.words import counted
 from flashtune.templates import BITS, unservable
 
 if TYPE_CHECKING:
-    from flashtune.core.dtypes import DType
-    from flashtune.core.problem import Problem
-    from flashtune.core.results import Source, TuningRecord
-    from flashtune.core.target import Target
+    from flashtune.core.gpu.target import Target
+    from flashtune.core.problems.dtypes import DType
+    from flashtune.core.problems.problem import Problem
+    from flashtune.core.records.results import Source, TuningRecord
     from flashtune.model.tuning import ModelReport
 
 DTYPES: tuple["DType", ...] = ("bf16", "fp16")
@@ -83,7 +83,7 @@ def model(
     import torch
 
     from flashtune import dispatch
-    from flashtune.core.torch_dtypes import TORCH_DTYPES
+    from flashtune.core.pytorch.dtypes import TORCH_DTYPES
     from flashtune.model import tuning
     from flashtune.model.finding import find_subject
 

@@ -14,14 +14,14 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from flashtune.cli.functions import FUNCTIONS, Decorator, with_functions
-from flashtune.core.calls import read
-from flashtune.core.config import Direction
-from flashtune.core.dtypes import DTYPES, DType, parse_dtype
-from flashtune.core.errors import InputError
-from flashtune.core.lengths import LAWS, Law, Lengths
-from flashtune.core.models import TOKENS, Model, find_model, models
-from flashtune.core.problem import DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, Problem
-from flashtune.core.target import Target, find_target, targets
+from flashtune.core.gpu.target import Target, find_target, targets
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.dtypes import DTYPES, DType, parse_dtype
+from flashtune.core.problems.lengths import LAWS, Law, Lengths
+from flashtune.core.problems.problem import DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, Problem
+from flashtune.core.records.calls import read
+from flashtune.core.records.models import TOKENS, Model, find_model, models
+from flashtune.core.system.errors import InputError
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
 """Default sequence lengths; dispatch serves lengths between them from the nearest record."""

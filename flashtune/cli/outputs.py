@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 
-from flashtune.core.errors import InputError
-from flashtune.core.files import head
+from flashtune.core.system.errors import InputError
+from flashtune.core.system.files import head
 
 STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ")
 """Beginning of every line of a search's log."""

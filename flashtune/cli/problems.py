@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flashtune.cli.console import messages
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashtune.core.results import TuningRecord
+    from flashtune.core.records.results import TuningRecord
 
 
 def searchable(problems: Sequence[Problem], target: Target, *, templates: Sequence[str] = ()) -> tuple[list[Problem], list[str]]:

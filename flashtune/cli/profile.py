@@ -14,13 +14,13 @@ from flashtune.bench.report import SUFFIXES, Table, parts, write
 from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import DTYPE, GPU, MODEL, SIZE, json_option
 from flashtune.cli.outputs import PICTURES, refuse_foreign
-from flashtune.core.config import Direction
-from flashtune.core.dtypes import DTYPES, parse_dtype
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.lengths import LAWS, Law, Lengths
-from flashtune.core.models import find_model
-from flashtune.core.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.dtypes import DTYPES, parse_dtype
+from flashtune.core.problems.lengths import LAWS, Law, Lengths
+from flashtune.core.problems.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem
+from flashtune.core.records.models import find_model
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.tuner.machine import gpu_may_be_present, local_gpu
 
 DEFAULT_GPU = "h200"

@@ -11,11 +11,11 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashtune.cli.records import short_config
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Outcome, SearchResult
-from flashtune.core.secrets import mask_secrets
-from flashtune.core.words import counted
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate, Outcome, SearchResult
+from flashtune.core.system.errors import FlashtuneError
+from flashtune.core.system.secrets import mask_secrets
+from flashtune.core.system.words import counted
 from flashtune.tuner.search.stopping import sentence
 from flashtune.tuner.timing.racing import CALL_GAIN, TIE
 

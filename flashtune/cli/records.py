@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 
 from flashtune.cli.console import console, fitted, messages
-from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.secrets import mask_url
+from flashtune.core.records.results import Fate, TuningRecord
+from flashtune.core.system.secrets import mask_url
 from flashtune.templates import unservable
 
 PREDICTED_NOTE = (

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashtune.cli.console import console, messages, print_json
-from flashtune.core.errors import EnvironmentProblem, NoKernelFound
-from flashtune.core.words import counted
+from flashtune.core.system.errors import EnvironmentProblem, NoKernelFound
+from flashtune.core.system.words import counted
 
 if TYPE_CHECKING:
-    from flashtune.core.problem import ProblemKey
-    from flashtune.core.results import SearchResult
+    from flashtune.core.problems.problem import ProblemKey
+    from flashtune.core.records.results import SearchResult
     from flashtune.db.store import KeyFilter
     from flashtune.tuner.search.requalify import Requalified
 
@@ -22,7 +22,7 @@ def run_requalify(
     """Time up to `most` records again, the worst suspects first, save what is found, and print a line to each; none is begun after
     `budget_s` seconds."""
     from flashtune.bench import time_calls
-    from flashtune.core.secrets import command_line
+    from flashtune.core.system.secrets import command_line
     from flashtune.db.library import Library, overlay_path
     from flashtune.db.store import Store
     from flashtune.tuner.children.workers import Workers

@@ -25,13 +25,13 @@ from flashtune.cli.options import (
     seconds_of,
     share_of,
 )
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
-from flashtune.core.problem import Problem
-from flashtune.core.results import Source, TuningRecord
-from flashtune.core.secrets import command_line, mask_secrets
-from flashtune.core.target import Target
-from flashtune.core.threads import begun
-from flashtune.core.words import counted
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Source, TuningRecord
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
+from flashtune.core.system.secrets import command_line, mask_secrets
+from flashtune.core.system.threads import begun
+from flashtune.core.system.words import counted
 from flashtune.tuner.search.stopping import UNTIL
 
 logger = logging.getLogger("flashtune.search")

@@ -10,9 +10,9 @@ from rich.table import Table
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import db_option, json_option, record_filters, using
 from flashtune.cli.records import print_records, record_row
-from flashtune.core.errors import InputError
-from flashtune.core.models import Model, ModelAttention, models
-from flashtune.core.results import TuningRecord
+from flashtune.core.records.models import Model, ModelAttention, models
+from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.errors import InputError
 
 if TYPE_CHECKING:
     from flashtune.db.store import KeyFilter

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
-from flashtune.core.secrets import mask_secrets, mask_url
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
+from flashtune.core.system.secrets import mask_secrets, mask_url
 
 STUDIES = "studies.sqlite"
 """Name of the default storage's file, in the cache directory."""
@@ -62,7 +62,7 @@ def study_storage(url: str | None) -> Iterator[Any]:
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
 
-    from flashtune.core.folders import cache_dir
+    from flashtune.core.system.folders import cache_dir
     from flashtune.tuner.propose.storage import storage_fault
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -174,7 +174,7 @@ def _has_tables(where: str) -> bool:
 def storage_file(url: str | None) -> Path | None:
     """The file of a study storage, whether it is there or not; None for a server's URL, memory, and what is no URL."""
     if url is None:
-        from flashtune.core.folders import wanted_cache_dir
+        from flashtune.core.system.folders import wanted_cache_dir
 
         return wanted_cache_dir() / STUDIES
     from sqlalchemy import make_url

@@ -10,15 +10,15 @@ import click
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.functions import FUNCTIONS, register_functions
 from flashtune.cli.options import db_option, json_option, record_filters, seconds_of
-from flashtune.core.errors import EnvironmentProblem, InputError, NoKernelFound
-from flashtune.core.results import Fate
-from flashtune.core.words import counted
+from flashtune.core.records.results import Fate
+from flashtune.core.system.errors import EnvironmentProblem, InputError, NoKernelFound
+from flashtune.core.system.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashtune.core.results import TuningRecord
-    from flashtune.core.target import Target
+    from flashtune.core.gpu.target import Target
+    from flashtune.core.records.results import TuningRecord
     from flashtune.db.store import KeyFilter
     from flashtune.tuner.replies import Checked, Failed
 

@@ -15,22 +15,22 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flashtune.core.band import Sides
-from flashtune.core.checked import Row as Values
-from flashtune.core.checked import read_key
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.errors import InputError
-from flashtune.core.files import read_json
-from flashtune.core.launches import Host
-from flashtune.core.launching import LoadedKernel, launcher
-from flashtune.core.nearness import distance, octaves
-from flashtune.core.parameters import CallParameters
-from flashtune.core.problem import DECODE_ROWS, MAX_HEAD_DIM, Features, MaskKind, Problem, ProblemKey
-from flashtune.core.target import plain_words
-from flashtune.core.torch_attention import autocasting, out_strides, transformed
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
-from flashtune.core.torch_private import C, sdpa
-from flashtune.core.words import counted, shown
+from flashtune.core.code.launches import Host
+from flashtune.core.code.launching import LoadedKernel, launcher
+from flashtune.core.gpu.target import plain_words
+from flashtune.core.problems.band import Sides
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.problems.problem import DECODE_ROWS, MAX_HEAD_DIM, Features, MaskKind, Problem, ProblemKey
+from flashtune.core.pytorch.attention import autocasting, out_strides, transformed
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
+from flashtune.core.pytorch.private import C, sdpa
+from flashtune.core.records.checked import Row as Values
+from flashtune.core.records.checked import read_key
+from flashtune.core.records.nearness import distance, octaves
+from flashtune.core.system.errors import InputError
+from flashtune.core.system.files import read_json
+from flashtune.core.system.words import counted, shown
 
 FORMAT = 1
 """Format of the table."""

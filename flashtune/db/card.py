@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, InputError
-from flashtune.core.files import read_json, write_whole
-from flashtune.core.results import TuningRecord
-from flashtune.core.words import shown
+from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, InputError
+from flashtune.core.system.files import read_json, write_whole
+from flashtune.core.system.words import shown
 from flashtune.db.values import tidy
 
 FORMAT = 1

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from flashtune.core.errors import DatabaseError
+from flashtune.core.system.errors import DatabaseError
 from flashtune.db.inspection import refuse_expressions
 
 OPENING_SECONDS = 10.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, FlashtuneError
 from flashtune.db import values
 from flashtune.db.values import RowError, tidy
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import platformdirs
 
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, Finding, TuningRecord
+from flashtune.core.problems.problem import ProblemKey
+from flashtune.core.records.results import Bits, Finding, TuningRecord
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError, signature
 from flashtune.db.preference import Findings, by_key, by_preference, foremost, key_order, latest, refuted, serve_all, worth_keeping

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, TuningRecord
+from flashtune.core.problems.problem import ProblemKey
+from flashtune.core.records.results import Bits, TuningRecord
+from flashtune.core.system.errors import DatabaseError, NoKernelFound
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError, unfinished
 from flashtune.db.library import Library

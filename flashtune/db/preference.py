@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
-from flashtune.core.problem import ProblemKey
-from flashtune.core.results import REQUALIFIED, Bits, Finding, Outcome, TuningRecord
+from flashtune.core.problems.problem import ProblemKey
+from flashtune.core.records.results import REQUALIFIED, Bits, Finding, Outcome, TuningRecord
 from flashtune.db.rows import moment
 
 FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flashtune.core.problem import ProblemKey
-from flashtune.core.results import PROVIDERS, REQUALIFIED, Finding, Outcome, SearchResult, TuningRecord, fastest_in_graphs
+from flashtune.core.problems.problem import ProblemKey
+from flashtune.core.records.results import PROVIDERS, REQUALIFIED, Finding, Outcome, SearchResult, TuningRecord, fastest_in_graphs
 from flashtune.db import rows
 from flashtune.db.inspection import row_named
 from flashtune.db.values import LARGEST, TEXT_LENGTH, Row, read_key

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.dtypes import OTHER_16_BITS
-from flashtune.core.errors import DatabaseError
-from flashtune.core.problem import DECODE_ROWS, ProblemKey
-from flashtune.core.results import Finding, TuningRecord
+from flashtune.core.problems.dtypes import OTHER_16_BITS
+from flashtune.core.problems.problem import DECODE_ROWS, ProblemKey
+from flashtune.core.records.results import Finding, TuningRecord
+from flashtune.core.system.errors import DatabaseError
 from flashtune.db import queries, rows, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import examine, explain, header_size, is_quiet, row_named, signature, unfinished

@@ -9,12 +9,11 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from flashtune.core import limits
-from flashtune.core.config import RUNNING, Config, settles
-from flashtune.core.errors import InputError
-from flashtune.core.lengths import LAWS, Lengths
-from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.core.results import (
+from flashtune.core.gpu import limits
+from flashtune.core.problems.config import RUNNING, Config, settles
+from flashtune.core.problems.lengths import LAWS, Lengths
+from flashtune.core.problems.problem import Features, Problem, ProblemKey
+from flashtune.core.records.results import (
     PROVIDERS,
     SOURCES,
     Baseline,
@@ -28,7 +27,8 @@ from flashtune.core.results import (
     SearchResult,
     Source,
 )
-from flashtune.core.words import canonical, shown
+from flashtune.core.system.errors import InputError
+from flashtune.core.system.words import canonical, shown
 from flashtune.db.values import FEATURES_LENGTH, IDENTIFIER, LARGEST, NAME_LENGTH, TEXT_LENGTH, UNPRINTABLE, Row, RowError, tidy
 
 SHORTEST_TIME_US = 1e-3

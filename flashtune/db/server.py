@@ -8,8 +8,8 @@ from sqlalchemy import URL, Connection, create_engine, inspect, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.pool import NullPool
 
-from flashtune.core.errors import DatabaseError, EnvironmentProblem
-from flashtune.core.secrets import mask_secrets, mask_url
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem
+from flashtune.core.system.secrets import mask_secrets, mask_url
 from flashtune.db.inspection import MissingDatabaseError, checked_version
 from flashtune.db.schema import METADATA
 from flashtune.db.values import SCHEMA_VERSION, VERSION_TABLE

@@ -28,9 +28,9 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from flashtune.core import folders
-from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.core.files import aside_of
+from flashtune.core.system import folders
+from flashtune.core.system.errors import DatabaseError, FlashtuneError
+from flashtune.core.system.files import aside_of
 from flashtune.db import inspection, values
 from flashtune.db.connecting import OPENING_SECONDS, Allowance, bounded, connect, patience
 from flashtune.db.inspection import (

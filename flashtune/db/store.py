@@ -10,12 +10,12 @@ from typing import Self, TypedDict, Unpack, cast
 from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import ArgumentError
 
-from flashtune.core.config import Direction
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import DatabaseError, NoKernelFound
-from flashtune.core.problem import ProblemKey
-from flashtune.core.results import Bits, Finding, SearchResult, TuningRecord
-from flashtune.core.secrets import mask_url
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import ProblemKey
+from flashtune.core.records.results import Bits, Finding, SearchResult, TuningRecord
+from flashtune.core.system.errors import DatabaseError, NoKernelFound
+from flashtune.core.system.secrets import mask_url
 from flashtune.db import queries
 from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, latest, refuted, serve_all, worth_keeping
 from flashtune.db.server import Server

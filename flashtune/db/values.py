@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from flashtune.core.checked import (
+from flashtune.core.records.checked import (
     FEATURES_LENGTH,
     IDENTIFIER,
     LARGEST,

@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, delete, insert, select
 
-from flashtune.core.errors import InputError
-from flashtune.core.results import SearchResult
+from flashtune.core.records.results import SearchResult
+from flashtune.core.system.errors import InputError
 from flashtune.db import rows
 from flashtune.db.schema import CANDIDATE, PROBLEM, PROVENANCE, RUN, TRIAL
 from flashtune.db.sqlite_file import export_file

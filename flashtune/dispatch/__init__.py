@@ -1,6 +1,6 @@
 """Run time: `attention` by the best kernel known for this GPU and these sizes, and `explain` for the reason of the choice."""
 
-from flashtune.core.collector import held_off
+from flashtune.core.system.collector import held_off
 
 with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem

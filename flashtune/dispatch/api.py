@@ -9,13 +9,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
-from flashtune.core.band import Window
-from flashtune.core.errors import InputError
-from flashtune.core.parameters import PER_HEAD
-from flashtune.core.problem import Problem
-from flashtune.core.target import find_target
-from flashtune.core.torch_attention import autocasting
-from flashtune.core.torch_private import FORWARD_AD, C, scripted
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.band import Window
+from flashtune.core.problems.parameters import PER_HEAD
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch.attention import autocasting
+from flashtune.core.pytorch.private import FORWARD_AD, C, scripted
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import calls, inspection, operators, resolve, training
 from flashtune.dispatch.call import Call, Outputs, PerHead, trained_as
 from flashtune.dispatch.context import STACK, Memo, current
@@ -76,7 +76,7 @@ def attention(
             "bottom_right" as in flash-attn, which aligns the last query with the last key.
         return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
             rows with nothing to attend to; it is that before dropout.
-        seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.reference.dropout_keep with
+        seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.problems.reference.dropout_keep with
             offset 0). None samples from PyTorch's generator, and the call is served as it would be in training: recomputing it from the
             same generator state, with gradients or without, reproduces its mask. Masks of kernels differ from PyTorch's.
         allow_tf32: allow kernels to multiply float32 inputs as TF32.

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flashtune.core.errors import InputError
-from flashtune.core.launches import copyable
-from flashtune.core.launching import operand
-from flashtune.core.torch_private import C
+from flashtune.core.code.launches import copyable
+from flashtune.core.code.launching import operand
+from flashtune.core.pytorch.private import C
+from flashtune.core.system.errors import InputError
 
 
 class Trained(Protocol):

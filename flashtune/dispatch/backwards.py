@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from flashtune.core.config import Variant
-from flashtune.core.launching import operand_names
-from flashtune.core.passes import BACKWARD
-from flashtune.core.problem import FLAGS, Problem, ProblemKey
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.code.launching import operand_names
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Variant
+from flashtune.core.problems.passes import BACKWARD
+from flashtune.core.problems.problem import FLAGS, Problem, ProblemKey
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call import Call, trained_as
 from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.choose import Choice, Pool, rank

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.calls import part_of_packed
 from flashtune.dispatch.sequences import Numbers, Packed
 

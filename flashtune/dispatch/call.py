@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.band import Band
-from flashtune.core.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
-from flashtune.core.problem import MAX_HEAD_DIM, MaskKind, Problem, unfit_head
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
+from flashtune.core.problems.problem import MAX_HEAD_DIM, MaskKind, Problem, unfit_head
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
 Outputs = tuple[Tensor, Tensor | None]
 """Output and, where it is requested, LSE."""
@@ -205,5 +205,5 @@ class Call:
 
 
 def trained_as(problem: Problem, requested: Sequence[str] = ()) -> Problem:
-    """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+    """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problems.problem.ASKED`)."""
     return replace(problem, direction="bwd", features=problem.features.asking(requested))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flashtune.core.errors import FlashtuneError, InputError
-from flashtune.core.parameters import PER_HEAD
+from flashtune.core.problems.parameters import PER_HEAD
+from flashtune.core.system.errors import FlashtuneError, InputError
 from flashtune.dispatch.call import Call, trained_as
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.inspection import GRADIENTS, ON_THE_CPU, PLAIN_TYPES, WITH_GRADIENTS
@@ -22,10 +22,10 @@ from flashtune.dispatch.parse import Arguments
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashtune.core.problem import Problem
+    from flashtune.core.problems.problem import Problem
 
 MOST_CALLS = 1024
-"""Problems kept; beyond it they are thinned (flashtune.core.calls), and new ones are left out where that doesn't help."""
+"""Problems kept; beyond it they are thinned (flashtune.core.records.calls), and new ones are left out where that doesn't help."""
 
 
 class Calls:
@@ -46,7 +46,7 @@ class Calls:
             return
         with self._lock:
             if len(self._met) >= MOST_CALLS and not self._full:
-                from flashtune.core.calls import thinned
+                from flashtune.core.records.calls import thinned
 
                 self._met = dict.fromkeys(thinned(self._met))
             self._full = len(self._met) >= MOST_CALLS
@@ -92,14 +92,14 @@ def save_calls(path: "str | Path") -> None:
     compiled models those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is
     everything that no search could help: head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
     calls that sdpa_kernel keeps from flash attention; and calls with functions, which are searched by the functions' names. Decode
-    steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.calls.thinned).
+    steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.records.calls.thinned).
 
     Raises InputError where `path` is another kind of file, or would grow beyond 4 MB, EnvironmentProblem where it can't be written.
     """
     # Imported here to keep first calls fast.
     from pathlib import Path
 
-    from flashtune.core.calls import add
+    from flashtune.core.records.calls import add
 
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"a file of calls is named by its path, not {path!r}")

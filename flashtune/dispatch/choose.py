@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from flashtune.core.config import Config, KernelSpec, Variant, settles
-from flashtune.core.errors import InputError
-from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
-from flashtune.core.results import Fate, Outcome, Source, TuningRecord
-from flashtune.core.target import Target, targets
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.config import Config, KernelSpec, Variant, settles
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.records.results import Fate, Outcome, Source, TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.records import Pool, differences, group_of, same_features, unaligned, valid_config
 from flashtune.dispatch.torch_times import calls_tie, slower_reading, step_ratio, torch_has
 from flashtune.templates.expected import LOG_HOST, logs_us
@@ -114,7 +114,7 @@ def rank(
     Kernels of steps 3 and 4 have no measurement on this architecture. They serve where PyTorch can't
     (`framework_serves` is True where it has the features), and elsewhere only if `unmeasured` allows it.
 
-    In steps 2 and 3 the first COMPARED configs of the nearest records (`flashtune.core.nearness`) are sorted by their predicted times
+    In steps 2 and 3 the first COMPARED configs of the nearest records (`flashtune.core.records.nearness`) are sorted by predicted times
     (`flashtune.templates.expected.logs_us`); equal ones, all backwards, and kernels that end before the host has made the next call stay in
     the order of distance. Ties of that go to the preferred record of one key (flashtune.db.preference), to records of the user over shipped
     ones, the larger sizes, the shorter time and the lower variant id, so that equal libraries choose equally everywhere. A kernel that is

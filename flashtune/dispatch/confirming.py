@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import flashtune
-from flashtune.core import devices
-from flashtune.core.config import Variant
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.nearness import octaves
-from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult
-from flashtune.core.target import Target
-from flashtune.core.tolerances import tolerance
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Variant
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.problems.tolerances import tolerance
+from flashtune.core.pytorch import devices
+from flashtune.core.records.nearness import octaves
+from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.dispatch import resolve
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.context import Memo

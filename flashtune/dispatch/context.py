@@ -15,14 +15,14 @@ from weakref import WeakSet
 
 import torch
 
-from flashtune.core import devices
-from flashtune.core.collector import held_off
-from flashtune.core.config import Direction
-from flashtune.core.errors import InputError
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target, targets
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.problem import Problem, ProblemKey
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.collector import held_off
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.choose import Choice, Pool, group_of
 from flashtune.dispatch.gradients import Backward
 from flashtune.dispatch.kernels import Kernels

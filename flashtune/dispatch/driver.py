@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.system.errors import EnvironmentProblem
 
 NO_CONTEXT = (3, 201)
 """CUDA_ERROR_NOT_INITIALIZED and CUDA_ERROR_INVALID_CONTEXT: errors in a thread that made no call of the CUDA runtime before."""

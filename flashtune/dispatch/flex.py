@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core import devices
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.flex_attention import Mod
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.flex import Mod
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch import api, flex_functions
 from flashtune.dispatch.context import Memo, current
 from flashtune.dispatch.flex_autograd import attend_by_kernels, types_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flashtune.core.torch_private import C
+from flashtune.core.pytorch.private import C
 from flashtune.dispatch.flex_kernels import Sequences, lists_of_kinds, lists_of_mask, tile_kinds
 from flashtune.dispatch.kernel import Kernel
 from flashtune.templates.launches.common import cdiv

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.flex_attention import Mod
+from flashtune.core.pytorch.flex import Mod
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.flex_blocks import Functions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.bytecode import LOOKING, names_of, reads_elsewhere

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import devices, launching
-from flashtune.core.config import Direction
-from flashtune.core.launching import LoadedKernel, Plan, Tensors, operand
-from flashtune.core.problem import MAX_HEAD_DIM, Features, Problem
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.code import launching
+from flashtune.core.code.launching import LoadedKernel, Plan, Tensors, operand
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.problem import MAX_HEAD_DIM, Features, Problem
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 from flashtune.dispatch import launch as launches
 from flashtune.dispatch.choose import Refusal, kind_by
 from flashtune.dispatch.context import current
@@ -170,7 +171,7 @@ def lists_of_mask(kernel: Kernel, mask: Sequence[Tensor], blocks: tuple[int, int
 def launch(
     kernel: Kernel, operands: Sequence[Tensor | None], more: Sequence[Tensor], scale: float, sequences: Sequences | None = None
 ) -> None:
-    """Launch a pass: its operands in the order of flashtune.core.passes, then the tensors of functions (LaunchInputs.mods)."""
+    """Launch a pass: its operands in the order of flashtune.core.problems.passes, then the tensors of functions (LaunchInputs.mods)."""
     numbers: dict[str, Any] = {"scale": scale}
     bounds: tuple[Tensor | None, ...] = (None, None, None)
     if sequences is not None:

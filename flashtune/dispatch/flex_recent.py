@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core.torch_private import FORWARD_AD, C, check_of
+from flashtune.core.pytorch.private import FORWARD_AD, C, check_of
 from flashtune.dispatch.context import STACK, current
 from flashtune.dispatch.flex_blocks import FlexCall, Functions, Passes, stream_of, varies, versions_of
 from flashtune.dispatch.flex_documents import PackedCall

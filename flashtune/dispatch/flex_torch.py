@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flashtune.core import reference
-from flashtune.core.errors import InputError
-from flashtune.core.flex_attention import Mod, within
-from flashtune.core.torch_attention import compiled_flex
-from flashtune.core.torch_private import C
+from flashtune.core.problems import reference
+from flashtune.core.pytorch.attention import compiled_flex
+from flashtune.core.pytorch.flex import Mod, within
+from flashtune.core.pytorch.private import C
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import inspection
 from flashtune.dispatch.kernel import served_here
 from flashtune.dispatch.offers import OURS, TORCHS

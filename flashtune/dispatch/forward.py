@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import launching
-from flashtune.core.config import Config
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import Tensors
-from flashtune.core.parameters import PER_HEAD, CallParameters
-from flashtune.core.torch_attention import out_strides
-from flashtune.core.torch_private import C
+from flashtune.core.code import launching
+from flashtune.core.code.launching import Tensors
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.parameters import PER_HEAD, CallParameters
+from flashtune.core.pytorch.attention import out_strides
+from flashtune.core.pytorch.private import C
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.launch import Code, Program

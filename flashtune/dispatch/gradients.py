@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import devices, launching, reference
-from flashtune.core.launching import LoadedKernel, Tensors
-from flashtune.core.parameters import CallParameters
-from flashtune.core.torch_attention import out_strides, readable
-from flashtune.core.torch_private import C
+from flashtune.core.code import launching
+from flashtune.core.code.launching import LoadedKernel, Tensors
+from flashtune.core.problems import reference
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.attention import out_strides, readable
+from flashtune.core.pytorch.private import C
 from flashtune.dispatch import autograd, driver, launch
 from flashtune.dispatch.call import Call
 from flashtune.dispatch.launch import Code, Program
@@ -63,7 +65,7 @@ class BackwardInputs(NamedTuple):
 
     @property
     def requested(self) -> tuple[str, ...]:
-        """Requested gradients beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+        """Requested gradients beside dQ, dK and dV (`flashtune.core.problems.problem.ASKED`)."""
         return ("dbias",) * self.of_mask + ("dslopes",) * self.of_slopes
 
     def parameters(self, call: Call) -> CallParameters:

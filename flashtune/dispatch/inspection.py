@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flashtune.core import devices
-from flashtune.core.errors import InputTypeError
-from flashtune.core.parameters import PER_HEAD
-from flashtune.core.torch_attention import autocasting, has_address
-from flashtune.core.torch_private import FORWARD_AD, C, overloaded_among, peek_interpreter_stack, sdpa
+from flashtune.core.problems.parameters import PER_HEAD
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.attention import autocasting, has_address
+from flashtune.core.pytorch.private import FORWARD_AD, C, overloaded_among, peek_interpreter_stack, sdpa
+from flashtune.core.system.errors import InputTypeError
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.parse import Arguments, Options
 
@@ -28,7 +28,7 @@ GRADIENTS: dict[str, tuple[str, ...]] = {GRADIENT: ()} | {
     for count in range(1, len(WITH_GRADIENTS) + 1)
     for names in combinations(WITH_GRADIENTS, count)
 }
-"""Every reason of this kind, and the gradients it requests beside dQ, dK and dV (`flashtune.core.problem.ASKED`)."""
+"""Every reason of this kind, and the gradients it requests beside dQ, dK and dV (`flashtune.core.problems.problem.ASKED`)."""
 
 flash_attention_on: Callable[[], bool] = C._get_flash_sdp_enabled
 """State of PyTorch's flash attention switch (torch.nn.attention.sdpa_kernel, torch.backends.cuda.enable_flash_sdp), which kernels obey."""

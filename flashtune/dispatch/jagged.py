@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.varlen import attention_varlen
 
 

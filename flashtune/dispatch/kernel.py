@@ -8,14 +8,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flashtune.core import devices, launching
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.launches import Host
-from flashtune.core.launching import LoadedKernel, Plan
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
-from flashtune.core.torch_private import C
+from flashtune.core.code import launching
+from flashtune.core.code.launches import Host
+from flashtune.core.code.launching import LoadedKernel, Plan
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
+from flashtune.core.pytorch.private import C
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch import driver, kernels, launch
 from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.context import Memo, current

@@ -10,15 +10,16 @@ from typing import TypeVar
 
 import torch
 
-from flashtune.core import devices, kernel_cache
-from flashtune.core.binaries import Binary, Manifest, machine_arch, source_digest
-from flashtune.core.collector import held_off
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError, environment_fault
-from flashtune.core.folders import let_triton_write
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.shipped_kernels import PACKAGE, distribution, lacks_archive, shipped_index, shipped_manifest
-from flashtune.core.target import Target
+from flashtune.core.code import cache as kernel_cache
+from flashtune.core.code.binaries import Binary, Manifest, machine_arch, source_digest
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.code.shipped import PACKAGE, distribution, lacks_archive, shipped_index, shipped_manifest
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.pytorch import devices
+from flashtune.core.system.collector import held_off
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, environment_fault
+from flashtune.core.system.folders import let_triton_write
 from flashtune.dispatch import driver
 from flashtune.dispatch.driver import NO_RESOURCES, DriverError
 from flashtune.dispatch.launch import Code

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flashtune.core import launching
-from flashtune.core.binaries import (
+from flashtune.core.code import launching
+from flashtune.core.code.binaries import (
     INTERLEAVE_NONE,
     L2_PROMOTION_128B,
     OUTSIDE_IS_ZERO,
@@ -22,11 +22,11 @@ from flashtune.core.binaries import (
     Parameter,
     machine_arch,
 )
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.folders import let_triton_write
-from flashtune.core.launches import Descriptor, Launch, Operand, Resident, Varying
-from flashtune.core.launching import LoadedKernel, Plan, Tensors
-from flashtune.core.parameters import CallParameters
+from flashtune.core.code.launches import Descriptor, Launch, Operand, Resident, Varying
+from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.system.errors import EnvironmentProblem
+from flashtune.core.system.folders import let_triton_write
 from flashtune.dispatch import driver
 from flashtune.dispatch.misprediction import MISPREDICTIONS
 
@@ -218,7 +218,7 @@ _handles: dict[tuple[str, int], int] = {}
 """Handles of loaded kernels by the hash of their code and the GPU."""
 
 Operands = Sequence[Any]
-"""Tensors of a pass in the order of flashtune.core.passes; None for those that a launch doesn't have."""
+"""Tensors of a pass in the order of flashtune.core.problems.passes; None for those that a launch doesn't have."""
 
 
 def planned(kernel: LoadedKernel, operands: Operands, parameters: CallParameters, misses: tuple[int, int] | None = None) -> Plan | None:
@@ -343,7 +343,7 @@ class Code:
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Binary, bytes]:
     """Machine code that Triton's JIT makes for these arguments."""
-    from flashtune.core.compiled import from_compiled
+    from flashtune.core.code.compiled import from_compiled
 
     let_triton_write()
     return from_compiled(kernel.warmup(*arguments, grid=grid, **launching.compiler_options(options)))

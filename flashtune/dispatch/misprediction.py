@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from flashtune.core.torch_private import C
+from flashtune.core.pytorch.private import C
 from flashtune.dispatch import driver
 
 WINDOW = 8

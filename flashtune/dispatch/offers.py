@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import IMPLEMENTATIONS, PROVIDERS, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS, TuningRecord
 from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.records import Pool, differences, same_features
 

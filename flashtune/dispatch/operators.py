@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core import devices, reference
-from flashtune.core.dtypes import DType
-from flashtune.core.parameters import PER_HEAD
-from flashtune.core.problem import FLAGS, Features, MaskKind, Problem
-from flashtune.core.torch_attention import out_strides
-from flashtune.core.torch_dtypes import output_torch_dtype
+from flashtune.core.problems import reference
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.parameters import PER_HEAD
+from flashtune.core.problems.problem import FLAGS, Features, MaskKind, Problem
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.attention import out_strides
+from flashtune.core.pytorch.dtypes import output_torch_dtype
 from flashtune.dispatch import backwards, context, inspection, pytorch
 from flashtune.dispatch.autograd import refuse_twice
 from flashtune.dispatch.call import Call, Outputs, PerHead

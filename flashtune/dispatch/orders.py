@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 
-from flashtune.core.nearness import FEATURE, distance
-from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.core.results import Source, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Features, Problem, ProblemKey
+from flashtune.core.records.nearness import FEATURE, distance
+from flashtune.core.records.results import Source, TuningRecord
 from flashtune.dispatch.choose import Choice, Fit, Kind, Pool, Ranking, Refusal, choose
 from flashtune.templates.family import Family
 from flashtune.templates.mods import known

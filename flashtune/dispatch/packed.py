@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core import devices, launching
-from flashtune.core.band import Band
-from flashtune.core.config import Direction, KernelSpec
-from flashtune.core.launching import LoadedKernel, Plan, Tensors
-from flashtune.core.parameters import CallParameters
-from flashtune.core.problem import Problem
+from flashtune.core.code import launching
+from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.config import Direction, KernelSpec
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import context, driver, launch
 from flashtune.dispatch import paged as pages
 from flashtune.dispatch.autograd import readable

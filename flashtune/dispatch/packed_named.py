@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flashtune.core import devices
+from flashtune.core.pytorch import devices
 from flashtune.dispatch.inspection import SEEN_THROUGH
 from flashtune.dispatch.offers import OURS, TORCHS
 from flashtune.dispatch.packed_ops import by_attention, dropout_bits

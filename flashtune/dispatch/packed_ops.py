@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core import reference
-from flashtune.core.band import Sides
-from flashtune.core.errors import InputError
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Sides
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import packed as kernels
 from flashtune.dispatch.api import attention
 from flashtune.dispatch.autograd import differentiated, refuse_twice

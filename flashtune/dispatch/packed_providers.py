@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core.torch_private import C
+from flashtune.core.pytorch.private import C
 from flashtune.dispatch.context import current
 from flashtune.dispatch.plan import capturing
 from flashtune.dispatch.provider import AT_THE_START, OTHER_BANDS

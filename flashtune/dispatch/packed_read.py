@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core.band import ALIGNMENTS, Sides
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.torch_attention import autocasting
+from flashtune.core.problems.band import ALIGNMENTS, Sides
+from flashtune.core.pytorch.attention import autocasting
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.inspection import autocast, is_distributed
 from flashtune.dispatch.paged import NARROW
 from flashtune.dispatch.parse import Options, check_flags, check_implementation, scalars

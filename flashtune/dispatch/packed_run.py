@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core.lengths import spread
-from flashtune.core.torch_private import FORWARD_AD, C
+from flashtune.core.problems.lengths import spread
+from flashtune.core.pytorch.private import FORWARD_AD, C
 from flashtune.dispatch import context
 from flashtune.dispatch import paged as pages
 from flashtune.dispatch.autograd import apply

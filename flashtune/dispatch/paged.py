@@ -5,9 +5,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from flashtune.core import devices, launching
-from flashtune.core.config import Config
-from flashtune.core.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.code import launching
+from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.problems.config import Config
+from flashtune.core.pytorch import devices
 from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.kernel import Kernel, loaded_kernel, served_here

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.band import ALIGNMENTS, Sides, Window
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
-from flashtune.core.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
-from flashtune.core.results import IMPLEMENTATIONS
-from flashtune.core.torch_dtypes import KERNEL_DTYPES, output_torch_dtype
+from flashtune.core.problems.band import ALIGNMENTS, Sides, Window
+from flashtune.core.problems.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
+from flashtune.core.problems.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES, output_torch_dtype
+from flashtune.core.records.results import IMPLEMENTATIONS
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.call import Call, PerHead, surely
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtune.core.torch_private import check_of, has_guards
+from flashtune.core.pytorch.private import check_of, has_guards
 from flashtune.dispatch import driver
 from flashtune.dispatch.call import Outputs, PerHead
 from flashtune.dispatch.parse import seed_bits

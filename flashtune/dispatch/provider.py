@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from flashtune.core.torch_attention import readable
+from flashtune.core.pytorch.attention import readable
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.plan import capturing
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashtune.core.config import Config, Variant
-from flashtune.core.errors import InputError
-from flashtune.core.flex_attention import band_mod, flex_arguments, soft_cap_mod
-from flashtune.core.problem import Problem
-from flashtune.core.torch_attention import compiled_flex
-from flashtune.core.torch_private import C
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch.attention import compiled_flex
+from flashtune.core.pytorch.flex import band_mod, flex_arguments, soft_cap_mod
+from flashtune.core.pytorch.private import C
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.parse import cannot_serve
 from flashtune.dispatch.provider import AT_THE_START, FUNCTIONS, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
@@ -127,7 +127,7 @@ PROVIDERS: Mapping[str, Provider] = {
         FlashAttn("fa2", "FlashAttention-2", "flash-attn", "flash_attn", -1),
     )
 }
-"""Providers by the names of flashtune.core.results.PROVIDERS."""
+"""Providers by the names of flashtune.core.records.results.PROVIDERS."""
 
 
 def traced_backend(name: str | None, call: Call) -> contextlib.AbstractContextManager[object]:

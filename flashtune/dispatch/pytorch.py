@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashtune.core import reference
-from flashtune.core.parameters import CallParameters
-from flashtune.core.torch_attention import MOST_HEADS, autocasting, differentiable_sdpa, readable, sound_backends, transformed
-from flashtune.core.torch_private import sdpa, vmapped
+from flashtune.core.problems import reference
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.pytorch.attention import MOST_HEADS, autocasting, differentiable_sdpa, readable, sound_backends, transformed
+from flashtune.core.pytorch.private import sdpa, vmapped
 from flashtune.dispatch.call import Call, Outputs, PerHead
 from flashtune.dispatch.plan import capturing, random_bits, relaxed
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.dtypes import ITEMSIZE, OTHER_16_BITS
-from flashtune.core.errors import InputError
-from flashtune.core.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
-from flashtune.core.problem import DECODE_ROWS, Features, ProblemKey
-from flashtune.core.results import Outcome, TuningRecord
-from flashtune.core.target import Target, targets
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.problems.dtypes import ITEMSIZE, OTHER_16_BITS
+from flashtune.core.problems.problem import DECODE_ROWS, Features, ProblemKey
+from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
+from flashtune.core.records.results import Outcome, TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.db.preference import Findings, by_key, preference, raced_for_same_bits, refutation
 from flashtune.templates.family import ConstraintCache, Family, Refit
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashtune.core import devices
-from flashtune.core.config import Config, Variant
-from flashtune.core.problem import DECODE_ROWS, Problem, ProblemKey
-from flashtune.core.results import Source, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import Source, TuningRecord
 from flashtune.dispatch import backwards, kernels
 from flashtune.dispatch.call import Call, PerHead, trained_as
 from flashtune.dispatch.choose import BUCKET, Choice, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashtune.core.config import Direction
-from flashtune.core.lengths import Lengths, spread
-from flashtune.core.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
-from flashtune.core.torch_dtypes import KERNEL_DTYPES
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.lengths import Lengths, spread
+from flashtune.core.problems.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
 
 class Packed(NamedTuple):

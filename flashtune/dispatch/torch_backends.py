@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from flashtune.core.torch_attention import lay_out_gradient
-from flashtune.core.torch_private import C, fused_sdp_choice, has_priority_order
+from flashtune.core.pytorch.attention import lay_out_gradient
+from flashtune.core.pytorch.private import C, fused_sdp_choice, has_priority_order
 from flashtune.dispatch.call import Call, PerHead
 from flashtune.dispatch.provider import AT_THE_START, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.pytorch import TorchPlan, as_bias, no_autocast, only, readable_inputs, sound_backends_of

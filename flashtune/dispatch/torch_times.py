@@ -4,11 +4,11 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.nearness import octaves
-from flashtune.core.problem import DECODE_ROWS, FLAGS, Problem, ProblemKey
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target, targets
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import DECODE_ROWS, FLAGS, Problem, ProblemKey
+from flashtune.core.records.nearness import octaves
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.records import Pool
 from flashtune.templates.family import blocks_of_head, wave_efficiency
 

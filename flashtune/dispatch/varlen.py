@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.flex_functions import check_functions, refuse_beside_functions
 from flashtune.dispatch.offers import OURS

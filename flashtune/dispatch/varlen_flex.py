@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core import devices
-from flashtune.core.errors import InputError
-from flashtune.core.flex_attention import Mod
-from flashtune.core.torch_private import C
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.flex import Mod
+from flashtune.core.pytorch.private import C
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import flex, flex_functions, flex_torch
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_autograd import attend_by_kernels

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.integrations.swap import torchs_place
 
 

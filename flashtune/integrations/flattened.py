@@ -13,8 +13,8 @@ from transformers import masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 from transformers.utils.import_utils import is_tracing
 
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.torch_private import C
+from flashtune.core.pytorch.private import C
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.dispatch.plan import capturing
 from flashtune.integrations.sources import arguments_of_attention, source_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.torch_private import scripted, sdpa
+from flashtune.core.pytorch.private import scripted, sdpa
+from flashtune.core.system.errors import InputError, InputTypeError
 
 _serving: ContextVar[bool] = ContextVar("flashtune_serving", default=False)
 _lock = threading.Lock()

@@ -21,9 +21,9 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.versions import LOWEST_TRANSFORMERS, minor
+from flashtune.core.problems import reference
+from flashtune.core.system.errors import EnvironmentProblem, InputError
+from flashtune.core.system.versions import LOWEST_TRANSFORMERS, minor
 from flashtune.integrations import flattened
 from flashtune.integrations.sources import arguments_of_attention, attends_itself
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.model.places import Place
 from flashtune.model.sources import SEED, explained, library, random_inputs
 from flashtune.model.workloads import Workload

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from flashtune.core.errors import first_line
-from flashtune.core.torch_attention import BACKENDS
+from flashtune.core.pytorch.attention import BACKENDS
+from flashtune.core.system.errors import first_line
 from flashtune.model.runs import Run, runner
 from flashtune.model.sources import Subject
 from flashtune.model.workloads import Workload

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.errors import InputError
-from flashtune.core.files import read_json
+from flashtune.core.system.errors import InputError
+from flashtune.core.system.files import read_json
 
 MOST_BYTES = 1 << 22
 """Largest config.json that is read."""

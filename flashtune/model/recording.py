@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtune import dispatch
-from flashtune.core.problem import Problem
+from flashtune.core.problems.problem import Problem
 from flashtune.dispatch.calls import CALLS
 from flashtune.model.runs import runner
 from flashtune.model.sources import Subject

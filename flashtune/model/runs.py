@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.model.workloads import DECODED, Workload, lengths
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from flashtune.bench.accounting import Roofline, fused_step
-from flashtune.core.problem import DECODE_ROWS, Problem, next_power_of_two
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, next_power_of_two
 
 LAUNCH_US = 4.0
 """Time that any call takes at least, in microseconds: what starting a kernel costs an H100."""

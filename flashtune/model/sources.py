@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError, first_line
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, InputError, first_line
 from flashtune.model.workloads import Workload
 
 SEED = 1234

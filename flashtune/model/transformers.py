@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError, first_line
+from flashtune.core.system.errors import InputError, first_line
 from flashtune.model.places import Place
 from flashtune.model.runs import padding_mask
 from flashtune.model.sources import SEED, explained, library, random_inputs

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Problem
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.model import measuring, recording, shares
 from flashtune.model.measuring import Check, Times
 from flashtune.model.sources import Subject, explained

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 
 Kind = Literal["forward", "padded", "decode", "train"]
 

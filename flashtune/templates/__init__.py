@@ -2,10 +2,10 @@
 
 import functools
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.errors import InputError
-from flashtune.core.results import PROVIDERS, Bits, TuningRecord
-from flashtune.core.target import targets
+from flashtune.core.gpu.target import targets
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.records.results import PROVIDERS, Bits, TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.templates.family import Family
 from flashtune.templates.mods.known import known
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashtune.core.config import Config, asks_first, rescales_grown, settles
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem, padded
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, asks_first, rescales_grown, settles
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import Problem, padded
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.cost_constants import CONSTANTS, Constants, kind_of, peak_per_clock, programs_per_sm
 from flashtune.templates.cost_of_gradients import backward_us
 from flashtune.templates.decode.flash_decode import few_rows, row_splits

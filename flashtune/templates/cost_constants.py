@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts
 
 
 class Constants(NamedTuple):

@@ -3,11 +3,11 @@
 import math
 from dataclasses import replace
 
-from flashtune.core.config import Config
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem, padded
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import Problem, padded
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.backward import flash_bwd
 from flashtune.templates.backward.hopper.layout import divisions_of
 from flashtune.templates.cost_constants import Constants, kind_of, peak_per_clock, programs_per_sm

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from flashtune.core.config import Config, rescales_grown, settles
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, rescales_grown, settles
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Family, blocks_of_problem
 from flashtune.templates.hopper.layout import HopperLayout, tile_queries

@@ -1,9 +1,9 @@
 """A template family: its axes as data, its constraints as named predicates, and the problems it can serve.
 
 The rendered file of a family is a module of kernels. Their host side is Python of the package (`Family.host`): the tensors a kernel
-takes, and its launches as a pure function of shapes, strides and numbers (`flashtune.core.launches`). `flashtune.templates.loading`
+takes, and its launches as a pure function of shapes, strides and numbers (`flashtune.core.code.launches`). `flashtune.templates.loading`
 joins both.
-`flashtune.core.reference` defines the numbers.
+`flashtune.core.problems.reference` defines the numbers.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashtune.core.band import Band
-from flashtune.core.config import Config, Direction, KernelSpec, Value
-from flashtune.core.errors import InputError
-from flashtune.core.launches import Host
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.code.launches import Host
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.config import Config, Direction, KernelSpec, Value
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts
+from flashtune.core.system.errors import InputError
 from flashtune.templates.mods.known import known, unknown
 
 if TYPE_CHECKING:

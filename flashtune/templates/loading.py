@@ -2,10 +2,10 @@
 
 from types import ModuleType
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Host
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.modules import load_source
+from flashtune.core.code.launches import Host
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.code.modules import load_source
+from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.templates import family
 from flashtune.templates.family import Family
 

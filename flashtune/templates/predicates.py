@@ -1,10 +1,10 @@
 """Predicates over (config, spec, target) that families share, and the estimates behind them."""
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import padded
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import padded
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import constraint
 
 

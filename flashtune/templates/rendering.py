@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
 
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.problem import padded
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.problems.problem import padded
 from flashtune.templates.family import Family
 from flashtune.templates.mods.known import functions_of
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from flashtune.core.config import Config, Direction
-from flashtune.core.errors import InputError, first_line
-from flashtune.core.problem import Problem
+from flashtune.core.problems.config import Config, Direction
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import InputError, first_line
 from flashtune.templates.mods import bounds, known, structure
 from flashtune.templates.mods.emit import Captured, Mods, emitted
 from flashtune.templates.mods.graph import INDICES, Node

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 
 import flashtune
-from flashtune.core.cards import started_driver
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.results import Provenance
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.cards import started_driver
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.records.results import Provenance
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 
 ANSWER_S = 30.0
 """Seconds to wait for nvidia-smi: a GPU that has failed may block it forever."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from flashtune.core.binaries import Manifest
-from flashtune.core.results import Baseline, CompileFacts, Fate, Measurement
+from flashtune.core.code.binaries import Manifest
+from flashtune.core.records.results import Baseline, CompileFacts, Fate, Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

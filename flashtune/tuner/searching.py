@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.errors import FlashtuneError, NoKernelFound
-from flashtune.core.results import SearchResult
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.records.results import SearchResult
+from flashtune.core.system.errors import FlashtuneError, NoKernelFound
 from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.propose.claims import Claims
 from flashtune.tuner.propose.sampling import import_surrogate

@@ -19,10 +19,10 @@ from flashtune.bench.accounting import (
     windowed,
 )
 from flashtune.bench.profiling import Profile
-from flashtune.core.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
-from flashtune.core.target import Target, find_target, targets
+from flashtune.core.gpu.target import Target, find_target, targets
+from flashtune.core.problems.dtypes import DTYPES, ITEMSIZE, DType, output_dtype
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import InputError
 
 MIB = 2**20
 

@@ -16,10 +16,10 @@ from flashtune.bench.profiling import Profile
 from flashtune.bench.report import chart
 from flashtune.bench.report import html as html_of
 from flashtune.cli.profile import print_report
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
-from flashtune.core.results import Provenance
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Provenance
+from flashtune.core.system.errors import EnvironmentProblem
 
 
 def counted(batch: int = 1, n: int = 1024, d: int = 64, target: str = "v100") -> dict[str, Any]:

@@ -15,11 +15,11 @@ from flashtune.bench.accounting import at_length
 from flashtune.bench.profiling import Profile
 from flashtune.bench.report import KINDS, parts
 from flashtune.bench.steps import FITTED_POINTS, Bench, averaging, eager, exponent, measure, scaling_grid
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.lengths import Lengths
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Measurement
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.lengths import Lengths
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Measurement
+from flashtune.core.system.errors import EnvironmentProblem
 
 
 class OnTheCpu(Bench):

@@ -15,9 +15,9 @@ from benchmarks.cases.race import random_inputs
 from benchmarks.shared import backward_cells, children
 from benchmarks.shared.children import NO_TIME
 from flashtune import dispatch
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Measurement
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Measurement
 from flashtune.dispatch import Explanation
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import make_inputs

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.cases import readme
 from benchmarks.cases.archive import folder
-from flashtune.core.problem import Problem
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates.paged import flash_paged
 

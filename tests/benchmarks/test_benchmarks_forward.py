@@ -16,8 +16,8 @@ from benchmarks.shared.cells import CUDNN_FP8, GROUPS, LENGTHS, RANDOM, Cell, ce
 from benchmarks.shared.peers import OURS, Checked, Error
 from benchmarks.shared.report import Row, geometric_mean, summary, tables
 from flashtune import dispatch
-from flashtune.core.results import Measurement
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.records.results import Measurement
 from flashtune.templates import family
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run

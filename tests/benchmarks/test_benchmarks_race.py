@@ -14,11 +14,11 @@ from simulated import NoWatch
 from benchmarks.cases import race
 from benchmarks.shared import cells, racing
 from benchmarks.shared.searches import results_in
-from flashtune.core.config import Config, settles
-from flashtune.core.limits import least_us
-from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.core.results import Fate, Measurement, Provenance
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.limits import least_us
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config, settles
+from flashtune.core.problems.problem import DECODE_ROWS, Problem
+from flashtune.core.records.results import Fate, Measurement, Provenance
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import families

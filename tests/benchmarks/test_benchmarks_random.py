@@ -24,9 +24,9 @@ from benchmarks.shared.children import NO_TIME, Children, Job, in_children
 from benchmarks.shared.peers import OURS, OWN, Checked, data_of
 from benchmarks.shared.report import Row, summary
 from flashtune import dispatch
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Fate, Measurement
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Fate, Measurement
 from flashtune.dispatch.choose import torch_has
 from flashtune.templates import families
 from flashtune.tuner.children import tasks

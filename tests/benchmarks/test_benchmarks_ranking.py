@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fit import residual as fit
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.gradients import GRADIENTS
 from flashtune.templates.learned.residual import Likeness

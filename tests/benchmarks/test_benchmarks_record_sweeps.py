@@ -6,8 +6,8 @@ import pytest
 import staged_searches
 
 from benchmarks.cases import record_sweeps, sweeps
-from flashtune.core.results import Fate
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.records.results import Fate
 from flashtune.db.store import Store
 from flashtune.templates import families
 from flashtune.tuner.propose.space import SearchSpace

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.cases import check_compiles
-from flashtune.core.target import find_target, targets
+from flashtune.core.gpu.target import find_target, targets
 from flashtune.templates import families
 from flashtune.tuner.children.tasks import Source
 from tools import newest

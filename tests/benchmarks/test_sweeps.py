@@ -8,10 +8,10 @@ import pytest
 from benchmarks.cases import stops, sweeps
 from benchmarks.shared.earlier import EARLIER, completed
 from benchmarks.shared.trials import todays
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate, SearchResult
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family

@@ -13,9 +13,9 @@ from commands import flashtune
 
 from flashtune import dispatch
 from flashtune.cli.main import COMMANDS, main
-from flashtune.core.config import Config
-from flashtune.core.kernel_index import read_index
-from flashtune.core.results import Fate
+from flashtune.core.code.index import read_index
+from flashtune.core.problems.config import Config
+from flashtune.core.records.results import Fate
 from flashtune.db.store import Store
 from flashtune.tuner.publish import machine_code
 
@@ -372,7 +372,7 @@ def no_gpu() -> None:
 @pytest.fixture
 def unwilling_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An A100 that is seen, but takes no inputs."""
-    from flashtune.core.target import find_target
+    from flashtune.core.gpu.target import find_target
     from flashtune.tuner import machine
 
     monkeypatch.setattr(machine, "local_gpus", lambda: (machine.LocalGpu(name="NVIDIA A100", target=find_target("a100")),))

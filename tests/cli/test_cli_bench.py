@@ -10,8 +10,8 @@ from commands import flashtune
 from planted import PLANTED_PROBLEM
 
 from flashtune.bench import time_calls
-from flashtune.core.results import Fate, Measurement
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.records.results import Fate, Measurement
 from flashtune.tuner import machine
 from flashtune.tuner.children import tasks, workers
 from flashtune.tuner.children.workers import Limits

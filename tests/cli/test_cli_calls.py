@@ -18,10 +18,10 @@ from flashtune import dispatch
 from flashtune.cli.options import ProblemOptions
 from flashtune.cli.problems import worth_searching
 from flashtune.cli.search import search
-from flashtune.core.calls import add
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.calls import add
+from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
 from flashtune.dispatch.calls import CALLS
 from flashtune.integrations import torchs_place

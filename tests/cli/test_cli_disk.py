@@ -16,9 +16,9 @@ from test_db_disk import in_child
 from test_tuner_generated import decodes, generated, snapshot
 
 from flashtune.cli.main import main
-from flashtune.core import calls
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import INDEX, digest
+from flashtune.core.code.index import INDEX, digest
+from flashtune.core.records import calls
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.db.card import card_path, check_card
 from flashtune.db.library import Library
 from flashtune.tuner.publish.generated import write

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from commands import flashtune
 
-from flashtune.core import shipped_kernels, versions
+from flashtune.core.code import shipped as shipped_kernels
+from flashtune.core.system import versions
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ from commands import flashtune
 from test_tuner_generated import decodes, generated, snapshot
 
 from flashtune import dispatch
-from flashtune.core.errors import DatabaseError, EnvironmentProblem
-from flashtune.core.kernel_index import INDEX, digest
+from flashtune.core.code.index import INDEX, digest
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem
 from flashtune.db.card import card_path
 from flashtune.db.library import Library
 from flashtune.tuner.publish import machine_code

@@ -15,7 +15,7 @@ from commands import flashtune
 from flashtune import dispatch
 from flashtune.cli import doctor
 from flashtune.cli.main import main
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import shipped_path
 from flashtune.templates import families
 

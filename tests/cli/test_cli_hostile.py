@@ -14,7 +14,7 @@ from commands import flashtune
 from test_db_hostile import plain
 
 from flashtune.cli.main import main
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
 from flashtune.db.store import Store
 from flashtune.templates import family
 

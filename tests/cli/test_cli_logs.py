@@ -12,7 +12,7 @@ from click.testing import Result
 from commands import flashtune
 
 from flashtune.cli.console import log_of
-from flashtune.core.results import TuningRecord
+from flashtune.core.records.results import TuningRecord
 
 WORDS = (
     "search",

@@ -12,9 +12,9 @@ import pytest
 from commands import flashtune
 
 from flashtune.cli.storage import study_storage
-from flashtune.core.calls import add
-from flashtune.core.errors import DatabaseError, InputError
-from flashtune.core.files import head
+from flashtune.core.records.calls import add
+from flashtune.core.system.errors import DatabaseError, InputError
+from flashtune.core.system.files import head
 from flashtune.tuner.publish.generated import refuse_foreign
 
 SEARCH = ("search", "--gpu-name", "a100", "--trials", "1", "--predict")

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from flashtune.cli import progress
 from flashtune.cli.progress import SearchProgress, lasting
-from flashtune.core.config import Config
-from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.problems.config import Config
+from flashtune.core.records.results import Fate, Measurement, Outcome, Provenance, SearchResult
 
 GRID = [replace(PLANTED_PROBLEM, n_q=n, n_kv=n) for n in (64, 96, 128)]
 PROVENANCE = Provenance(flashtune="", torch="", triton="")

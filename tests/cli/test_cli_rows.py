@@ -21,9 +21,9 @@ from rich.console import Console
 
 from flashtune.cli.main import main
 from flashtune.cli.records import doubts_of, print_records
-from flashtune.core.problem import Problem
-from flashtune.core.results import Conditions, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Conditions, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family

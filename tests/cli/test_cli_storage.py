@@ -14,7 +14,7 @@ from db_faults import fork
 
 from flashtune.cli import storage as storage_module
 from flashtune.cli.storage import study_storage
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
 
 
 def open_together(url: str, processes: int) -> list[str]:

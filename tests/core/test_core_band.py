@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core import reference
-from flashtune.core.band import ALIGNMENTS, Band, Window, diagonal_of, parse_window
-from flashtune.core.problem import Features
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import ALIGNMENTS, Band, Window, diagonal_of, parse_window
+from flashtune.core.problems.problem import Features
 
 sides = st.none() | st.integers(0, 30)
 sizes = st.integers(1, 24)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, TensorMap, parse_manifest
-from flashtune.core.compiled import from_compiled
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launches import Operand
-from flashtune.core.launching import keyword_plan, provided
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.binaries import Binary, Condition, Manifest, Parameter, TensorMap, parse_manifest
+from flashtune.core.code.compiled import from_compiled
+from flashtune.core.code.launches import Operand
+from flashtune.core.code.launching import keyword_plan, provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
@@ -166,7 +166,7 @@ def test_reading_a_manifest_loads_neither_torch_nor_triton(tmp_path: Path) -> No
     code = f"""
 import sys
 from pathlib import Path
-from flashtune.core.binaries import parse_manifest
+from flashtune.core.code.binaries import parse_manifest
 path = Path({str(saved(tmp_path))!r})
 found = parse_manifest(path.read_bytes(), path)
 found.code(found.binaries[0])

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from flashtune.core import calls
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records import calls
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 
 PREFILL = Problem(batch=2, heads=8, kv_heads=2, n_q=300, n_kv=300, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
 STEP = replace(PREFILL, n_q=1, features=Features())

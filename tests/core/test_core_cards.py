@@ -17,12 +17,13 @@ from click.testing import CliRunner
 from flashtune.cli.main import main
 from flashtune.cli.options import gpu_of
 from flashtune.cli.search import choose_source
-from flashtune.core import cards, devices, target
-from flashtune.core.cards import Facts
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Fate, Measurement, Outcome, Provenance, SearchResult
-from flashtune.core.target import UNREPORTED_GBS, described_by_driver, find_target, slug_of, targets
+from flashtune.core.gpu import cards, target
+from flashtune.core.gpu.cards import Facts
+from flashtune.core.gpu.target import UNREPORTED_GBS, described_by_driver, find_target, slug_of, targets
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
@@ -164,7 +165,7 @@ def test_several_different_cards_of_one_machine_are_told_apart(machine_with: Any
 
 def test_another_process_that_is_handed_a_card_knows_it(machine_with: Any) -> None:
     machine_with(NVL)
-    code = "import pickle, sys, flashtune.core.target as t; x = pickle.load(sys.stdin.buffer); print(t.find_target(x.slug) is x)"
+    code = "import pickle, sys, flashtune.core.gpu.target as t; x = pickle.load(sys.stdin.buffer); print(t.find_target(x.slug) is x)"
     card = pickle.dumps(find_target("h100-nvl"))
     told = subprocess.run([sys.executable, "-c", code], input=card, capture_output=True, timeout=600, check=True)
     assert told.stdout.strip() == b"True"

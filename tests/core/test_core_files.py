@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from flashtune.core import binaries, calls, kernel_index
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
-from flashtune.core.files import DEEPEST, parse_json, read_bounded, read_json, write_whole
+from flashtune.core.code import binaries
+from flashtune.core.code import index as kernel_index
+from flashtune.core.records import calls
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
+from flashtune.core.system.files import DEEPEST, parse_json, read_bounded, read_json, write_whole
 from flashtune.db.card import card_path, check_card
 from flashtune.db.values import Row, RowError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.core.folders import cache_dir, refused, unwritable, wanted_cache_dir
+from flashtune.core.system.folders import cache_dir, refused, unwritable, wanted_cache_dir
 
-ASK = "from flashtune.core.folders import cache_dir; print(cache_dir()); print(cache_dir())"
+ASK = "from flashtune.core.system.folders import cache_dir; print(cache_dir()); print(cache_dir())"
 
 
 def asked(cache: Path, scratch: Path) -> list[Path]:
@@ -104,9 +104,9 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 COMPILE = """
 import os, stat, sys, warnings
-from flashtune.core.folders import let_triton_write
-from flashtune.core.modules import load_source
-from flashtune.core.target import find_target
+from flashtune.core.system.folders import let_triton_write
+from flashtune.core.code.modules import load_source
+from flashtune.core.gpu.target import find_target
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     try:

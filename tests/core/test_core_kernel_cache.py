@@ -12,9 +12,9 @@ from halted import halted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashtune.core import kernel_cache
-from flashtune.core.binaries import Binary, Condition, Manifest, Parameter, TensorMap
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.code import cache as kernel_cache
+from flashtune.core.code.binaries import Binary, Condition, Manifest, Parameter, TensorMap
+from flashtune.core.system.errors import EnvironmentProblem
 
 CODE = b"\x7fELF, said the cubin"
 TEXT = "LAUNCHED = True\n"

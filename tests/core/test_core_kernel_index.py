@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated
 
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import INDEX, read_index
+from flashtune.core.code.index import INDEX, read_index
+from flashtune.core.system.errors import EnvironmentProblem
 
 SHA = "0123456789abcdef" * 4
 KERNELS: list[dict[str, Any]] = [

@@ -10,8 +10,8 @@ import pytest
 from halted import halted
 from sqlalchemy import Connection, text
 
-from flashtune.core import files
-from flashtune.core.files import write_whole
+from flashtune.core.system import files
+from flashtune.core.system.files import write_whole
 from flashtune.db.sqlite_file import export_file
 from flashtune.tuner.publish import hub
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core import calls
-from flashtune.core.errors import InputError
-from flashtune.core.lengths import LAWS, Law, Lengths, spread
-from flashtune.core.limits import least_us, most_framework_us
-from flashtune.core.nearness import FEATURE, distance
-from flashtune.core.problem import MOST_SEQUENCES, Features, Problem
+from flashtune.core.gpu.limits import least_us, most_framework_us
+from flashtune.core.problems.lengths import LAWS, Law, Lengths, spread
+from flashtune.core.problems.problem import MOST_SEQUENCES, Features, Problem
+from flashtune.core.records import calls
+from flashtune.core.records.nearness import FEATURE, distance
+from flashtune.core.system.errors import InputError
 
 PACKED = Problem(
     batch=16, heads=8, kv_heads=2, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16",

@@ -10,8 +10,8 @@ from commands import flashtune
 
 from flashtune.cli.options import ProblemOptions
 from flashtune.cli.search import search
-from flashtune.core.errors import InputError
-from flashtune.core.models import Model, find_model, models
+from flashtune.core.records.models import Model, find_model, models
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 

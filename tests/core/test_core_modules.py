@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flashtune.core.modules import load_source
+from flashtune.core.code.modules import load_source
 
 TEXT = "def answer():\n    # how a kernel reads\n    return 42\n"
-LOAD = "import sys; from flashtune.core.modules import load_source; print(load_source(sys.argv[1], 'kernel').answer())"
+LOAD = "import sys; from flashtune.core.code.modules import load_source; print(load_source(sys.argv[1], 'kernel').answer())"
 
 
 def loaded(cache: Path, **where: str) -> str:
@@ -113,7 +113,7 @@ def test_no_thread_sees_a_module_that_another_one_is_still_running(slow: tuple[t
 
 FORKED = """
 import os, sys, threading
-from flashtune.core.modules import load_source
+from flashtune.core.code.modules import load_source
 begun, go = sys.modules["gate_of_a_test"] = threading.Event(), threading.Event()
 thread = threading.Thread(target=load_source, args=(sys.argv[1], "slow"))
 thread.start()

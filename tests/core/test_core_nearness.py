@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from db_samples import outcome, problem, result
 
-from flashtune.core.nearness import distance, nearest
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.nearness import distance, nearest
 from flashtune.tuner.propose.space import record_of
 
 HERE = problem(4096)

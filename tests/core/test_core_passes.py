@@ -7,11 +7,11 @@ import pytest
 import torch
 from attention_cases import band_of
 
-from flashtune.core import oracles, reference
-from flashtune.core.errors import InputError
-from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, per_head_words
-from flashtune.core.passes import BACKWARD, Place
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems import oracles, reference
+from flashtune.core.problems.parameters import PER_HEAD, PER_HEAD_FLAGS, per_head_words
+from flashtune.core.problems.passes import BACKWARD, Place
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import InputError
 from flashtune.tuner.verify.correctness import Verifier, check, everywhere, oracle
 from flashtune.tuner.verify.distributions import redistribute
 from flashtune.tuner.verify.inputs import make_inputs, without_repeats

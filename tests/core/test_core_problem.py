@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.band import ALIGNMENTS
-from flashtune.core.config import Config, Variant
-from flashtune.core.dtypes import DTYPES, ITEMSIZE, output_dtype, parse_dtype
-from flashtune.core.errors import InputError
-from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
+from flashtune.core.problems.band import ALIGNMENTS
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.dtypes import DTYPES, ITEMSIZE, output_dtype, parse_dtype
+from flashtune.core.problems.problem import FLAGS, MASK_KINDS, Features, Problem
+from flashtune.core.system.errors import InputError
 
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=100, n_kv=140, d=64, d_v=32, dtype="fp16")
 sides = st.none() | st.integers(0, 5000)

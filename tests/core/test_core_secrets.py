@@ -17,8 +17,8 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from flashtune.cli.main import main
-from flashtune.core.results import Provenance
-from flashtune.core.secrets import command_line, mask_command_line, mask_secrets, mask_url
+from flashtune.core.records.results import Provenance
+from flashtune.core.system.secrets import command_line, mask_command_line, mask_secrets, mask_url
 from flashtune.db.store import Store
 
 SECRET = "hunter2-hunter2"
@@ -148,7 +148,7 @@ def test_long_texts_are_masked_in_time_that_grows_as_they_do(text: str) -> None:
     """In a process with a limit of processor time that only a square of the length reaches."""
     masking = (
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
-        "from flashtune.core.secrets import mask_command_line, mask_secrets\n"
+        "from flashtune.core.system.secrets import mask_command_line, mask_secrets\n"
         "import sys; text = sys.stdin.read(); mask_secrets(text); mask_command_line(text + '@')"
     )
     assert subprocess.run([sys.executable, "-c", masking], input=SLOW[text], text=True).returncode == 0

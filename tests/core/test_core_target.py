@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.errors import InputError
-from flashtune.core.target import Target, find_target, targets
+from flashtune.core.gpu.target import Target, find_target, targets
+from flashtune.core.system.errors import InputError
 
 ALL = list(targets().values())
 PROMISED = {

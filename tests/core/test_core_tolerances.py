@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.cases.archive import folder
-from flashtune.core import tolerances
+from flashtune.core.problems import tolerances
 
 ROOT = Path(__file__).parents[2]
 TEXT = Path(tolerances.__file__).read_text()

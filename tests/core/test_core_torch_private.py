@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashtune
-from flashtune.core import torch_private
+from flashtune.core.pytorch import private as torch_private
 
 PRIVATE = re.compile(r"\._(?!_)")
 PACKAGE = Path(flashtune.__file__).parent
@@ -32,7 +32,7 @@ CALLS = """
 import sys
 import torch
 from flashtune import dispatch
-from flashtune.core.torch_attention import lay_out_gradient
+from flashtune.core.pytorch.attention import lay_out_gradient
 from flashtune.integrations import torchs_place
 
 q, k, v = (torch.randn(2, 2, 40, 16, requires_grad=True) for _ in range(3))
@@ -87,9 +87,9 @@ def test_one_module_has_pytorchs_private_names() -> None:
         for path in PACKAGE.rglob("*.py")
         if "kernels_generated" not in path.parts and (names := private_names(ast.parse(path.read_text())))
     }
-    assert set(found) == {"core/torch_private.py"}
+    assert set(found) == {"core/pytorch/private.py"}
     # Each of those is looked up by `found`, or has a default.
-    assert found["core/torch_private.py"] <= {"torch._C"}
+    assert found["core/pytorch/private.py"] <= {"torch._C"}
 
 
 # Where transforms can't be told PyTorch serves everything.

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from flashtune.core.unbroken import unbroken
+from flashtune.core.system.unbroken import unbroken
 
 
 def test_every_signal_that_was_held_back_is_heard_once() -> None:

@@ -18,7 +18,7 @@ from test_cli_hostile import readers
 from test_db_hostile import plain, read_everything, refused, sql
 from test_db_schema import later_version
 
-from flashtune.core.errors import DatabaseError, InputError
+from flashtune.core.system.errors import DatabaseError, InputError
 from flashtune.db import card, connecting, inspection, library, records, sqlite_file
 from flashtune.db.connecting import Allowance, bounded
 from flashtune.db.library import Layer, Library

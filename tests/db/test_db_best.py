@@ -7,8 +7,8 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 
-from flashtune.core.problem import Features
-from flashtune.core.results import Fate
+from flashtune.core.problems.problem import Features
+from flashtune.core.records.results import Fate
 from flashtune.db.store import Store
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune import dispatch
-from flashtune.core.results import REQUALIFIED, Ending, Outcome, SearchResult, TuningRecord
+from flashtune.core.records.results import REQUALIFIED, Ending, Outcome, SearchResult, TuningRecord
 from flashtune.db import library, preference
 from flashtune.db.library import Library
 from flashtune.db.merging import merge

@@ -17,7 +17,7 @@ import pytest
 from db_faults import complete_names, folder_bytes, fork, killed_inside_a_transaction
 
 from flashtune.cli import doctor
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError
 from flashtune.db import migrations
 from flashtune.db.library import Library
 from flashtune.db.sqlite_file import unwritable

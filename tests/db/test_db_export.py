@@ -6,7 +6,7 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 
-from flashtune.core.errors import DatabaseError, NoKernelFound
+from flashtune.core.system.errors import DatabaseError, NoKernelFound
 from flashtune.db.store import Store
 
 

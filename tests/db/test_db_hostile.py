@@ -11,7 +11,7 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 
-from flashtune.core.errors import DatabaseError, FlashtuneError
+from flashtune.core.system.errors import DatabaseError, FlashtuneError
 from flashtune.db import inspection
 from flashtune.db.library import Layer, Library
 from flashtune.db.schema import METADATA

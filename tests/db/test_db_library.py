@@ -13,9 +13,9 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 
-from flashtune.core.config import Config
-from flashtune.core.errors import DatabaseError
-from flashtune.core.results import Outcome, SearchResult
+from flashtune.core.problems.config import Config
+from flashtune.core.records.results import Outcome, SearchResult
+from flashtune.core.system.errors import DatabaseError
 from flashtune.db import library
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.records import FileRecords

@@ -11,11 +11,11 @@ import pytest
 from commands import flashtune
 
 from flashtune import dispatch
-from flashtune.core.config import Config
-from flashtune.core.errors import DatabaseError, InputError, NoKernelFound
-from flashtune.core.problem import Direction
-from flashtune.core.results import Ending, SearchResult, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Direction
+from flashtune.core.records.results import Ending, SearchResult, TuningRecord
+from flashtune.core.system.errors import DatabaseError, InputError, NoKernelFound
 from flashtune.db.card import card_path, check_card, checked_licence, write_card
 from flashtune.db.library import Library
 from flashtune.db.merging import add, best_of_each, merge

@@ -6,7 +6,7 @@ from pathlib import Path
 import db_samples as samples
 import pytest
 
-from flashtune.core.errors import DatabaseError, FlashtuneError
+from flashtune.core.system.errors import DatabaseError, FlashtuneError
 from flashtune.db.store import Store
 
 STRANGE_NAMES = [

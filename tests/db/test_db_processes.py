@@ -16,7 +16,7 @@ import db_samples as samples
 import pytest
 from db_faults import complete_names, folder_bytes, fork, killed_inside_a_transaction
 
-from flashtune.core.errors import DatabaseError
+from flashtune.core.system.errors import DatabaseError
 from flashtune.db import sqlite_file
 from flashtune.db.store import Store
 

@@ -9,13 +9,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashtune.core import limits
-from flashtune.core.band import ALIGNMENTS
-from flashtune.core.config import Config
-from flashtune.core.dtypes import DTYPES
-from flashtune.core.errors import InputError
-from flashtune.core.problem import FLAGS, MASK_KINDS, Features, Problem
-from flashtune.core.results import SOURCES, Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.gpu import limits
+from flashtune.core.problems.band import ALIGNMENTS
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.dtypes import DTYPES
+from flashtune.core.problems.problem import FLAGS, MASK_KINDS, Features, Problem
+from flashtune.core.records.results import (
+    SOURCES,
+    Baseline,
+    CompileFacts,
+    Conditions,
+    Ending,
+    Fate,
+    Measurement,
+    Outcome,
+    Provenance,
+    SearchResult,
+)
+from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
 from flashtune.db.values import LARGEST, TEXT_LENGTH, tidy
 

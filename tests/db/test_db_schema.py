@@ -11,8 +11,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, inspect, make_url
 
-from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.core.problem import ProblemKey
+from flashtune.core.problems.problem import ProblemKey
+from flashtune.core.system.errors import DatabaseError, FlashtuneError
 from flashtune.db import migrations, rows, values
 from flashtune.db.library import Library
 from flashtune.db.schema import METADATA, PROBLEM

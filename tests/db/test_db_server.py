@@ -8,7 +8,7 @@ import db_samples as samples
 import pytest
 from sqlalchemy import make_url, text
 
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, FlashtuneError
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, FlashtuneError
 from flashtune.db import server
 from flashtune.db.inspection import MissingDatabaseError
 from flashtune.db.server import Server

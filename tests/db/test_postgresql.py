@@ -15,7 +15,7 @@ from test_cli_storage import open_together
 from test_core_secrets import SECRET
 
 from flashtune.cli.storage import study_storage
-from flashtune.core.errors import DatabaseError
+from flashtune.core.system.errors import DatabaseError
 from flashtune.db.schema import METADATA
 from flashtune.db.store import Store
 from flashtune.db.values import VERSION_TABLE

@@ -18,9 +18,10 @@ from torch.nn.attention.flex_attention import AuxRequest
 from ways import WAYS, Tensors, rows_of, tensors
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems import reference
+from flashtune.core.problems.tolerances import TOLERANCES
+from flashtune.core.pytorch import devices
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.resolve import Explanation
 

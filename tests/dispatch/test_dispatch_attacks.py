@@ -18,12 +18,12 @@ from pretended_gpu import Machine, assert_right, attend, save
 from test_core_binaries import PLAIN
 
 from flashtune import dispatch
-from flashtune.core.binaries import Manifest
-from flashtune.core.config import Value
-from flashtune.core.errors import DatabaseError, EnvironmentProblem
-from flashtune.core.kernel_archive import Archive, Group, archive_bytes
-from flashtune.core.results import Outcome, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.code.archive import Archive, Group, archive_bytes
+from flashtune.core.code.binaries import Manifest
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Value
+from flashtune.core.records.results import Outcome, TuningRecord
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem
 from flashtune.db import inspection, records
 from flashtune.dispatch import choose as choices
 from flashtune.dispatch.choose import Pool, Refusal, rank

@@ -10,11 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
-from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
-from flashtune.core.target import Target, find_target
-from flashtune.core.torch_attention import sound_backends
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem, ProblemKey
+from flashtune.core.pytorch.attention import sound_backends
+from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.dispatch import backwards, pytorch, resolve
 from flashtune.dispatch.choose import Pool
 from flashtune.dispatch.context import Memo

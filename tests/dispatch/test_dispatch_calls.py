@@ -16,9 +16,9 @@ from forked import Child, started
 from pretended_gpu import Machine, config_of, save
 
 from flashtune import dispatch
-from flashtune.core.calls import read
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.calls import read
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.dispatch import calls, context
 from flashtune.dispatch.calls import CALLS
 from flashtune.dispatch.context import Memo

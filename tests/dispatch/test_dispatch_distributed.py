@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flashtune import dispatch
-from flashtune.core.errors import InputTypeError
+from flashtune.core.system.errors import InputTypeError
 
 BOUNDS = torch.tensor([0, 7, 16], dtype=torch.int32)
 

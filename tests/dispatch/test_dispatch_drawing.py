@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flashtune import dispatch
-from flashtune.core import devices
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import backwards, resolve
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import KernelPlan

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from commands import flashtune
 
-from flashtune.core.config import Config, Value
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, Value
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.dispatch.choose import Refusal, choose, rank

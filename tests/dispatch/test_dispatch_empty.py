@@ -10,7 +10,7 @@ from interpreting import interpreted
 from varlen_cases import EMPTY, without_tokens
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core.problems import reference
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 """Of the query, and of key and value."""

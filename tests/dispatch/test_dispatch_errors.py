@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtune import dispatch
-from flashtune.core.errors import FlashtuneError, InputError, InputTypeError
+from flashtune.core.system.errors import FlashtuneError, InputError, InputTypeError
 from flashtune.dispatch import api
 
 Q = torch.randn(2, 4, 8, 16)

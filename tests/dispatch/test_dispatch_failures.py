@@ -17,7 +17,7 @@ from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, config_of, 
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
-from flashtune.core.config import Variant
+from flashtune.core.problems.config import Variant
 from flashtune.dispatch import context, kernels
 from flashtune.templates import families
 from flashtune.templates.family import Family

@@ -13,12 +13,13 @@ import pytest
 import torch
 from launched import PROBLEMS, SHIPPED, Library, code_of, host_of_shipped
 
-from flashtune.core import devices, launching
-from flashtune.core.binaries import STRUCT_FORMATS, Binary, Manifest
-from flashtune.core.kernel_index import GeneratedKernel
-from flashtune.core.launches import Operand
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.binaries import STRUCT_FORMATS, Binary, Manifest
+from flashtune.core.code.index import GeneratedKernel
+from flashtune.core.code.launches import Operand
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan

@@ -13,11 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
-from flashtune.core.band import Band
-from flashtune.core.parameters import PER_HEAD_FLAGS, per_head_words
-from flashtune.core.problem import Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.parameters import PER_HEAD_FLAGS, per_head_words
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import gradients, packed_ops, pytorch
 from flashtune.dispatch.context import current
 from flashtune.dispatch.parse import Arguments, Options, parse

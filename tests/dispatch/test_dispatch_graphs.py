@@ -10,10 +10,10 @@ import db_samples as samples
 import pytest
 import torch
 
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.results import Outcome, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.dispatch import forward

@@ -13,13 +13,13 @@ import torch
 from forked import python
 
 from flashtune import dispatch
-from flashtune.core import shipped_kernels
-from flashtune.core.binaries import Manifest
-from flashtune.core.config import Variant
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.kernel_archive import archive_bytes, pack
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code import shipped as shipped_kernels
+from flashtune.core.code.archive import archive_bytes, pack
+from flashtune.core.code.binaries import Manifest
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Variant
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.dispatch import kernels
 from flashtune.dispatch.context import Memo
 from flashtune.templates import family

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
-from flashtune.core import devices
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import api
 from flashtune.dispatch.parse import Arguments, Options, parse
 from flashtune.dispatch.plan import Plan, Plans

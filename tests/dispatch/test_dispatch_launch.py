@@ -11,13 +11,13 @@ import pytest
 import torch
 from launched import BY_ID, PROBLEMS, SHIPPED, Library, Q, code_of, hopper
 
-from flashtune.core import devices
-from flashtune.core.binaries import Binary, Manifest, Parameter, TensorMap
-from flashtune.core.kernel_archive import HEADER_BYTES, Place
-from flashtune.core.launches import Descriptor, Launch, Operand, Varying
-from flashtune.core.launching import LoadedKernel, Plan
-from flashtune.core.problem import Features
-from flashtune.core.target import find_target
+from flashtune.core.code.archive import HEADER_BYTES, Place
+from flashtune.core.code.binaries import Binary, Manifest, Parameter, TensorMap
+from flashtune.core.code.launches import Descriptor, Launch, Operand, Varying
+from flashtune.core.code.launching import LoadedKernel, Plan
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import driver, kernels, launch, resolve
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.forward import KernelPlan

@@ -20,9 +20,9 @@ from forked import python
 from pretended_gpu import Machine, Q, attend, config_of, save
 
 from flashtune import dispatch
-from flashtune.core import devices
-from flashtune.core.errors import DatabaseError, InputError
-from flashtune.core.results import Provenance
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import Provenance
+from flashtune.core.system.errors import DatabaseError, InputError
 from flashtune.db.library import Library
 from flashtune.dispatch import context
 from flashtune.dispatch.context import Memo

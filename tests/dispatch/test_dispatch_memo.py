@@ -11,9 +11,9 @@ import torch
 from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, config_of, save
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Band
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.store import Store
 from flashtune.dispatch import api, context, kernels, resolve
 from flashtune.dispatch import choose as policy

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flashtune import dispatch
-from flashtune.core.config import Config, settles
-from flashtune.core.parameters import CallParameters
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, settles
+from flashtune.core.problems.parameters import CallParameters
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.choose import choose

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
-from flashtune.core.band import Band
-from flashtune.core.tolerances import TOLERANCES, Tolerance
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.tolerances import TOLERANCES, Tolerance
+from flashtune.core.pytorch import devices
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cpu")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

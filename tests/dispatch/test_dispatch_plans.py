@@ -7,15 +7,15 @@ import pytest
 import torch
 from launched import RECORDS, hopper, host_side
 
-from flashtune.core import launching
-from flashtune.core.dtypes import output_dtype
-from flashtune.core.launches import Descriptor, Operand, Resident, Varying
-from flashtune.core.launching import LoadedKernel, Tensors
-from flashtune.core.parameters import PER_HEAD, CallParameters
-from flashtune.core.problem import Features, MaskKind, Problem
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import find_target
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.code import launching
+from flashtune.core.code.launches import Descriptor, Operand, Resident, Varying
+from flashtune.core.code.launching import LoadedKernel, Tensors
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.dtypes import output_dtype
+from flashtune.core.problems.parameters import PER_HEAD, CallParameters
+from flashtune.core.problems.problem import Features, MaskKind, Problem
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch import driver, launch
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.forward import KernelPlan

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from policy_rows import A100, FAMILIES, H100, H200, HOPPER, PROBLEM, SHIPPED, choose, family, rank, record, sized, tiled
 
 from flashtune import dispatch
-from flashtune.core.config import Config
-from flashtune.core.nearness import distance
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.nearness import distance
+from flashtune.core.records.results import Fate, TuningRecord
 from flashtune.dispatch import choose as policy
 from flashtune.dispatch import records
 from flashtune.dispatch.choose import COMPARED, COMPILING, Choice, Refusal
@@ -88,7 +88,7 @@ def test_how_full_the_gpu_is_weighs_more_than_how_the_rows_come_about() -> None:
 
 @pytest.mark.parametrize("n", [100, 1500])
 def test_near_is_what_a_search_takes_for_near(n: int) -> None:
-    """One distance for both (flashtune.core.nearness), which counts how full the GPU is; but for ragged biases."""
+    """One distance for both (flashtune.core.records.nearness), which counts how full the GPU is; but for ragged biases."""
     wanted = Problem(batch=8, heads=8, kv_heads=4, n_q=1024, n_kv=n, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
     key = wanted.key("h200")
     pool = policy.Pool(key, H200, [row for row in SHIPPED if row.key.gpu == "h200" and row.key.d == 128], families())

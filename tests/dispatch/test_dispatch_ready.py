@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashtune import dispatch
-from flashtune.core import shipped_kernels
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code import shipped as shipped_kernels
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import kernels
 from flashtune.dispatch.choose import choose

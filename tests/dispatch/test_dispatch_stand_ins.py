@@ -6,9 +6,9 @@ import pytest
 from policy_rows import FAMILIES, H100, H200, PROBLEM, SHIPPED, choose, of, record, sized
 
 from benchmarks.shared.cells import cells
-from flashtune.core.dtypes import DType
-from flashtune.core.problem import Features, Problem, ProblemKey
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem, ProblemKey
 from flashtune.dispatch import choose as policy
 from flashtune.templates import families
 from flashtune.templates.family import Family

@@ -13,12 +13,13 @@ from forked import python
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
-from flashtune.core.band import Band
-from flashtune.core.collector import held_off
-from flashtune.core.errors import InputError
-from flashtune.core.target import find_target
-from flashtune.core.torch_attention import out_strides, readable
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.attention import out_strides, readable
+from flashtune.core.system.collector import held_off
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.plan import random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
@@ -235,7 +236,7 @@ F.scaled_dot_product_attention = ours
 assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), own(q, q, q, is_causal=True))
 torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)(q[0]).sum().backward()
 from flashtune import dispatch
-from flashtune.core.problem import Problem
+from flashtune.core.problems.problem import Problem
 dispatch.explain(q, q, q)
 collected.clear()
 from flashtune.db import rows
@@ -250,7 +251,7 @@ new = set(sys.modules) - before
 tools = {"optuna", "sqlalchemy", "alembic", "jinja2", "click", "rich", "triton", "sympy", "statistics", "tomllib", "shlex"}
 print(sorted({name.split(".")[0] for name in new} & tools))
 rooms = ("flashtune.tuner", "flashtune.bench", "flashtune.cli", "flashtune.db.store", "flashtune.templates.rendering")
-rooms += ("flashtune.core.oracles", "flashtune.core.tolerances", "numpy.typing")
+rooms += ("flashtune.core.problems.oracles", "flashtune.core.problems.tolerances", "numpy.typing")
 print([name for name in new if name.startswith((*rooms, "torch._dynamo", "torch._inductor"))])
 print(decided)
 # Operators are made for tracers.

@@ -9,9 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
-from flashtune.core import reference, torch_attention
-from flashtune.core.tolerances import TOLERANCES
-from flashtune.core.torch_attention import laid_out, readable
+from flashtune.core.problems import reference
+from flashtune.core.problems.tolerances import TOLERANCES
+from flashtune.core.pytorch import attention as torch_attention
+from flashtune.core.pytorch.attention import laid_out, readable
 from flashtune.dispatch import pytorch
 from flashtune.dispatch.call import PerHead
 from flashtune.dispatch.parse import Arguments, Options, parse

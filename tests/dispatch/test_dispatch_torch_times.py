@@ -11,9 +11,9 @@ import pytest
 from policy_rows import FAMILIES, H200, PROBLEM, SHIPPED, decoding, record, sized
 
 from benchmarks.cases import archive
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch import choose as policy
 from flashtune.dispatch import torch_times
 from flashtune.templates import families

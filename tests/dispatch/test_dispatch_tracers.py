@@ -21,8 +21,8 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtune import dispatch
-from flashtune.core import devices
-from flashtune.core.torch_private import sdpa
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.private import sdpa
 from flashtune.integrations import torchs_place
 
 Q = torch.randn(2, 2, 20, 16, generator=torch.Generator().manual_seed(5))

@@ -8,7 +8,7 @@ import torch
 from interpreting import interpreted
 
 from flashtune import dispatch
-from flashtune.core import reference
+from flashtune.core.problems import reference
 from flashtune.dispatch import gradients
 from flashtune.dispatch.gradients import BackwardInputs, ReferencePlan
 from flashtune.dispatch.parse import Arguments, Options, parse

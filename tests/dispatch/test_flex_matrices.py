@@ -8,8 +8,8 @@ from mod_cases import CASES, oracle
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
-from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
+from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
+from flashtune.core.system.errors import InputError
 
 SIZES = {"query": (2, 4, 50, 16), "key": (2, 2, 70, 16), "value": (2, 2, 70, 24)}
 

@@ -14,7 +14,7 @@ from test_dispatch_misled import PROGRAMS, Counts
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
-from flashtune.core.config import settles
+from flashtune.core.problems.config import settles
 from flashtune.dispatch import context, kernels
 from flashtune.dispatch import packed as packed_calls
 from flashtune.dispatch.choose import Choice

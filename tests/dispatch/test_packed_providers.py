@@ -11,9 +11,9 @@ import torch
 from test_providers import close, drawn, libraries
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Band
-from flashtune.core.errors import InputError
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.packed_providers import PACKED
 
 __all__ = ["libraries"]

@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from varlen_cases import forced
 
 from flashtune import dispatch
-from flashtune.core import launching
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.errors import InputError, InputTypeError
-from flashtune.core.launching import Tensors
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.launching import Tensors
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.records.results import CompileFacts
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch import context, packed_run, paged
 from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.kernel import Kernel, loaded_kernel

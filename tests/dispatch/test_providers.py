@@ -18,13 +18,13 @@ from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, machine, sa
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core import reference
-from flashtune.core.band import Band
-from flashtune.core.config import Variant
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import PROVIDERS as NAMES
-from flashtune.core.results import Baseline, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.config import Variant
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import PROVIDERS as NAMES
+from flashtune.core.records.results import Baseline, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
 from flashtune.db.store import Store
 from flashtune.dispatch import api, context, providers, resolve, torch_backends

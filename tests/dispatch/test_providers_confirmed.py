@@ -12,9 +12,9 @@ from pretended_gpu import PROBLEM, Machine, Q, assert_right, attend, machine, sa
 from test_providers import close, drawn, expected
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
-from flashtune.core.results import PROVIDERS as NAMES
-from flashtune.core.results import SearchResult
+from flashtune.core.records.results import PROVIDERS as NAMES
+from flashtune.core.records.results import SearchResult
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
 from flashtune.dispatch import confirming, context
 

@@ -9,7 +9,7 @@ from interpreting import interpreted
 from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch import packed_run
 
 WITHIN_OTHERS = {"causal", "window from the first", "slopes", "dropout", "used keys"}

@@ -13,7 +13,7 @@ from varlen_cases import inputs
 from varlen_functions import CASES, LENGTHS, agrees, explained, kernel_call, made, wanted
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import flex, flex_torch, varlen_flex
 from flashtune.dispatch.sequences import Packed
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY

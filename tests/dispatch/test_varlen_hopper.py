@@ -11,11 +11,11 @@ from packed_machine import Ragged, numbers_of
 from test_hopper_pieces import Masked
 from varlen_cases import Inputs, inputs, wanted
 
-from flashtune.core import launching
-from flashtune.core.config import settles
-from flashtune.core.launching import provided
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.launching import provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import settles
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.dispatch import launch, packed
 from flashtune.dispatch.choose import Choice
 from flashtune.dispatch.context import Memo, current

@@ -14,8 +14,8 @@ from test_dispatch_transforms import loss_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Sides
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Sides
 
 GPU = "cuda"
 

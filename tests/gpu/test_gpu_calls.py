@@ -267,7 +267,7 @@ def test_other_devices_and_streams() -> None:
 
 def test_mispredicted_calls_are_served_by_the_fallback_kernel_from_then_on() -> None:
     """calls whose scores mispredict a frozen row max are served by the fallback kernel from the third on, and all later ones"""
-    from flashtune.core.problem import Features, Problem
+    from flashtune.core.problems.problem import Features, Problem
     from flashtune.tuner.verify.distributions import redistribute
     from flashtune.tuner.verify.inputs import make_inputs
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from flashtune import dispatch
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.integrations.swap import torchs_place
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
 from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.tuner.publish.hub import write_hub

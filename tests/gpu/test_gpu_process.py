@@ -10,10 +10,11 @@ from call_checks import in_threads
 from pretended_gpu import POINTERS, save
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems import reference
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.tolerances import TOLERANCES
+from flashtune.core.pytorch import devices
 
 BOUND = TOLERANCES["fp16"]
 PROBLEM = Problem(batch=2, heads=4, kv_heads=4, n_q=640, n_kv=640, d=64, d_v=64, dtype="fp16")

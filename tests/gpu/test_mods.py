@@ -15,7 +15,7 @@ from mods_machine import shapes
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.dispatch.context import current
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,9 +11,9 @@ from test_torch_serves import normal
 from torch import Tensor
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
-from flashtune.core.results import IMPLEMENTATIONS
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems.tolerances import TOLERANCES
+from flashtune.core.records.results import IMPLEMENTATIONS
+from flashtune.core.system.errors import InputError
 
 LENGTHS = (256, 0, 100, 511)
 ALLOWED = TOLERANCES["bf16"]

@@ -15,8 +15,8 @@ from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core.config import Direction
-from flashtune.core.lengths import Lengths
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.lengths import Lengths
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
 LONG = ((300, 0, 129, 1, 777, 64, 0), (300, 5, 128, 1, 1000, 1, 0))

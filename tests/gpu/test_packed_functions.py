@@ -12,8 +12,8 @@ from packed_steps import follows_lengths, step
 from varlen_functions import CASES, LENGTHS, LONG, RECOGNISED, agrees, explained, made, sequences_are_alone
 
 from flashtune import dispatch
-from flashtune.core.nearness import mods_in
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.records.nearness import mods_in
 from flashtune.dispatch.sequences import Packed, problem_of
 from flashtune.templates import family
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
-from flashtune.core.results import IMPLEMENTATIONS, PROVIDERS
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems.tolerances import TOLERANCES
+from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
 from flashtune.dispatch import confirming
 from flashtune.dispatch.providers import PROVIDERS as PROVIDERS_HERE

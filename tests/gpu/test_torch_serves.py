@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Sides
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Sides
+from flashtune.core.problems.tolerances import TOLERANCES
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.integrations.diffusers import TunedProcessor, apply, restore
 
 # diffusers isn't imported at the top: every worker collects this file, and one runs it.

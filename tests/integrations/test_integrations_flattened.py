@@ -10,9 +10,9 @@ import torch
 from tiny_models import cache_argument, made, static_cache_fails
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
-from flashtune.core.tolerances import TOLERANCES
-from flashtune.core.versions import minor
+from flashtune.core.problems.tolerances import TOLERANCES
+from flashtune.core.system.errors import InputError
+from flashtune.core.system.versions import minor
 
 # Not else: every worker collects this file, and few run it.
 if TYPE_CHECKING:

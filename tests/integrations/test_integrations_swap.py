@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from flashtune import dispatch
-from flashtune.core.torch_private import sdpa
+from flashtune.core.pytorch.private import sdpa
 from flashtune.integrations import swap, torchs_place
 
 Q = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(1))

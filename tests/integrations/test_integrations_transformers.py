@@ -11,7 +11,7 @@ import torch
 from tiny_models import MODELS, cache_argument, made
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 
 # Not else: every worker collects this file, and few run it.
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import made
 
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.system.errors import EnvironmentProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMBERS = torch.tensor([[0, 0, 0, 1, 2, 2]])

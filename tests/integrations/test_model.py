@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core.config import Config
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
 from flashtune.model import measuring, recording, shares, tuning
 from flashtune.model.finding import find_subject

@@ -14,7 +14,7 @@ from db_samples import outcome, result, write
 from test_model import FLUX, LLAMA, saved
 
 from flashtune.cli.main import main
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.db.card import write_card
 from flashtune.db.library import Library
 from flashtune.model import tuning

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from flashtune.core import reference
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import launcher
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -7,9 +7,9 @@ import torch
 from hopper_emulator import Machine
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from flashtune.core.launching import provided
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.family import Family
 from flashtune.templates.loading import load_kernel

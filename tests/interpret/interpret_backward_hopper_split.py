@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from interpret_backward_hopper import launcher_of, problem
 
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.tuner.verify.cases import make_extreme
 from flashtune.tuner.verify.correctness import check, everywhere, oracle

@@ -2,10 +2,10 @@
 
 from attention_cases import CASES, AttentionCase, make_case, written_beside
 
-from flashtune.core.config import Config
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import launcher
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
 from flashtune.templates import Family, family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

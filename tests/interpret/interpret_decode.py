@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from flashtune.core import launching
-from flashtune.core.band import ALIGNMENTS
-from flashtune.core.launching import launcher, sms_of
-from flashtune.core.problem import MASK_KINDS, Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.launching import launcher, sms_of
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.band import ALIGNMENTS
+from flashtune.core.problems.problem import MASK_KINDS, Features, Problem
 from flashtune.templates import family
 from flashtune.templates.launches import pointers
 from flashtune.templates.launches.pointers import split_count

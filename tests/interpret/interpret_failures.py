@@ -13,7 +13,7 @@ from interpreting import failures_of
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
-from flashtune.core.launching import LoadedKernel
+from flashtune.core.code.launching import LoadedKernel
 from flashtune.dispatch import context, kernels
 
 BOUNDS = torch.tensor([0, 9, 30], dtype=torch.int32)

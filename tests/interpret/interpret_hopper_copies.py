@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from hopper_kernels import launches, problem, rendered, words_of
 
-from flashtune.core.problem import Features
+from flashtune.core.problems.problem import Features
 from flashtune.tuner.verify.inputs import make_inputs
 
 SHAPE = (2, 2, 66, 100)

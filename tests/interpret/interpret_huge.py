@@ -1,8 +1,8 @@
 """Huge scores through flash_fwd and flash_decode in Triton's interpreter: a sentence for each that is wrong."""
 
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import launcher
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -9,7 +9,7 @@ import torch
 from mod_cases import CASES, OPERATIONS, Case, oracle, random_case
 
 from flashtune import dispatch
-from flashtune.core.launching import Tensors
+from flashtune.core.code.launching import Tensors
 from flashtune.dispatch import flex, flex_blocks, flex_kernels
 from flashtune.dispatch.kernel import Kernel, layout
 from flashtune.dispatch.launch import COUNTS

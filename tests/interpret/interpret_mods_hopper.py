@@ -10,9 +10,9 @@ from mod_cases import CASES, Functions, oracle
 from mods_machine import Coded, batches_of, lists_of, seen_by, shapes
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.launching import provided
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import KernelSpec
 from flashtune.dispatch import flex_autograd, flex_functions
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel

@@ -9,7 +9,7 @@ from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs
 from varlen_cases import forced
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError, InputTypeError
+from flashtune.core.system.errors import InputError, InputTypeError
 
 warnings.filterwarnings("ignore")
 

@@ -2,9 +2,9 @@
 
 import hashlib
 
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import launcher
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

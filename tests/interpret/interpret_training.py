@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flashtune import dispatch
 from flashtune.bench.whole_calls import call_times
-from flashtune.core import reference
-from flashtune.core.band import Band
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import backwards
 from flashtune.dispatch.forward import KernelPlan
 from flashtune.templates import family

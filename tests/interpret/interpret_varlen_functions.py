@@ -13,8 +13,8 @@ from packed_machine import Ragged, numbers_of
 from triton.experimental.gluon._runtime import GluonJITFunction
 from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, made, sequences_are_alone
 
-from flashtune.core.errors import InputError
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import context, flex, flex_autograd, flex_kernels, packed_ops, varlen_flex
 from flashtune.dispatch.sequences import Packed
 from flashtune.templates import family

@@ -9,9 +9,9 @@ from packed_machine import Ragged, numbers_of
 from triton.experimental.gluon._runtime import GluonJITFunction
 from varlen_cases import SEED, Inputs, inputs, wanted
 
-from flashtune.core.launching import provided
-from flashtune.core.target import find_target
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.code.launching import provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.dispatch.sequences import Packed, problem_of, rows_last
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel

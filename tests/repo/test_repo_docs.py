@@ -14,8 +14,8 @@ import flashtune
 from benchmarks import run
 from benchmarks.cases.archive import folder
 from flashtune import dispatch
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import backwards
 from flashtune.dispatch.choose import choose

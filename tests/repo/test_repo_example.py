@@ -13,7 +13,7 @@ PATCH = Path(__file__).with_name("squared.patch")
 CALLS = """
 import torch
 from flashtune import dispatch
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 
 draw = torch.Generator().manual_seed(1)
 tensors = [torch.randn(1, 2, 40, 16, generator=draw).requires_grad_() for _ in range(3)]

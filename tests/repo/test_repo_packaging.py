@@ -55,7 +55,7 @@ def test_wheel_holds_the_whole_package_and_nothing_else(built: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     package = {name for name in names if PurePosixPath(name).parts[0] == "flashtune"}
     assert package == sources()
-    assert {"flashtune/py.typed", "flashtune/core/models.toml"} < package
+    assert {"flashtune/py.typed", "flashtune/core/records/models.toml"} < package
     assert {PurePosixPath(name).suffix for name in package} <= {".py", ".typed", "", *DATA_SUFFIXES}
     others = {PurePosixPath(name).parts[0] for name in names - package}
     assert len(others) == 1, f"beside the package there may be only its metadata, not {sorted(others)}"
@@ -79,8 +79,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import flashtune
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.gpu.target import find_target
 from flashtune.templates import families
 from flashtune.templates.rendering import render, variant_of
 assert Path(flashtune.__file__).is_relative_to(sys.argv[1]), flashtune.__file__
@@ -116,7 +116,7 @@ def test_machine_code_serves_once_the_package_of_kernels_is_installed(built: Pat
     code = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from flashtune.core.shipped_kernels import PACKAGE, shipped_archive, shipped_index, shipped_manifest
+from flashtune.core.code.shipped import PACKAGE, shipped_archive, shipped_index, shipped_manifest
 print(shipped_archive(PACKAGE, "90") and shipped_archive(PACKAGE, "90").path)
 manifest = shipped_manifest(PACKAGE, shipped_index(PACKAGE).kernels[0].variant_id, "90")
 print(manifest and all(manifest.code(binary) for binary in manifest.binaries))

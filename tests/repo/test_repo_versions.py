@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from flashtune.core.versions import LOWEST, LOWEST_TRANSFORMERS, RUNS, minor
+from flashtune.core.system.versions import LOWEST, LOWEST_TRANSFORMERS, RUNS, minor
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

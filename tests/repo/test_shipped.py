@@ -3,10 +3,10 @@
 import pytest
 
 from flashtune import dispatch
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import TuningRecord
-from flashtune.core.shipped_kernels import PACKAGE, shipped_index
-from flashtune.core.target import find_target
+from flashtune.core.code.shipped import PACKAGE, shipped_index
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.tuner.publish.winners import variant_for

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from flashtune.core import reference
-from flashtune.core.band import Alignment, Band
-from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.parameters import PER_HEAD, PER_HEAD_FLAGS, CallParameters, per_head_words
-from flashtune.core.problem import Features, Problem
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Alignment, Band
+from flashtune.core.problems.dtypes import DType, output_dtype
+from flashtune.core.problems.parameters import PER_HEAD, PER_HEAD_FLAGS, CallParameters, per_head_words
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
 from flashtune.tuner.verify.inputs import Inputs
 
 Layout = Literal["heads_first", "tokens_first", "packed", "gapped", "columns", "shared_batch", "far_heads", "far_rows"]

@@ -1,8 +1,8 @@
 """Compiler output of a kernel, for tests that look at it."""
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts
 from flashtune.tuner.children.compile import compiled_kernels, facts_of
 
 

@@ -5,10 +5,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from flashtune.core.config import Config
-from flashtune.core.lengths import Lengths
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Ending, Fate, Measurement, Outcome, Provenance, SearchResult, Source
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.lengths import Lengths
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import (
+    Baseline,
+    CompileFacts,
+    Conditions,
+    Ending,
+    Fate,
+    Measurement,
+    Outcome,
+    Provenance,
+    SearchResult,
+    Source,
+)
 from flashtune.db.store import Store
 
 PROBLEM = Problem(batch=2, heads=16, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16", features=Features(causal=True))

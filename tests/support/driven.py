@@ -7,9 +7,10 @@ import pytest
 import torch
 from test_dispatch_gradient_plans import Decoding
 
-from flashtune.core import devices, launching
-from flashtune.core.binaries import Binary, Parameter, TensorMap
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.binaries import Binary, Parameter, TensorMap
+from flashtune.core.gpu.target import find_target
+from flashtune.core.pytorch import devices
 from flashtune.dispatch import context, driver, launch, packed
 from flashtune.dispatch.choose import Choice
 from flashtune.templates import family

@@ -14,7 +14,7 @@ import torch
 from hopper_kernels import Launch, assembly
 from hopper_machine import Barrier, Number, Role, Scheduler, quotient, remainder
 
-from flashtune.core.reference import dropout_keep_rows
+from flashtune.core.problems.reference import dropout_keep_rows
 
 
 class Array(torch.Tensor):

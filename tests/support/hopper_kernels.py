@@ -18,11 +18,11 @@ import torch
 from triton import knobs
 from triton.language import constexpr
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import DType
-from flashtune.core.launching import compiler_options, provided
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import compiler_options, provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

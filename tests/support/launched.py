@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.binaries import Manifest
-from flashtune.core.kernel_index import GeneratedKernel
-from flashtune.core.launches import Operand
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import TuningRecord
-from flashtune.core.shipped_kernels import PACKAGE, shipped_index, shipped_manifest
-from flashtune.core.target import find_target
+from flashtune.core.code.binaries import Manifest
+from flashtune.core.code.index import GeneratedKernel
+from flashtune.core.code.launches import Operand
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.code.shipped import PACKAGE, shipped_index, shipped_manifest
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import TuningRecord
 from flashtune.db import library as databases
 from flashtune.dispatch import driver
 from flashtune.templates import family

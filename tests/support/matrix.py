@@ -12,9 +12,9 @@ import torch
 from attention_cases import _laid_out
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Band
-from flashtune.core.tolerances import TOLERANCES
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.tolerances import TOLERANCES
 
 LEVELS: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp16", "bf16", "fp32", "fp8"),

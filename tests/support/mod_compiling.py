@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from mod_cases import CASES
 
-from flashtune.core import launching
-from flashtune.core.binaries import Binary
-from flashtune.core.compiled import from_compiled
-from flashtune.core.config import KernelSpec, Variant
-from flashtune.core.launching import LoadedKernel, Plan, operand
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.binaries import Binary
+from flashtune.core.code.compiled import from_compiled
+from flashtune.core.code.launching import LoadedKernel, Plan, operand
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import KernelSpec, Variant
 from flashtune.dispatch import flex_autograd, flex_functions, kernels
 from flashtune.templates import family
 from flashtune.templates.launches.common import cdiv

@@ -8,7 +8,7 @@ from hopper_emulator import Machine, Pointer, array
 from hopper_machine import Number
 from varlen_cases import Inputs
 
-from flashtune.core.band import Sides
+from flashtune.core.problems.band import Sides
 from flashtune.dispatch.sequences import Numbers
 from flashtune.templates.launches.hopper_forward import RAGGED
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Sides
-from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Sides
+from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """Numbers of queries and of keys of each sequence."""

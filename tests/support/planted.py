@@ -6,11 +6,11 @@ from typing import Any
 
 from jinja2 import DictLoader
 
-from flashtune.core.config import Config
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Problem
-from flashtune.core.results import Outcome, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Outcome, SearchResult
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.templates.family import Axis, Family
 from flashtune.tuner.children.workers import Limits
 from flashtune.tuner.search.plan import SearchPlan, Stage

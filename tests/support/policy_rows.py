@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flashtune.core.config import Config
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import choose as policy
 from flashtune.dispatch.choose import Choice

@@ -11,13 +11,14 @@ import torch
 from attention_cases import by_the_book
 
 from flashtune import dispatch
-from flashtune.core import devices, reference
-from flashtune.core.band import Band
-from flashtune.core.config import Config, Variant
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.db.store import Store
 from flashtune.dispatch import kernels
 from flashtune.dispatch.context import Memo

@@ -17,10 +17,10 @@ from stand_ins import quick_compile, quick_interpret
 
 from flashtune import templates
 from flashtune.cli.main import main
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates import rendering
 from flashtune.tuner.children import start, tasks
 from flashtune.tuner.propose.claims import Claims

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from stand_ins import quick_compile
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import Conditions, Measurement
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Conditions, Measurement
 from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.replies import Compiled, Failed, Ready, Rounds, Timed
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from flashtune.core.results import Outcome, SearchResult
+from flashtune.core.records.results import Outcome, SearchResult
 from flashtune.tuner.timing.racing import Contest, ranked
 
 DRIFT = 0.002

@@ -13,8 +13,8 @@ import simulated
 from planted import PLANTED_PROBLEM, HereAndNow, Listener, planted_family, planted_plan
 from simulated import NoWatch
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import Provenance, SearchResult
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Provenance, SearchResult
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
 from flashtune.tuner.replies import Failed, Ready

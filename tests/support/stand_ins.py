@@ -2,9 +2,9 @@
 
 import zlib
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts, Fate
 from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.replies import Checked, Compiled, Failed
 

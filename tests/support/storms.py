@@ -30,7 +30,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from flashtune.core.results import Provenance, SearchResult
+from flashtune.core.records.results import Provenance, SearchResult
 from flashtune.db.store import Store
 
 HERE = Path(__file__).resolve().parent

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashtune.core.versions import minor
+from flashtune.core.system.versions import minor
 
 # Not else: every worker collects tests that import this, and few run them.
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from branches import Branch
 from torch import Tensor
 
 from flashtune import dispatch
-from flashtune.core import reference
-from flashtune.core.band import Sides
-from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Sides
+from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
 from flashtune.dispatch import packed, packed_ops, packed_run
 from flashtune.dispatch.context import current
 

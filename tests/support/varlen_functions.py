@@ -11,11 +11,11 @@ from torch import Tensor
 from varlen_cases import Inputs, inputs
 
 from flashtune import dispatch
-from flashtune.core.band import Sides
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launching import provided
-from flashtune.core.target import find_target
-from flashtune.core.tolerances import LSE_RTOL, TOLERANCES
+from flashtune.core.code.launching import provided
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.band import Sides
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
 from flashtune.dispatch import flex_functions
 from flashtune.dispatch.flex_autograd import types_of
 from flashtune.dispatch.flex_kernels import Sequences, problem_with_functions

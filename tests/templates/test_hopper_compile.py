@@ -9,9 +9,9 @@ import pytest
 from compiling import cross_compile
 from hopper_kernels import H200, PLAIN, compiled, count, key_loops, launch_of, machine_code, problem, source
 
-from flashtune.core.config import Config
-from flashtune.core.dtypes import DType
-from flashtune.core.problem import Features
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.rendering import render, variant_of

@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from interpreting import interpreted
 
-from flashtune.core.dtypes import DType
-from flashtune.core.launching import bias_copy
-from flashtune.core.problem import Features
+from flashtune.core.code.launching import bias_copy
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features
 from flashtune.templates.launches.common import magic_divisor
 from flashtune.tuner.verify.inputs import make_inputs
 

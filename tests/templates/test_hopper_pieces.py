@@ -12,10 +12,10 @@ from hopper_emulator import Machine, Pointer, Tile, array
 from hopper_kernels import H200, config, launches, problem, source
 from hopper_machine import Number
 
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features
-from flashtune.core.reference import visible
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features
+from flashtune.core.problems.reference import visible
+from flashtune.core.system.errors import InputError
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.loading import load_kernel

@@ -10,10 +10,10 @@ import pytest
 from hopper_kernels import Launch, config, launch_of, source
 from hopper_protocol import Machine
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import DType
-from flashtune.core.problem import Features, Problem
-from flashtune.core.reference import visible
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.problems.reference import visible
 from flashtune.templates.hopper.layout import HopperLayout, tiles_of
 from flashtune.templates.loading import load_kernel
 

@@ -14,10 +14,10 @@ from hopper_kernels import Array, assembly, on_numpy, problem, rendered
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.dtypes import DType
-from flashtune.core.problem import Problem
-from flashtune.core.tolerances import LSE_RTOL, tolerance
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.tolerances import LSE_RTOL, tolerance
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
 from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import make_inputs
 

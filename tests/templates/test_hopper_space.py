@@ -18,12 +18,12 @@ from hopper_kernels import H200, PLAIN, problem, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
-from flashtune.core.problem import MASK_KINDS, Features, Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import find_target, targets
+from flashtune.core.gpu.target import find_target, targets
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import MASK_KINDS, Features, Problem
+from flashtune.core.records.results import Fate
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import kernels
 from flashtune.templates.backward.hopper.flash_bwd_hopper_split import FAMILY as SPLIT
 from flashtune.templates.cost import predict_us

@@ -13,9 +13,9 @@ from mod_cases import CASES, OPERATIONS, oracle
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from flashtune import dispatch
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.errors import InputError
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.kernel import NotBuilt
 from flashtune.templates import family

@@ -12,8 +12,8 @@ from mod_cases import CASES, OPERATIONS, Functions, oracle
 from mods_machine import Coded, batches_of, lists_of, seen_by, shapes
 from test_hopper_pieces import Masked
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.launching import provided
+from flashtune.core.code.launching import provided
+from flashtune.core.problems.config import KernelSpec
 from flashtune.dispatch import flex_autograd, flex_functions
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
 from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.capture import Dependencies

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashtune import dispatch
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch import flex_functions, flex_torch
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from interpreting import interpreted
 
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import families, family
 from flashtune.templates.backward.flash_bwd import key_config, key_shared_bytes, query_config, query_shared_bytes
 from flashtune.templates.rendering import render, variant_of

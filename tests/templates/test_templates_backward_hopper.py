@@ -13,9 +13,9 @@ import torch
 from hopper_kernels import H200, Array, count, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 
-from flashtune.core.problem import Features, Problem
-from flashtune.core.reference import dropout_keep_rows
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.problems.reference import dropout_keep_rows
 from flashtune.templates import family
 from flashtune.templates.backward.hopper.layout import BackwardLayout, divisions_of
 from flashtune.templates.cost import predict_us

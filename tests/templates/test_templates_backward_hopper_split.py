@@ -12,9 +12,9 @@ from hopper_kernels import H200, Array, key_loops, machine_code, on_numpy
 from interpreting import interpreted
 from test_templates_backward_hopper import problem
 
-from flashtune.core.problem import Features
-from flashtune.core.reference import dropout_keep_rows
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features
+from flashtune.core.problems.reference import dropout_keep_rows
 from flashtune.templates import family
 from flashtune.templates.backward.hopper.layout import SplitLayout
 from flashtune.templates.loading import load_kernel

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from compiling import cross_compile
 
-from flashtune.core.launching import provided
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import Target, find_target
+from flashtune.core.code.launching import provided
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.predicates import shared_bytes

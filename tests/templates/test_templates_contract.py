@@ -8,13 +8,13 @@ import pytest
 import torch
 from hopper_kernels import PLAIN
 
-from flashtune.core import launching
-from flashtune.core.config import Config, Direction
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
-from flashtune.core.launching import counts_of, launcher, provided, sms_of
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code import launching
+from flashtune.core.code.launching import counts_of, launcher, provided, sms_of
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, Direction
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import InputError
 from flashtune.templates import families, family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

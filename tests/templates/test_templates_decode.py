@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interpreting import interpreted
 
-from flashtune.core.config import Config
-from flashtune.core.dtypes import DType
-from flashtune.core.launching import sms_of
-from flashtune.core.problem import DECODE_ROWS, Features, Problem
-from flashtune.core.target import find_target, targets
+from flashtune.core.code.launching import sms_of
+from flashtune.core.gpu.target import find_target, targets
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import DECODE_ROWS, Features, Problem
 from flashtune.templates.decode.flash_decode import FAMILY
 from flashtune.templates.family import wave_efficiency
 from flashtune.templates.launches.pointers import split_count

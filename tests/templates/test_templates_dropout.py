@@ -8,8 +8,8 @@ import torch
 from hopper_kernels import launches, on_numpy, problem, rendered, sizes_of
 from interpreting import interpreted
 
-from flashtune.core import reference
-from flashtune.core.problem import Features
+from flashtune.core.problems import reference
+from flashtune.core.problems.problem import Features
 from flashtune.tuner.verify.inputs import make_inputs
 
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.fit import residual as fit
 from flashtune import dispatch
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import families
 from flashtune.templates.cost import sharing
 from flashtune.templates.expected import log_us, logs_us

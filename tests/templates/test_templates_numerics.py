@@ -7,8 +7,8 @@ import torch
 from attention_cases import CASES
 from interpreting import interpreted
 
-from flashtune.core.problem import FLAGS, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import FLAGS, Problem
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.dtypes import DTYPES, DType
-from flashtune.core.problem import DIRECTIONS, FLAGS, MASK_KINDS, Features, Problem, padded
-from flashtune.core.target import Target, targets
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.dtypes import DTYPES, DType
+from flashtune.core.problems.problem import DIRECTIONS, FLAGS, MASK_KINDS, Features, Problem, padded
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.predicates import live_registers, shared_bytes

@@ -9,9 +9,9 @@ import pytest
 from hopper_kernels import machine_code
 from interpreting import interpreted
 
-from flashtune.core.config import Value
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Value
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from jinja2 import BaseLoader, Environment
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import InputError
 from flashtune.templates import families, family, rendering
 from flashtune.templates.rendering import environment, render, sources_hash, variant_of
 

@@ -19,12 +19,12 @@ from commands import flashtune
 from forked import python, started
 
 from flashtune.core import standalone
-from flashtune.core.config import KernelSpec
-from flashtune.core.errors import DatabaseError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Fate, SearchResult
-from flashtune.core.target import find_target
-from flashtune.core.tolerances import tolerance
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.problems.tolerances import tolerance
+from flashtune.core.records.results import Fate, SearchResult
+from flashtune.core.system.errors import DatabaseError
 from flashtune.db.library import shipped_path
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of

@@ -22,16 +22,16 @@ from mods_machine import lists_of, seen_by, shapes
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core import limits
-from flashtune.core.config import Config, Variant
-from flashtune.core.errors import FlashtuneError, InputError
-from flashtune.core.nearness import mods_in
-from flashtune.core.oracles import expected_at
-from flashtune.core.passes import Place
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Finding, TuningRecord
-from flashtune.core.secrets import command_line
-from flashtune.core.target import find_target
+from flashtune.core.gpu import limits
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.oracles import expected_at
+from flashtune.core.problems.passes import Place
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.nearness import mods_in
+from flashtune.core.records.results import Finding, TuningRecord
+from flashtune.core.system.errors import FlashtuneError, InputError
+from flashtune.core.system.secrets import command_line
 from flashtune.db.preference import latest
 from flashtune.db.store import Store
 from flashtune.dispatch import flex_kernels

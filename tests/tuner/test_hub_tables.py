@@ -16,9 +16,9 @@ from mutations import mutated
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flashtune.core import standalone
-from flashtune.core.config import KernelSpec
-from flashtune.core.launching import LoadedKernel
-from flashtune.core.results import TuningRecord
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.records.results import TuningRecord
 from flashtune.core.standalone import Standalone, module_of
 from flashtune.templates import family
 from flashtune.tuner.propose.space import record_of

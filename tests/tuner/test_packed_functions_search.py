@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from flashtune import dispatch
 from flashtune.cli.main import main
-from flashtune.core import reference
-from flashtune.core.band import Window
-from flashtune.core.config import Config
-from flashtune.core.errors import InputError
-from flashtune.core.lengths import Lengths
-from flashtune.core.oracles import expected_at
-from flashtune.core.passes import Place
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Window
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.lengths import Lengths
+from flashtune.core.problems.oracles import expected_at
+from flashtune.core.problems.passes import Place
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
 from flashtune.dispatch import flex, flex_functions, flex_kernels, flex_torch, varlen_flex
 from flashtune.dispatch.context import Memo

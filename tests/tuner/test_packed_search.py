@@ -17,15 +17,15 @@ from flashtune.bench import time_calls
 from flashtune.bench.whole_calls import training_step
 from flashtune.cli.main import main
 from flashtune.cli.problems import searchable
-from flashtune.core import reference
-from flashtune.core.calls import read
-from flashtune.core.config import Config, Direction, Variant
-from flashtune.core.lengths import Lengths
-from flashtune.core.oracles import expected_at
-from flashtune.core.passes import Place
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import Finding
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.config import Config, Direction, Variant
+from flashtune.core.problems.lengths import Lengths
+from flashtune.core.problems.oracles import expected_at
+from flashtune.core.problems.passes import Place
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.calls import read
+from flashtune.core.records.results import Finding
 from flashtune.db.preference import Findings, latest
 from flashtune.db.store import Store
 from flashtune.dispatch import context

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtune.core.dtypes import DType
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import find_target
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates import families, family
 from flashtune.templates.cost import predict_us
 from flashtune.templates.loading import load_kernel

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import bias
 
-from flashtune.core.problem import Features, Problem
-from flashtune.core.torch_private import sdpa
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.pytorch.private import sdpa
 from flashtune.tuner.timing import baseline
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify import correctness

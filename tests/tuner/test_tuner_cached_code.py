@@ -10,9 +10,9 @@ import triton
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
-from flashtune.core.compiled import from_compiled
-from flashtune.core.results import TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.code.compiled import from_compiled
+from flashtune.core.gpu.target import find_target
+from flashtune.core.records.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import family
 from flashtune.tuner.children import compile, tasks

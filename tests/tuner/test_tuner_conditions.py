@@ -16,10 +16,10 @@ from typing import Any
 import optuna
 import pytest
 
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Provenance, SearchResult
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.templates import family
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import InputError
 from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, MISLED_NATS, NEEDLES, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 

@@ -12,9 +12,9 @@ import torch
 from attention_cases import by_the_book
 from hopper_kernels import rendered
 
-from flashtune.core.launching import launcher
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import find_target
+from flashtune.core.code.launching import launcher
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children.tasks import Source

@@ -12,10 +12,10 @@ from click.testing import Result
 from commands import flashtune
 
 from flashtune.cli.generate import in_a_checkout
-from flashtune.core.config import settles
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_index import INDEX, read_index
-from flashtune.core.results import TuningRecord
+from flashtune.core.code.index import INDEX, read_index
+from flashtune.core.problems.config import settles
+from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.tuner.publish.generated import arrange, differing, index_text, selected, text_files, write

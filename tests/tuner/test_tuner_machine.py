@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashtune.core import target
-from flashtune.core.errors import EnvironmentProblem, FlashtuneError, InputError
-from flashtune.core.target import find_target
+from flashtune.core.gpu import target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, InputError
 from flashtune.tuner import machine
 from flashtune.tuner.machine import LocalGpu, cores, devices_of, driver_facts, gpu_names, local_gpu, provenance
 

@@ -16,12 +16,12 @@ import torch
 import triton
 from commands import flashtune
 
-from flashtune.core.binaries import Binary, Manifest, source_digest
-from flashtune.core.kernel_archive import Archive
-from flashtune.core.kernel_index import INDEX, read_index
-from flashtune.core.launching import LoadedKernel, keyword_plan, provided
-from flashtune.core.problem import Problem
-from flashtune.core.shipped_kernels import PACKAGE, folder_of, manifest_in, shipped_index, shipped_manifest
+from flashtune.core.code.archive import Archive
+from flashtune.core.code.binaries import Binary, Manifest, source_digest
+from flashtune.core.code.index import INDEX, read_index
+from flashtune.core.code.launching import LoadedKernel, keyword_plan, provided
+from flashtune.core.code.shipped import PACKAGE, folder_of, manifest_in, shipped_index, shipped_manifest
+from flashtune.core.problems.problem import Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.templates.loading import host_of, load_kernel
@@ -189,7 +189,7 @@ def test_a_kernel_that_a_call_launches_again_with_other_constants_has_a_binary_f
         found = replace(plain, kernel=compiled.name, specialization=specialization, sha256=f"{compiled.name} {compiled.args}")
         return found, b""
 
-    monkeypatch.setattr("flashtune.core.compiled.from_compiled", described)
+    monkeypatch.setattr("flashtune.core.code.compiled.from_compiled", described)
     found = build(replace(ordered(decode()), text=TWICE)).manifest.binaries
     names = [(binary.kernel, binary.specialization) for binary in found]
     assert names == [("pack", "any_size"), ("pack", "any_size_2"), ("attend", "any_size")]
@@ -364,7 +364,7 @@ def test_an_interruption_while_compilers_start_waits_for_none(monkeypatch: pytes
 def test_reading_shipped_code_takes_neither_triton_nor_torch() -> None:
     code = f"""
 import sys
-from flashtune.core.shipped_kernels import PACKAGE, shipped_manifest
+from flashtune.core.code.shipped import PACKAGE, shipped_manifest
 manifest = shipped_manifest(PACKAGE, {decode().variant.id!r}, "90")
 print(sum(len(manifest.code(binary)) for binary in manifest.binaries), sorted({{"torch", "triton"}} & set(sys.modules)))
 """

@@ -10,11 +10,12 @@ from triton import knobs
 
 from flashtune import templates
 from flashtune.cli import search
-from flashtune.core import kernel_cache, shipped_kernels
-from flashtune.core.binaries import source_digest
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import compiler_options
-from flashtune.core.target import find_target
+from flashtune.core.code import cache as kernel_cache
+from flashtune.core.code import shipped as shipped_kernels
+from flashtune.core.code.binaries import source_digest
+from flashtune.core.code.launching import compiler_options
+from flashtune.core.gpu.target import find_target
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch import kernels
 from flashtune.dispatch.context import Memo
@@ -141,7 +142,7 @@ def test_a_search_keeps_what_its_trials_compiled(monkeypatch: pytest.MonkeyPatch
     module = SimpleNamespace(launches=lambda: [(kernel, (1,), (), {"num_warps": 4})])
     binary = SimpleNamespace(kernel="k", specialization="any_size", sha256="s")
     monkeypatch.setattr("flashtune.templates.loading.load_kernel", lambda *_: module)
-    monkeypatch.setattr("flashtune.core.compiled.from_compiled", lambda *_, **__: (binary, b""))
+    monkeypatch.setattr("flashtune.core.code.compiled.from_compiled", lambda *_, **__: (binary, b""))
     monkeypatch.setattr(machine_code, "_typical_calls", lambda *_: iter([("any_size", (), {})]))
     order = machine_code.Order(text="", stem="s", variant_id="v", spec=VARIANT.spec, target=H200)
     for fresh in (False, True):

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton import knobs
 
-from flashtune.core import reference
-from flashtune.core.dtypes import DType
-from flashtune.core.errors import first_line
-from flashtune.core.problem import DIRECTIONS, Features, Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems import reference
+from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.problem import DIRECTIONS, Features, Problem
+from flashtune.core.records.results import Fate
+from flashtune.core.system.errors import first_line
 from flashtune.templates import family
 from flashtune.templates.family import blocks_of_problem
 from flashtune.templates.rendering import render, variant_of

@@ -16,9 +16,9 @@ from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_fami
 from simulated import NoWatch
 from staged_searches import PROVENANCE, Staged, plan, problems, run, staged
 
-from flashtune.core.errors import EnvironmentProblem, NoKernelFound
-from flashtune.core.problem import Problem
-from flashtune.core.results import PROVIDERS, Fate, Measurement, Outcome, TuningRecord
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import PROVIDERS, Fate, Measurement, Outcome, TuningRecord
+from flashtune.core.system.errors import EnvironmentProblem, NoKernelFound
 from flashtune.db.library import Library, shipped_path
 from flashtune.tuner import searching
 from flashtune.tuner.children import tasks

@@ -14,8 +14,8 @@ import staged_searches
 from planted import PLANTED_PROBLEM, HereAndNow, Listener
 from staged_searches import PROVENANCE, plan, problems
 
-from flashtune.core.problem import Features
-from flashtune.core.results import Fate
+from flashtune.core.problems.problem import Features
+from flashtune.core.records.results import Fate
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.replies import Failed, Ready
 from flashtune.tuner.search.plan import Schedule

@@ -12,9 +12,9 @@ import simulated_races
 from db_samples import outcome
 
 from benchmarks.cases.archive import folder
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Measurement, Outcome
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts, Measurement, Outcome
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.tuner.children import tasks

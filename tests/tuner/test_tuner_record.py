@@ -18,11 +18,11 @@ import pytest
 from sqlalchemy import event
 
 from flashtune.cli.storage import study_storage
-from flashtune.core.errors import DatabaseError
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
-from flashtune.core.target import find_target
-from flashtune.core.unbroken import unbroken
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts, Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.system.errors import DatabaseError
+from flashtune.core.system.unbroken import unbroken
 from flashtune.templates import family
 from flashtune.tuner.propose import claims, storage
 from flashtune.tuner.propose.claims import Claims

@@ -14,11 +14,11 @@ from commands import flashtune
 from pebble import ProcessExpired
 
 from flashtune.cli import requalify as cli_requalify
-from flashtune.core.config import Config
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Conditions, Fate, Measurement, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Baseline, Conditions, Fate, Measurement, SearchResult
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.db import library
 from flashtune.db.library import Library
 from flashtune.db.store import Store

@@ -10,9 +10,9 @@ import optuna
 import pytest
 from planted import PLANTED_PROBLEM, Listener, planted_family, planted_plan
 
-from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Outcome, Provenance, SearchResult
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate, Outcome, Provenance, SearchResult
+from flashtune.core.system.errors import DatabaseError, FlashtuneError
 from flashtune.db import sqlite_file
 from flashtune.db.store import Store
 from flashtune.tuner.children import tasks

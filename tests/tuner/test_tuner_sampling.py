@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from flashtune.cli.search import search
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import Target, find_target
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import InputError
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.tuner.propose.sampling import OWN, sampler_of

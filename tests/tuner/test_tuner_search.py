@@ -7,10 +7,10 @@ import optuna
 import pytest
 from planted import PATIENT, PLANTED_PROBLEM, Listener, planted_family
 
-from flashtune.core.errors import NoKernelFound
-from flashtune.core.problem import Features
-from flashtune.core.results import Fate, Provenance, SearchResult
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.problem import Features
+from flashtune.core.records.results import Fate, Provenance, SearchResult
+from flashtune.core.system.errors import NoKernelFound
 from flashtune.templates import families
 from flashtune.tuner.children.workers import Limits
 from flashtune.tuner.search.plan import SearchPlan

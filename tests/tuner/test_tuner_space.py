@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtune.core.config import Config
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Features, Problem
-from flashtune.core.results import CompileFacts, Fate, Measurement, Outcome
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.records.results import CompileFacts, Fate, Measurement, Outcome
+from flashtune.core.system.errors import InputError
 from flashtune.templates import families, family
 from flashtune.templates.cost import predict_us
 from flashtune.tuner.propose.space import Candidate, SearchSpace

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtune.cli.options import share_of
-from flashtune.core.errors import InputError
-from flashtune.core.results import Ending
+from flashtune.core.records.results import Ending
+from flashtune.core.system.errors import InputError
 from flashtune.tuner.search.stopping import LEFT, PATIENCE, Reason, StoppingRule, sentence
 
 

@@ -9,10 +9,10 @@ import optuna
 import pytest
 from planted import PLANTED_PROBLEM, Listener, planted_family, planted_plan
 
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate, Measurement, Outcome, Provenance, Source, TuningRecord
-from flashtune.core.target import find_target
+from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import families, family
 from flashtune.templates.family import Constraint

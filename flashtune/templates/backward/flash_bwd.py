@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import padded
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import padded
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import Axis, Family, constraint
 from flashtune.templates.launches.backward import BackwardHost
 from flashtune.templates.mods.known import trains

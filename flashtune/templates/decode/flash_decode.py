@@ -6,11 +6,11 @@ most of the GPU idle (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023). See do
 
 import math
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import DECODE_ROWS, Problem, padded
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, padded
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import Axis, Family, constraint, wave_efficiency
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.launches.pointers import DecodeHost

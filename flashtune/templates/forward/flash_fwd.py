@@ -1,8 +1,8 @@
 """The family `flash_fwd`: attention forward with plain pointers, for every GPU that Triton compiles for."""
 
-from flashtune.core.config import Config, KernelSpec, Value
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, Value
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.launches.pointers import PointerHost
 from flashtune.templates.predicates import (

@@ -6,11 +6,11 @@ FlashAttention-3's and -4's tile sizes for sm90 and the register arithmetic of `
 
 from functools import lru_cache
 
-from flashtune.core.config import Config, KernelSpec, rescales_grown
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem, padded
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, rescales_grown
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import Problem, padded
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.hopper.layout import HopperLayout, packed_heads, tiles_of
 from flashtune.templates.launches.hopper_forward import HopperForwardHost

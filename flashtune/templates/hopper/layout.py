@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
-from flashtune.core.config import Config, KernelSpec, asks_first, rescales_grown, settles
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import Problem, padded
-from flashtune.core.versions import minor
+from flashtune.core.problems.config import Config, KernelSpec, asks_first, rescales_grown, settles
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import Problem, padded
+from flashtune.core.system.versions import minor
 from flashtune.templates.mods.known import functions_of
 
 ROWS = 64

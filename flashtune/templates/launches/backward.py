@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Launch, LaunchInputs, Operand, Scratch
-from flashtune.core.problem import padded
+from flashtune.core.code.launches import Launch, LaunchInputs, Operand, Scratch
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, score_numbers, strides_divide, wide
 from flashtune.templates.launches.mods import KEYS, QUERIES, gradient_arguments, mod_arguments
 from flashtune.templates.launches.pointers import accepts_narrow, interpretable

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.launches import LaunchInputs, Operand
-from flashtune.core.parameters import DROPOUT_STEPS, dropout_threshold
+from flashtune.core.code.launches import LaunchInputs, Operand
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.parameters import DROPOUT_STEPS, dropout_threshold
 
 LOG2_E = 1.4426950408889634
 FAR = 2**30

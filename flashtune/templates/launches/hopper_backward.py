@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch
-from flashtune.core.parameters import DROPOUT_STEPS, dropout_threshold
+from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.parameters import DROPOUT_STEPS, dropout_threshold
 from flashtune.templates.backward.hopper.layout import BackwardLayout, HopperBackward, SplitLayout, query_divisions
 from flashtune.templates.launches.backward import FUSED, SMALL, PointerBackward, needed
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, band_sizes, cdiv, strides_divide

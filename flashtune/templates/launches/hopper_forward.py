@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
-from flashtune.core.parameters import dropout_threshold
+from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.parameters import dropout_threshold
 from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, cdiv, magic_divisor, outer_strides, per_head
 from flashtune.templates.launches.mods import FORWARD, captured_of, list_arguments

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.launches import Launch, LaunchInputs, Operand
+from flashtune.core.code.launches import Launch, LaunchInputs, Operand
+from flashtune.core.problems.config import KernelSpec
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.known import functions_of
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Launch, LaunchInputs, Operand, Scratch
+from flashtune.core.code.launches import Launch, LaunchInputs, Operand, Scratch
+from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.templates.launches.common import cdiv, score_numbers, strides_divide
 from flashtune.templates.launches.pointers import PointerHost, accepts_narrow, split_count
 

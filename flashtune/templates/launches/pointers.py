@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
-from flashtune.core.problem import padded
+from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.problem import padded
 from flashtune.templates.launches.common import LengthArguments, cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
 from flashtune.templates.launches.mods import FORWARD, mod_arguments
 from flashtune.templates.mods.known import functions_of

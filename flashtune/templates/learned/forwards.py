@@ -2,8 +2,8 @@
 
 import math
 
-from flashtune.core.problem import DECODE_ROWS, Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.templates.hopper.layout import HopperLayout, packed_heads
 from flashtune.templates.learned.residual import Likeness, Tried
 

@@ -2,8 +2,8 @@
 
 import math
 
-from flashtune.core.problem import Problem, padded
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem, padded
 from flashtune.templates.backward.hopper.layout import divisions_of
 from flashtune.templates.learned.residual import Likeness, Tried
 

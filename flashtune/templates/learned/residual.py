@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
 
 if TYPE_CHECKING:
     # A first call needn't import this.

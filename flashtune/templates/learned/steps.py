@@ -6,9 +6,9 @@ per SM, rounds, and bytes in flight.
 
 import math
 
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import DECODE_ROWS, Problem, padded
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, padded
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
 from flashtune.templates.cost_constants import programs_per_sm

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.templates.mods.graph import INTEGERS, Node, loads
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from flashtune.core.config import KernelSpec
+from flashtune.core.problems.config import KernelSpec
 from flashtune.templates.mods.additions import Additions, additions
 from flashtune.templates.mods.graph import INDICES, Node, loads
 from flashtune.templates.mods.trace import gradients

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from flashtune.core.config import KernelSpec
-    from flashtune.core.problem import Problem
+    from flashtune.core.problems.config import KernelSpec
+    from flashtune.core.problems.problem import Problem
     from flashtune.templates.mods.emit import Mods
 
 _KNOWN: "dict[str, Mods]" = {}

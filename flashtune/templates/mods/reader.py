@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.templates.mods.graph import FLOATS, MOST_NODES, TYPES, Node, ordered
 from flashtune.templates.mods.operations import FILLS, POINTWISE, SAME
 

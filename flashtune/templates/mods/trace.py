@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flashtune.core.errors import InputError
-from flashtune.core.torch_private import FakeTensor, decompositions, is_functorch_wrapped_tensor
+from flashtune.core.pytorch.private import FakeTensor, decompositions, is_functorch_wrapped_tensor
+from flashtune.core.system.errors import InputError
 from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, Node, loads, ordered
 from flashtune.templates.mods.operations import DECOMPOSED
 from flashtune.templates.mods.reader import LINE, UNRECORDED, Reader, Unsupported, Untraceable, input_node

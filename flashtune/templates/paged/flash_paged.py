@@ -1,9 +1,9 @@
 """The family `flash_paged`: attention forward over paged keys and values, for decoding steps and chunks of prompts; for every GPU."""
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.dtypes import ITEMSIZE
-from flashtune.core.problem import padded
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.problems.dtypes import ITEMSIZE
+from flashtune.core.problems.problem import padded
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.launches.paged import COMBINE_WARPS, PagedHost

@@ -24,15 +24,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from flashtune.core import kernel_cache
-from flashtune.core.binaries import Binary, Manifest, machine_arch, source_digest
-from flashtune.core.compiled import HOST_TYPES, signature_of
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.launching import compiler_options, provided
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.shipped_kernels import PACKAGE, shipped_manifest
-from flashtune.core.target import Target, targets
+from flashtune.core.code import cache as kernel_cache
+from flashtune.core.code.binaries import Binary, Manifest, machine_arch, source_digest
+from flashtune.core.code.compiled import HOST_TYPES, signature_of
+from flashtune.core.code.launching import compiler_options, provided
+from flashtune.core.code.shipped import PACKAGE, shipped_manifest
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.templates.loading import load_kernel
 from flashtune.tuner.verify.inputs import make_inputs
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING
 
-from flashtune.core import folders
-from flashtune.core.errors import EnvironmentProblem
+from flashtune.core.system import folders
+from flashtune.core.system.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from flashtune.templates.mods.known import Named

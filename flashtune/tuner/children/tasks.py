@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flashtune.core.config import Variant
-from flashtune.core.errors import EnvironmentProblem, environment_fault, first_line
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Fate, Measurement
-from flashtune.core.target import Target
-from flashtune.core.threads import begun
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Variant
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts, Fate, Measurement
+from flashtune.core.system.errors import EnvironmentProblem, environment_fault, first_line
+from flashtune.core.system.threads import begun
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
 from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Ready, Rounds, Spent, Timed
 
 if TYPE_CHECKING:
-    from flashtune.core.launching import LoadedKernel
+    from flashtune.core.code.launching import LoadedKernel
     from flashtune.tuner.timing.stopwatch import Stopwatch
     from flashtune.tuner.verify.correctness import SmallCases, Verdict, Verifier
     from flashtune.tuner.verify.inputs import Inputs
@@ -248,7 +248,7 @@ def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
 
 def _loaded(source: Source) -> tuple["LoadedKernel", Callable[..., None]]:
     """A candidate's module and its launcher."""
-    from flashtune.core.launching import launcher
+    from flashtune.core.code.launching import launcher
     from flashtune.templates.loading import load_kernel
 
     module = load_kernel(source.text, source.stem)
@@ -343,7 +343,7 @@ def _inconclusive(error: BaseException) -> bool:
 
 def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
     """Time a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
-    from flashtune.core.torch_attention import BACKENDS
+    from flashtune.core.pytorch.attention import BACKENDS
     from flashtune.tuner.timing.baseline import pytorch_call
 
     bench = _ready(problem, target, seed)

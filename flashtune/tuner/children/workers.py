@@ -14,11 +14,11 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.problem import Problem
-from flashtune.core.results import Fate
-from flashtune.core.target import Target
-from flashtune.core.unbroken import unbroken
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Fate
+from flashtune.core.system.errors import EnvironmentProblem
+from flashtune.core.system.unbroken import unbroken
 from flashtune.templates.mods.known import NAMED
 from flashtune.tuner.children import start, tasks
 from flashtune.tuner.children.start import serving

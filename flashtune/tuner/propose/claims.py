@@ -18,7 +18,7 @@ from pathlib import Path
 import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from flashtune.core.errors import FlashtuneError
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.tuner.propose.storage import newest_unfinished
 
 BEAT_S = 10

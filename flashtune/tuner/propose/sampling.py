@@ -13,8 +13,8 @@ import optuna
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from flashtune.core.errors import InputError
-from flashtune.core.problem import Problem
+from flashtune.core.problems.problem import Problem
+from flashtune.core.system.errors import InputError
 from flashtune.templates.cost_constants import kind_of, peak_per_clock
 from flashtune.tuner.propose.space import Array, Candidate, Candidates, SearchSpace
 

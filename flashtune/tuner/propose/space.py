@@ -10,12 +10,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flashtune.core.config import Config, KernelSpec, Variant
-from flashtune.core.errors import InputError
-from flashtune.core.nearness import mods_in, nearest
-from flashtune.core.problem import Problem
-from flashtune.core.results import PROVIDERS, SearchResult, Source, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.nearness import mods_in, nearest
+from flashtune.core.records.results import PROVIDERS, SearchResult, Source, TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.templates.expected import logs_us
 from flashtune.templates.family import Family
 from flashtune.templates.mods.known import alike

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import optuna
 from optuna.trial import FrozenTrial
 
-from flashtune.core.errors import DatabaseError, FlashtuneError
-from flashtune.core.secrets import mask_secrets, mask_url
-from flashtune.core.unbroken import unbroken
+from flashtune.core.system.errors import DatabaseError, FlashtuneError
+from flashtune.core.system.secrets import mask_secrets, mask_url
+from flashtune.core.system.unbroken import unbroken
 from flashtune.db.inspection import explain
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from flashtune.core.config import Config
-from flashtune.core.problem import Problem
-from flashtune.core.results import (
+from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import (
     PROVIDERS,
     Baseline,
     CompileFacts,

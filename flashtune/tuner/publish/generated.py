@@ -11,16 +11,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.binaries import Manifest, source_digest
-from flashtune.core.config import KernelSpec, Value, Variant
-from flashtune.core.dtypes import OTHER_16_BITS
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.files import write_whole
-from flashtune.core.kernel_archive import Archive
-from flashtune.core.kernel_index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
-from flashtune.core.results import Fate, TuningRecord
-from flashtune.core.shipped_kernels import archive_name, find_archive, manifest_in
-from flashtune.core.target import Target, find_target
+from flashtune.core.code.archive import Archive
+from flashtune.core.code.binaries import Manifest, source_digest
+from flashtune.core.code.index import FORMAT, INDEX, GeneratedKernel, Index, digest, read_index
+from flashtune.core.code.shipped import archive_name, find_archive, manifest_in
+from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.problems.config import KernelSpec, Value, Variant
+from flashtune.core.problems.dtypes import OTHER_16_BITS
+from flashtune.core.records.results import Fate, TuningRecord
+from flashtune.core.system.errors import EnvironmentProblem, InputError
+from flashtune.core.system.files import write_whole
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries

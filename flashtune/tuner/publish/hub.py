@@ -16,14 +16,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from flashtune import __version__
-from flashtune.core.config import Variant
-from flashtune.core.errors import DatabaseError, EnvironmentProblem, InputError, NoKernelFound
-from flashtune.core.files import aside_of, read_json
-from flashtune.core.problem import Features
-from flashtune.core.results import TuningRecord
+from flashtune.core.gpu.target import Target, find_target, plain_words
+from flashtune.core.problems.config import Variant
+from flashtune.core.problems.problem import Features
+from flashtune.core.records.results import TuningRecord
 from flashtune.core.standalone import FORMAT, module_of
-from flashtune.core.target import Target, find_target, plain_words
-from flashtune.core.words import canonical, counted
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, InputError, NoKernelFound
+from flashtune.core.system.files import aside_of, read_json
+from flashtune.core.system.words import canonical, counted
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render
 from flashtune.tuner.publish.copied_modules import copies

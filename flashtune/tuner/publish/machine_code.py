@@ -10,17 +10,17 @@ from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from flashtune.core.binaries import Binary, Manifest, source_digest
-from flashtune.core.config import KernelSpec
-from flashtune.core.errors import EnvironmentProblem, first_line
-from flashtune.core.parameters import per_head_words
-from flashtune.core.problem import Features, Problem
-from flashtune.core.target import Target
+from flashtune.core.code.binaries import Binary, Manifest, source_digest
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.parameters import per_head_words
+from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.errors import EnvironmentProblem, first_line
 from flashtune.tuner.children.start import held_back, withdraw
 
 if TYPE_CHECKING:
     # It imports torch, which a search's own process does without.
-    from flashtune.core.launching import LoadedKernel
+    from flashtune.core.code.launching import LoadedKernel
 
 SIZES = {"aligned": 1056, "any_size": 1059}
 """Specialisations by name, in the order in which a launch tries them, with a number of keys that makes Triton's JIT choose them.
@@ -83,8 +83,8 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     """
     from triton import knobs
 
-    from flashtune.core.compiled import from_compiled
-    from flashtune.core.launching import compiler_options
+    from flashtune.core.code.compiled import from_compiled
+    from flashtune.core.code.launching import compiler_options
     from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children.compile import compiling_for, machine_code_of, taking
 
@@ -141,7 +141,7 @@ def _typical_call(module: "LoadedKernel", spec: KernelSpec, target: Target, n_kv
     """
     import torch
 
-    from flashtune.core.launching import provided
+    from flashtune.core.code.launching import provided
     from flashtune.tuner.verify.inputs import make_inputs
 
     inputs = make_inputs(_problem(spec, n_kv), device="meta", seed=2**63 + 1)

@@ -1,4 +1,4 @@
-"""Packing of kernels into an architecture's archive (flashtune.core.kernel_archive): the same bytes for the same kernels."""
+"""Packing of kernels into an architecture's archive (flashtune.core.code.archive): the same bytes for the same kernels."""
 
 import hashlib
 import lzma
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from flashtune.core.errors import EnvironmentProblem
-from flashtune.core.kernel_archive import HEADER_BYTES, Archive, Group, Place, archive_bytes, pack
-from flashtune.core.kernel_index import ArchiveFacts, Piece
+from flashtune.core.code.archive import HEADER_BYTES, Archive, Group, Place, archive_bytes, pack
+from flashtune.core.code.index import ArchiveFacts, Piece
+from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.tuner.publish.machine_code import Built
 
 CODE_BYTES = 4_800_000

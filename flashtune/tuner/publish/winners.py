@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from flashtune.core import kernel_cache
-from flashtune.core.binaries import machine_arch, source_digest
-from flashtune.core.config import Variant
-from flashtune.core.errors import EnvironmentProblem, first_line
-from flashtune.core.results import PROVIDERS, Fate, TuningRecord
-from flashtune.core.target import Target, targets
+from flashtune.core.code import cache as kernel_cache
+from flashtune.core.code.binaries import machine_arch, source_digest
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.config import Variant
+from flashtune.core.records.results import PROVIDERS, Fate, TuningRecord
+from flashtune.core.system.errors import EnvironmentProblem, first_line
 from flashtune.templates import family, unservable, written_here
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks

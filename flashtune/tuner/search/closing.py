@@ -4,9 +4,9 @@ ranked."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flashtune.core.config import Config, Variant
-from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Conditions, Measurement, Outcome
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Baseline, Conditions, Measurement, Outcome
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Failed, Raced, Spent
 from flashtune.tuner.search.evaluation import Evaluation

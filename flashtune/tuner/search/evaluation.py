@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from flashtune.core.errors import EnvironmentProblem, first_line
-from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
-from flashtune.core.target import Target
-from flashtune.core.threads import begun
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Baseline, CompileFacts, Conditions, Fate, Measurement, Outcome
+from flashtune.core.system.errors import EnvironmentProblem, first_line
+from flashtune.core.system.threads import begun
 from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Problem
-from flashtune.core.results import Outcome, SearchResult, Source, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Outcome, SearchResult, Source, TuningRecord
+from flashtune.core.system.errors import FlashtuneError
 from flashtune.templates.family import Family
 from flashtune.tuner.children.workers import Limits
 from flashtune.tuner.search.evaluation import CallsTask

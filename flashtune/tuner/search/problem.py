@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import optuna
 
-from flashtune.core.config import KernelSpec, settles
-from flashtune.core.errors import FlashtuneError
-from flashtune.core.problem import Problem
-from flashtune.core.results import Baseline, Conditions, Ending, Outcome, Provenance, SearchResult
-from flashtune.core.words import counted
+from flashtune.core.problems.config import KernelSpec, settles
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import Baseline, Conditions, Ending, Outcome, Provenance, SearchResult
+from flashtune.core.system.errors import FlashtuneError
+from flashtune.core.system.words import counted
 from flashtune.tuner.children.workers import Workers
 from flashtune.tuner.propose.space import Candidate, SearchSpace, record_of, stored, transfer_candidates
 from flashtune.tuner.propose.study import Study

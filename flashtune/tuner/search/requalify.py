@@ -9,11 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from flashtune.core.config import KernelSpec
-from flashtune.core.errors import EnvironmentProblem, InputError
-from flashtune.core.problem import Problem, ProblemKey
-from flashtune.core.results import PROVIDERS, REQUALIFIED, CompileFacts, Ending, Fate, Outcome, Provenance, SearchResult, TuningRecord
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.problem import Problem, ProblemKey
+from flashtune.core.records.results import (
+    PROVIDERS,
+    REQUALIFIED,
+    CompileFacts,
+    Ending,
+    Fate,
+    Outcome,
+    Provenance,
+    SearchResult,
+    TuningRecord,
+)
+from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.db.preference import made
 from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from flashtune.core.results import Ending, Outcome
+from flashtune.core.records.results import Ending, Outcome
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Literal
 
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts, Measurement, Outcome
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts, Measurement, Outcome
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate

@@ -9,11 +9,11 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import sdpa_kernel
 
-from flashtune.core import reference
-from flashtune.core.band import Band
-from flashtune.core.flex_attention import Mod, flex_arguments
-from flashtune.core.torch_attention import BACKENDS, compiled_flex, sound_backends
-from flashtune.core.torch_private import TorchDispatchMode, kept_by_backwards, sdpa
+from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
+from flashtune.core.pytorch.attention import BACKENDS, compiled_flex, sound_backends
+from flashtune.core.pytorch.flex import Mod, flex_arguments
+from flashtune.core.pytorch.private import TorchDispatchMode, kept_by_backwards, sdpa
 from flashtune.tuner.timing.masks import mask_mod_of
 from flashtune.tuner.verify.inputs import Inputs
 
@@ -26,7 +26,7 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
 
     A backward is the gradients alone, dQ, dK and dV, then the bias's and the slopes' where requested: the forward that they need runs at
     the first call, and is kept; in a training `step` it runs each time. The default choice leaves out cuDNN where its gradients are
-    unreliable (flashtune.core.torch_attention).
+    unreliable (flashtune.core.pytorch.attention).
 
     A diagonal at the last key is PyTorch's `causal_lower_right`, where that reaches FlashAttention. Other bands that are not PyTorch's own
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-from flashtune.core.results import POWER_CAP, Conditions
+from flashtune.core.records.results import POWER_CAP, Conditions
 from flashtune.tuner.replies import Failed, Raced
 
 RACES = 3

@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flashtune.core.band import diagonal_of
-from flashtune.core.flex_attention import band_mod
-from flashtune.core.problem import Problem
+from flashtune.core.problems.band import diagonal_of
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch.flex import band_mod
 
 
 def mask_mod_of(problem: Problem, device: torch.device) -> Callable[..., Tensor] | None:

@@ -10,8 +10,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from flashtune.core.config import lost_where_misled, settles
-from flashtune.core.results import Measurement, Outcome
+from flashtune.core.problems.config import lost_where_misled, settles
+from flashtune.core.records.results import Measurement, Outcome
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Standing
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from flashtune.core.results import Measurement
-from flashtune.core.torch_private import gpu_sleep
+from flashtune.core.pytorch.private import gpu_sleep
+from flashtune.core.records.results import Measurement
 
 _NAP = 200_000
 """GPU clocks of sleep before each timed launch: about 0.1 ms, more than a launch costs an idle host."""

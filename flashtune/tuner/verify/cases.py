@@ -5,8 +5,8 @@ from itertools import product
 
 import torch
 
-from flashtune.core.band import ALIGNMENTS
-from flashtune.core.problem import DECODE_ROWS, Features, Problem
+from flashtune.core.problems.band import ALIGNMENTS
+from flashtune.core.problems.problem import DECODE_ROWS, Features, Problem
 from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, PRESENT, redistribute
 from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward
 

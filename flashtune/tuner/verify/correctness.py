@@ -12,11 +12,11 @@ from itertools import groupby
 
 import torch
 
-from flashtune.core.oracles import expected_at
-from flashtune.core.passes import Operand, Place
-from flashtune.core.problem import Problem
-from flashtune.core.tolerances import Bound
-from flashtune.core.words import counted
+from flashtune.core.problems.oracles import expected_at
+from flashtune.core.problems.passes import Operand, Place
+from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.tolerances import Bound
+from flashtune.core.system.words import counted
 from flashtune.tuner.verify.cases import Case, cases, small_problems
 from flashtune.tuner.verify.inputs import Inputs, without_repeats
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from flashtune.core.errors import InputError
+from flashtune.core.system.errors import InputError
 from flashtune.tuner.verify.inputs import Inputs, run_forward
 
 NEEDLES = 8

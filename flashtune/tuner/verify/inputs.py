@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from flashtune.core import reference
-from flashtune.core.dtypes import DType, output_dtype
-from flashtune.core.oracles import forward_oracle
-from flashtune.core.parameters import PER_HEAD, CallParameters, per_head_words
-from flashtune.core.passes import Place
-from flashtune.core.problem import Problem
-from flashtune.core.torch_dtypes import TORCH_DTYPES
+from flashtune.core.problems import reference
+from flashtune.core.problems.dtypes import DType, output_dtype
+from flashtune.core.problems.oracles import forward_oracle
+from flashtune.core.problems.parameters import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.problems.passes import Place
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch.dtypes import TORCH_DTYPES
 from flashtune.tuner.functions import FunctionTensors, of_hash
 
 SOFTCAP = 20.0

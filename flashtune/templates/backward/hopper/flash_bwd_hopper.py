@@ -6,10 +6,10 @@ program's warpgroups are in `_roles.jinja`.
 
 from functools import partial
 
-from flashtune.core.config import Config, KernelSpec, Value
-from flashtune.core.problem import Problem
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, Value
+from flashtune.core.problems.problem import Problem
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, BackwardLayout, divided, refusal
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.launches.hopper_backward import BackwardHopperHost

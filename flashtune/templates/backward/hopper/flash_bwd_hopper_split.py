@@ -6,9 +6,9 @@ no order of additions varies; for head sizes above 128, whose tiles have too few
 
 from functools import partial
 
-from flashtune.core.config import Config, KernelSpec
-from flashtune.core.results import CompileFacts
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec
+from flashtune.core.records.results import CompileFacts
 from flashtune.templates.backward.hopper.layout import DIVIDED_QUERIES, SplitLayout, divided, refusal
 from flashtune.templates.family import FLAGS, Axis, Constraint, Family
 from flashtune.templates.launches.hopper_backward import BackwardHopperSplitHost

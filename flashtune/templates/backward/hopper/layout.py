@@ -2,10 +2,10 @@
 
 from functools import lru_cache
 
-from flashtune.core.band import UNBOUNDED
-from flashtune.core.config import Config, KernelSpec, Value
-from flashtune.core.problem import Problem, padded
-from flashtune.core.target import Target
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.band import UNBOUNDED
+from flashtune.core.problems.config import Config, KernelSpec, Value
+from flashtune.core.problems.problem import Problem, padded
 from flashtune.templates.family import Axis
 from flashtune.templates.hopper.layout import ROWS, HopperTiles
 

@@ -1,0 +1,1 @@
+"""Launches and machine code of kernels."""

@@ -1,0 +1,1 @@
+"""GPUs: their figures, and what kernels and PyTorch can take on them."""

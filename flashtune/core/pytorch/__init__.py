@@ -1,0 +1,1 @@
+"""Parts of PyTorch that flashtune needs: devices, types, attention, and private names."""

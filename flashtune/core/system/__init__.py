@@ -1,0 +1,1 @@
+"""Files, folders, threads and errors: what every package needs of the machine."""
