@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.shared.environment import argument_parser, made_by, names_of, output_folder, this_gpu
 from flashtune import dispatch
-from flashtune.dispatch import flex, flex_blocks, varlen_flex
+from flashtune.dispatch import flex_blocks, flex_decided, varlen_flex
 from flashtune.tuner.timing.stopwatch import Stopwatch
 
 Mods = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]
@@ -191,7 +191,7 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
     for place, which in enumerate(("forward", "backward")):
         times = watch.rounds([both[place] for both in calls.values()], options.rounds)
         found[which] = {key: statistics.median(one) for key, one in zip(calls, times, strict=True)}
-    call = flex._call_of(*tensors, mods[0], mask, None, False, None, False)
+    call = flex_decided.call_of(*tensors, mods[0], mask, None, False, None, False)
     assert not isinstance(call, str), call
     if mask is not None and isinstance(call, flex_blocks.FlexCall):
         tile = call.kernel.config.number("BLOCK_M"), call.kernel.config.number("BLOCK_N")

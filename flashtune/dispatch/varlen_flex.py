@@ -12,7 +12,7 @@ from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.pytorch.private import C
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import flex, flex_functions, flex_torch
+from flashtune.dispatch import flex, flex_decided, flex_functions, flex_torch
 from flashtune.dispatch.by_sequence import by_sequence
 from flashtune.dispatch.flex_autograd import attend_by_kernels
 from flashtune.dispatch.flex_blocks import FlexCall, Functions
@@ -71,7 +71,7 @@ def _by_kernels(packed: Packed, numbers: Numbers, score_mod: Mod | None, mask_mo
         if not torch.are_deterministic_algorithms_enabled():
             raise InputError("gradients of tensors that score_mod captures are added up in no fixed order: leave deterministic out")
         return "gradients of captured tensors are added up in no fixed order"
-    return flex.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
+    return flex_decided.with_kernel(functions, captured, tensors, numbers.scale, sequences=sequences)
 
 
 @functools.lru_cache(maxsize=256)

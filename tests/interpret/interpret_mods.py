@@ -10,7 +10,7 @@ from mod_cases import CASES, OPERATIONS, Case, oracle, random_case
 
 from flashtune import dispatch
 from flashtune.core.code.launching import Tensors
-from flashtune.dispatch import flex, flex_blocks, flex_kernels
+from flashtune.dispatch import flex, flex_blocks, flex_decided, flex_kernels
 from flashtune.dispatch.kernel import Kernel, layout
 from flashtune.dispatch.launch import COUNTS
 
@@ -168,7 +168,7 @@ def lists() -> list[str]:
     query, key = torch.zeros(2, 4, n_q, 16), torch.zeros(2, 4, n_kv, 16)
     for size in (64, 16):
         mask = create_block_mask(mask_mod, 2, 4, n_q, n_kv, device="cpu", BLOCK_SIZE=size)
-        call: Any = flex._call_of(query, key, key, None, mask, None, True, None, False)
+        call: Any = flex_decided.call_of(query, key, key, None, mask, None, True, None, False)
         seen = seen_by(mask_mod, 2, 4, n_q, n_kv)
         blocks = torch.nn.functional.pad(seen, (0, size - 1, 0, size - 1)).unfold(2, size, size).unfold(3, size, size).flatten(4)
         # What a BlockMask says of a block holds for its tiles: its first pair is visible, and the others are in a block that is.

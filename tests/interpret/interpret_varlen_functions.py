@@ -15,7 +15,7 @@ from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, 
 
 from flashtune.core.gpu.target import find_target
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import context, flex, flex_autograd, flex_kernels, packed_ops, varlen_flex
+from flashtune.dispatch import context, flex_autograd, flex_decided, flex_kernels, packed_ops, varlen_flex
 from flashtune.dispatch.sequences import Packed
 from flashtune.templates import family
 
@@ -99,10 +99,10 @@ def of_bounds_that_change() -> None:
 def of_equal_calls() -> None:
     """Kernels are chosen once for equal calls, whose longest sequences may differ within an octave, and again for others."""
     chosen: list[object] = []
-    choose = flex._kernels
+    choose = flex_decided._kernels
     context.current().forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_kernels", lambda *given, **words: chosen.append(given) or choose(*given, **words))
+        patch.setattr(flex_decided, "_kernels", lambda *given, **words: chosen.append(given) or choose(*given, **words))
         given, _, _ = made("causal relative")
         for longest in ((80, 80), (84, 84), (80, 80)):
             given._replace(longest=longest).call()

@@ -16,7 +16,7 @@ from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import flex, flex_autograd, flex_functions, flex_kernels, flex_torch
+from flashtune.dispatch import flex, flex_autograd, flex_decided, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.kernel import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, scores, structure
@@ -422,7 +422,7 @@ def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch
         raise NotBuilt("no compiler")
 
     answers: Any = iter([SimpleNamespace(captured=()), "no kernel is left"])
-    monkeypatch.setattr(flex, "_call_of", lambda *given: next(answers))
+    monkeypatch.setattr(flex, "call_of", lambda *given: next(answers))
     monkeypatch.setattr(flex, "attend_by_kernels", fails)
     given = tensors(dtype=torch.float64)
     out = dispatch.flex_attention(*given, None, lambda b, h, q, k: q >= k)
@@ -456,19 +456,19 @@ def test_kernels_that_are_named_serve_unmeasured_and_slower_than_pytorch(mods: A
     kernels: dict[Any, Any] = {}
     chosen: dict[Any, Any] = {}
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda: kernels)
-    monkeypatch.setattr(flex, "_chosen_in", lambda memo: chosen)
+    monkeypatch.setattr(flex_decided, "_chosen_in", lambda memo: chosen)
     monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
+    monkeypatch.setattr(flex_decided, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made)
     q, k, v = tensors()
     for _ in range(2):
-        unnamed = flex._call_of(q, k, v, *mods, None, True, None, False)
+        unnamed = flex_decided.call_of(q, k, v, *mods, None, True, None, False)
         assert isinstance(unnamed, str), "unmeasured, or slower"
-        named = flex._call_of(q, k, v, *mods, None, True, None, False, "flashtune")
+        named = flex_decided.call_of(q, k, v, *mods, None, True, None, False, "flashtune")
         assert isinstance(named, flex.FlexCall) and named.kernel is made
     monkeypatch.setattr(made, "failed", "no compiler")
     with pytest.raises(InputError, match=r"^implementation='flashtune' can't serve this call, since no compiler: "):
-        flex._call_of(q, k, v, *mods, None, True, None, False, "flashtune")
+        flex_decided.call_of(q, k, v, *mods, None, True, None, False, "flashtune")
 
 
 def test_a_compiler_traces_a_call_without_a_break() -> None:
@@ -486,9 +486,9 @@ def test_nothing_is_compiled_or_launched_where_unmeasured_kernels_are_not_allowe
         raise AssertionError("a kernel is made")
 
     monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
+    monkeypatch.setattr(flex_decided, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex_kernels, "Kernel", made)
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device="cpu")
     for score_mod, block_mask in ((lambda score, b, h, q_idx, kv_idx: score * 2, None), (None, mask)):
-        assert flex._call_of(q, k, v, score_mod, block_mask, None, False, None, False) == flex_kernels.UNMEASURED
+        assert flex_decided.call_of(q, k, v, score_mod, block_mask, None, False, None, False) == flex_kernels.UNMEASURED

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
-from flashtune.dispatch import flex, flex_blocks, flex_functions, flex_kernels, flex_torch
+from flashtune.dispatch import flex, flex_blocks, flex_decided, flex_functions, flex_kernels, flex_torch
 from flashtune.dispatch.resolve import Explanation
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
@@ -221,7 +221,7 @@ def test_slopes_are_rounded_where_scalars_are(score: Mod) -> None:
 @pytest.mark.parametrize("served", [True, False])
 def test_built_in_features_serve_where_attention_has_kernels(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
+    monkeypatch.setattr(flex_decided, "_unmeasured_too", lambda query: False)
     dispatch.reload()
     answer = Explanation(kind="exact" if served else "framework", template="t", reason="r", gpu="cpu")
     monkeypatch.setattr(flex.api, "explain", lambda *given, **words: answer)
@@ -252,7 +252,7 @@ def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     version: str, d: int, learned: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
-    monkeypatch.setattr(flex, "_unmeasured_too", lambda query: False)
+    monkeypatch.setattr(flex_decided, "_unmeasured_too", lambda query: False)
     monkeypatch.setattr(flex.devices, "target_of", lambda device: find_target("h100"))
     monkeypatch.setattr(torch, "__version__", version)
     module = SimpleNamespace(accepts=lambda *given: True)
@@ -262,7 +262,7 @@ def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     q, k, v = (torch.zeros(1, 2, 32, d) for _ in range(3))
     table = torch.zeros(2, 65, requires_grad=learned)
     q.requires_grad_()
-    found = flex._call_of(q, k, v, lambda s, b, h, q, k: s + table[h, (q - k).clamp(-32, 32) + 32], None, None, False, None, False)
+    found = flex_decided.call_of(q, k, v, lambda s, b, h, q, k: s + table[h, (q - k).clamp(-32, 32) + 32], None, None, False, None, False)
     assert isinstance(found, flex.FlexCall) if ours else found == flex_kernels.UNMEASURED
 
 

@@ -26,7 +26,7 @@ from flashtune.core.problems.passes import Place
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
-from flashtune.dispatch import flex, flex_functions, flex_kernels, flex_torch, varlen_flex
+from flashtune.dispatch import flex_decided, flex_functions, flex_kernels, flex_torch, varlen_flex
 from flashtune.dispatch.context import Memo
 from flashtune.dispatch.flex_blocks import FlexCall
 from flashtune.dispatch.flex_kernels import Sequences
@@ -296,7 +296,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memo, "surroundings", lambda memo, device, of: (H200, families(), memo.pool(of.key("h200"), H200)))
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda made={}: made)
     monkeypatch.setattr(flex_kernels, "loaded_kernel", kernel)
-    monkeypatch.setattr(flex, "_chosen_in", lambda memo, chosen={}: chosen)
+    monkeypatch.setattr(flex_decided, "_chosen_in", lambda memo, chosen={}: chosen)
     monkeypatch.setattr(flex_torch, "why_torch", lambda *given, **words: None)
 
 
