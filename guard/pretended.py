@@ -19,7 +19,7 @@ from flashtune.core.code import launching
 from flashtune.core.code.binaries import STRUCT_FORMATS, Binary, Condition, Manifest, Parameter, TensorMap
 from flashtune.core.pytorch.private import is_functorch_wrapped_tensor
 from flashtune.db.library import Library
-from flashtune.dispatch import driver
+from flashtune.dispatch.plans import driver
 
 GPUS = {"h100": (0, "NVIDIA H100 80GB HBM3"), "h200": (1, "NVIDIA H200")}
 """Index and name of each GPU."""

@@ -24,7 +24,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.shared.environment import argument_parser, made_by, names_of, output_folder, this_gpu
 from flashtune import dispatch
-from flashtune.dispatch import flex_blocks, flex_decided, varlen_flex
+from flashtune.dispatch import varlen_flex
+from flashtune.dispatch.functions import blocks as flex_blocks
+from flashtune.dispatch.functions import decided as flex_decided
 from flashtune.tuner.timing.stopwatch import Stopwatch
 
 Mods = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]

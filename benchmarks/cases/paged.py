@@ -18,9 +18,11 @@ from benchmarks.shared.environment import argument_parser, numbers_of
 from benchmarks.shared.peers import runnable
 from flashtune import dispatch
 from flashtune.core.problems.config import Config
-from flashtune.dispatch import context, packed, packed_read, paged
-from flashtune.dispatch.parse import Options
-from flashtune.dispatch.sequences import Packed
+from flashtune.dispatch.call.parse import Options
+from flashtune.dispatch.call.sequences import Packed
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.rows import packed, paged
+from flashtune.dispatch.rows import read as packed_read
 from flashtune.templates.paged import flash_paged
 
 ROUNDS, ROUND_S = 9, 0.01

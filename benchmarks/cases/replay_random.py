@@ -21,7 +21,7 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.choose import choose
+from flashtune.dispatch.policy.choose import choose
 from flashtune.templates import expected, families
 from flashtune.templates.expected import LIKENESSES
 

@@ -26,7 +26,7 @@ from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.system.words import canonical
-from flashtune.dispatch.choose import CAUTION
+from flashtune.dispatch.policy.choose import CAUTION
 from flashtune.templates import family
 from flashtune.templates.cost import sharing
 from flashtune.templates.decode import flash_decode

@@ -13,10 +13,11 @@ import torch
 from flashtune.core.code.launching import LoadedKernel
 from flashtune.core.records.results import PROVIDERS
 from flashtune.core.system.errors import FlashtuneError
-from flashtune.dispatch import api, context, varlen
-from flashtune.dispatch.context import Memo
-from flashtune.dispatch.parse import Options
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch import api, varlen
+from flashtune.dispatch.call.parse import Options
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.resolve import Explanation
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 

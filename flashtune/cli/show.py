@@ -95,7 +95,7 @@ STANDING = {
     "default": "untuned",
     "framework": "torch",
 }
-"""Table words of the policy's kinds of choice (flashtune.dispatch.choose.rank)."""
+"""Table words of the policy's kinds of choice (flashtune.dispatch.policy.choose.rank)."""
 
 
 def listed(*, d: int | None, n: int | None) -> list[Model]:

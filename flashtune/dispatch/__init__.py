@@ -4,11 +4,11 @@ from flashtune.core.system.collector import held_off
 
 with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem
-    from flashtune.dispatch.calls import save_calls
-    from flashtune.dispatch.context import Use, reload, use
+    from flashtune.dispatch.decisions.context import Use, reload, use
+    from flashtune.dispatch.decisions.recorded import save_calls
+    from flashtune.dispatch.decisions.resolve import Explanation
     from flashtune.dispatch.flex import explain_flex, flex_attention
     from flashtune.dispatch.jagged import attention_jagged
-    from flashtune.dispatch.resolve import Explanation
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
 
 __all__ = [

@@ -16,20 +16,31 @@ from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch.attention import autocasting
 from flashtune.core.pytorch.private import FORWARD_AD, C, scripted
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import calls, inspection, operators, resolve, training
-from flashtune.dispatch.call import Call, Outputs, PerHead, trained_as
-from flashtune.dispatch.context import STACK, Memo, current
-from flashtune.dispatch.forward import KernelPlan
-from flashtune.dispatch.inspection import GRADIENT, ON_THE_CPU, PERHAPS_FAKE, flash_attention_on, places_in_memory, prepared, why_torch_now
-from flashtune.dispatch.offers import measured_record, offers
+from flashtune.dispatch import operators, training
+from flashtune.dispatch.call import inspection
+from flashtune.dispatch.call.call import Call, Outputs, PerHead, trained_as
+from flashtune.dispatch.call.inspection import (
+    GRADIENT,
+    ON_THE_CPU,
+    PERHAPS_FAKE,
+    flash_attention_on,
+    places_in_memory,
+    prepared,
+    why_torch_now,
+)
+from flashtune.dispatch.call.parse import Arguments, Options, parse, unwrapped
+from flashtune.dispatch.decisions import recorded as calls
+from flashtune.dispatch.decisions import resolve
+from flashtune.dispatch.decisions.context import STACK, Memo, current
+from flashtune.dispatch.decisions.resolve import Candidate, Explanation
 from flashtune.dispatch.operators import define_lazily
-from flashtune.dispatch.parse import Arguments, Options, parse, unwrapped
-from flashtune.dispatch.plan import Plan, Plans, capturing, restorer
-from flashtune.dispatch.provider import ProviderPlan
-from flashtune.dispatch.providers import PROVIDERS
-from flashtune.dispatch.pytorch import TorchPlan
-from flashtune.dispatch.records import Pool
-from flashtune.dispatch.resolve import Candidate, Explanation
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.plan import Plan, Plans, capturing, restorer
+from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.policy.offers import measured_record, offers
+from flashtune.dispatch.policy.records import Pool
+from flashtune.dispatch.providers.libraries import PROVIDERS
+from flashtune.dispatch.providers.provider import ProviderPlan
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -98,15 +109,15 @@ def attention(
             "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4) or "fa2" (flash-attn). Under
             torch.compile PyTorch's are traced as its own operation, and so are calls that name "flex", "fa4" or "fa2".
 
-    flashtune.dispatch.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and gradients,
-    on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes flash
-    attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
+    flashtune.dispatch.policy.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and
+    gradients, on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes
+    flash attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
     backward record (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
     unmeasured ones; else PyTorch serves it, without cuDNN where there is a mask, since its gradients can be NaN there. `explain` says
     which. A bias, slopes and sinks get gradients where they require them, of their own sizes, summed in float32 over broadcast dimensions;
     those of a bias or of slopes come from records of backwards that compute them. Kernels have first derivatives alone. Features that
     PyTorch lacks (softcap, return_lse, seed) take memory for all scores in its operations; ALiBi and sinks have paths of their own
-    (flashtune.dispatch.pytorch).
+    (flashtune.dispatch.plans.pytorch).
 
     Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense,
     and for an implementation that can't serve the call.
@@ -317,7 +328,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
         why_torch = why_torch_now(*arguments[:4], arguments.per_head)
         calls.meet(memo, call, arguments, why_torch)
         if memo.settings.confirm and why_torch is None and options.implementation is None:
-            from flashtune.dispatch import confirming
+            from flashtune.dispatch.decisions import confirming
 
             if (best := confirming.confirmed(memo, call, arguments)) is not None:
                 if signature is not None:

@@ -11,18 +11,19 @@ from torch import Tensor
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.system.errors import InputError, InputTypeError
-from flashtune.dispatch import api, flex_functions
-from flashtune.dispatch.context import current
-from flashtune.dispatch.flex_autograd import attend_by_kernels
-from flashtune.dispatch.flex_blocks import sizes_of
-from flashtune.dispatch.flex_decided import call_of
-from flashtune.dispatch.flex_documents import PackedCall, attend_packed, explained_packed
-from flashtune.dispatch.flex_kernels import explained_kernel, problem_with_functions
-from flashtune.dispatch.flex_recent import keep_recent, recent_call
-from flashtune.dispatch.flex_torch import flex_by_torch, lacks
-from flashtune.dispatch.kernel import Kernel, NotBuilt
-from flashtune.dispatch.parse import check_flags, check_implementation, number, unwrapped, wants_lse
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch import api
+from flashtune.dispatch.call.parse import check_flags, check_implementation, number, unwrapped, wants_lse
+from flashtune.dispatch.decisions.context import current
+from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions.blocks import sizes_of
+from flashtune.dispatch.functions.by_torch import flex_by_torch, lacks
+from flashtune.dispatch.functions.decided import call_of
+from flashtune.dispatch.functions.documents import PackedCall, attend_packed, explained_packed
+from flashtune.dispatch.functions.kernels import explained_kernel, problem_with_functions
+from flashtune.dispatch.functions.recent import keep_recent, recent_call
+from flashtune.dispatch.functions.trained import attend_by_kernels
+from flashtune.dispatch.rows.kernel import Kernel, NotBuilt
 from flashtune.templates.mods.graph import INDICES
 
 

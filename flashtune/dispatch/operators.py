@@ -18,16 +18,18 @@ from flashtune.core.problems.problem import FLAGS, Features, MaskKind, Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import out_strides
 from flashtune.core.pytorch.dtypes import output_torch_dtype
-from flashtune.dispatch import backwards, context, inspection, pytorch
-from flashtune.dispatch.autograd import refuse_twice
-from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.context import Memo
-from flashtune.dispatch.gradients import BackwardInputs
-from flashtune.dispatch.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
-from flashtune.dispatch.offers import OURS
-from flashtune.dispatch.parse import Arguments, Options, parse, seed_bits, signed
-from flashtune.dispatch.plan import capturing, random_bits
-from flashtune.dispatch.providers import traced_backend
+from flashtune.dispatch.call import inspection
+from flashtune.dispatch.call.call import Call, Outputs, PerHead
+from flashtune.dispatch.call.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
+from flashtune.dispatch.call.parse import Arguments, Options, parse, seed_bits, signed
+from flashtune.dispatch.decisions import backwards, context
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.plans import pytorch
+from flashtune.dispatch.plans.autograd import refuse_twice
+from flashtune.dispatch.plans.gradients import BackwardInputs
+from flashtune.dispatch.plans.plan import capturing, random_bits
+from flashtune.dispatch.policy.offers import OURS
+from flashtune.dispatch.providers.libraries import traced_backend
 
 
 def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:

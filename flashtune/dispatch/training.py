@@ -5,14 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.dispatch import autograd, backwards, operators
-from flashtune.dispatch.call import Call, Outputs, PerHead
-from flashtune.dispatch.context import Memo
-from flashtune.dispatch.forward import KernelPlan
-from flashtune.dispatch.gradients import BackwardInputs
-from flashtune.dispatch.parse import signed
-from flashtune.dispatch.plan import Plan, capturing, random_bits
-from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch import operators
+from flashtune.dispatch.call.call import Call, Outputs, PerHead
+from flashtune.dispatch.call.parse import signed
+from flashtune.dispatch.decisions import backwards
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.plans import autograd
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.gradients import BackwardInputs
+from flashtune.dispatch.plans.plan import Plan, capturing, random_bits
+from flashtune.dispatch.plans.pytorch import TorchPlan
 
 
 class TrainingPlan(Plan):

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
-from flashtune.dispatch.flex_functions import check_functions, refuse_beside_functions
-from flashtune.dispatch.offers import OURS
-from flashtune.dispatch.packed_named import attend_named, explained_named
-from flashtune.dispatch.packed_read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of
-from flashtune.dispatch.packed_run import attend, explanation_of
-from flashtune.dispatch.parse import Options, unwrapped, wants_lse
-from flashtune.dispatch.resolve import Explanation
-from flashtune.dispatch.sequences import Numbers, Packed
+from flashtune.dispatch.call.parse import Options, unwrapped, wants_lse
+from flashtune.dispatch.call.sequences import Numbers, Packed
+from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.functions.traced import check_functions, refuse_beside_functions
+from flashtune.dispatch.policy.offers import OURS
+from flashtune.dispatch.rows.read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of
+from flashtune.dispatch.rows.run import attend, explanation_of
+from flashtune.dispatch.varlen_named import attend_named, explained_named
 
 
 def attention_varlen(

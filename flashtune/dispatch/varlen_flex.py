@@ -12,18 +12,21 @@ from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.pytorch.private import C
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import flex, flex_decided, flex_functions, flex_torch
-from flashtune.dispatch.by_sequence import by_sequence
-from flashtune.dispatch.flex_autograd import attend_by_kernels
-from flashtune.dispatch.flex_blocks import FlexCall, Functions
-from flashtune.dispatch.flex_kernels import Sequences, explained_kernel
-from flashtune.dispatch.flex_torch import in_band, of_sequence, zero_of
-from flashtune.dispatch.kernel import Kernel, NotBuilt
-from flashtune.dispatch.offers import TORCHS
-from flashtune.dispatch.paged import gathered_whole
-from flashtune.dispatch.parse import cannot_serve
-from flashtune.dispatch.resolve import Explanation
-from flashtune.dispatch.sequences import Numbers, Packed, problem_of
+from flashtune.dispatch import flex
+from flashtune.dispatch.call.parse import cannot_serve
+from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
+from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.functions import by_torch as flex_torch
+from flashtune.dispatch.functions import decided as flex_decided
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions.blocks import FlexCall, Functions
+from flashtune.dispatch.functions.by_torch import in_band, of_sequence, zero_of
+from flashtune.dispatch.functions.kernels import Sequences, explained_kernel
+from flashtune.dispatch.functions.trained import attend_by_kernels
+from flashtune.dispatch.policy.offers import TORCHS
+from flashtune.dispatch.rows.by_sequence import by_sequence
+from flashtune.dispatch.rows.kernel import Kernel, NotBuilt
+from flashtune.dispatch.rows.paged import gathered_whole
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 

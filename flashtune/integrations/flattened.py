@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_tracing
 
 from flashtune.core.pytorch.private import C
 from flashtune.core.system.errors import EnvironmentProblem
-from flashtune.dispatch.plan import capturing
+from flashtune.dispatch.plans.plan import capturing
 from flashtune.integrations.sources import arguments_of_attention, source_of
 
 Band = Literal["window", "chunks"]

@@ -48,7 +48,7 @@ def repeats(record: TuningRecord) -> bool:
 
 def may_vary(record: TuningRecord) -> bool:
     """True if a family whose bits vary may serve a record's problem on its GPU, so that dispatch prefers records without that restriction
-    (flashtune.dispatch.records.Pool.exact)."""
+    (flashtune.dispatch.policy.records.Pool.exact)."""
     problem, target = record.problem, targets().get(record.key.gpu)
     varying = [family for family in _found() if family.direction == problem.direction and not family.repeatable]
     return target is not None and any(family.refusal(problem, problem.spec(), target) is None for family in varying)

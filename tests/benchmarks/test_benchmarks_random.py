@@ -27,7 +27,7 @@ from flashtune import dispatch
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Fate, Measurement
-from flashtune.dispatch.choose import torch_has
+from flashtune.dispatch.policy.choose import torch_has
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
 from flashtune.tuner.propose.space import Candidate, SearchSpace, transfer_candidates

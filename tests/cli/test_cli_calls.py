@@ -23,7 +23,7 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.calls import add
 from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
-from flashtune.dispatch.calls import CALLS
+from flashtune.dispatch.decisions.recorded import CALLS
 from flashtune.integrations import torchs_place
 
 A100, H200 = find_target("a100"), find_target("h200")

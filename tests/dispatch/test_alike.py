@@ -22,8 +22,8 @@ from flashtune.core.problems import reference
 from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.core.pytorch import devices
 from flashtune.core.system.errors import InputError, InputTypeError
-from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch.decisions.recorded import CALLS
+from flashtune.dispatch.decisions.resolve import Explanation
 
 WITH_CODE = ("functions", "packed functions")
 TAKES: dict[str, tuple[str, ...]] = {

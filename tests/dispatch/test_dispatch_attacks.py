@@ -25,8 +25,8 @@ from flashtune.core.problems.config import Value
 from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.core.system.errors import DatabaseError, EnvironmentProblem
 from flashtune.db import inspection, records
-from flashtune.dispatch import choose as choices
-from flashtune.dispatch.choose import Pool, Refusal, rank
+from flashtune.dispatch.policy import choose as choices
+from flashtune.dispatch.policy.choose import Pool, Refusal, rank
 from flashtune.templates import families, family
 from flashtune.templates.family import MOST_REFITTED, ConstraintCache, Family
 

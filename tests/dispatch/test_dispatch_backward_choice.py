@@ -15,10 +15,11 @@ from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem, ProblemKey
 from flashtune.core.pytorch.attention import sound_backends
 from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
-from flashtune.dispatch import backwards, pytorch, resolve
-from flashtune.dispatch.choose import Pool
-from flashtune.dispatch.context import Memo
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.decisions import backwards, resolve
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.plans import pytorch
+from flashtune.dispatch.policy.choose import Pool
 from flashtune.templates import families, family
 
 H200 = find_target("h200")

@@ -19,9 +19,10 @@ from flashtune import dispatch
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.calls import read
 from flashtune.core.system.errors import EnvironmentProblem, InputError
-from flashtune.dispatch import calls, context
-from flashtune.dispatch.calls import CALLS
-from flashtune.dispatch.context import Memo
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.decisions import recorded as calls
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.recorded import CALLS
 from flashtune.integrations import torchs_place
 from flashtune.templates import families
 

@@ -13,7 +13,7 @@ from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome,
 from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch.choose import Refusal, choose, rank
+from flashtune.dispatch.policy.choose import Refusal, choose, rank
 from flashtune.templates import families, family, unservable
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.publish.winners import variant_for

@@ -20,11 +20,11 @@ from flashtune.core.code.launches import Operand
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.pytorch import devices
-from flashtune.dispatch import driver, launch
-from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.gradients import Backward, BackwardInputs, GradientPlan
-from flashtune.dispatch.launch import Code
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.call import PerHead
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, GradientPlan
+from flashtune.dispatch.plans.launch import Code
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

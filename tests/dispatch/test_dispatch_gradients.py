@@ -19,9 +19,10 @@ from flashtune.core.problems.band import Band
 from flashtune.core.problems.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
-from flashtune.dispatch import gradients, packed_ops, pytorch
-from flashtune.dispatch.context import current
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.decisions.context import current
+from flashtune.dispatch.plans import gradients, pytorch
+from flashtune.dispatch.rows import operators as packed_ops
 from flashtune.templates import families
 
 

@@ -16,11 +16,11 @@ from flashtune.core.problems.problem import Problem
 from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
-from flashtune.dispatch import forward
-from flashtune.dispatch.choose import choose
-from flashtune.dispatch.forward import Fallback, KernelPlan
-from flashtune.dispatch.launch import Code
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import forward
+from flashtune.dispatch.plans.forward import Fallback, KernelPlan
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.policy.choose import choose
 from flashtune.templates import families
 from flashtune.tuner.propose.space import record_of
 

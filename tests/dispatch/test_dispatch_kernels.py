@@ -20,8 +20,8 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Variant
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.system.errors import EnvironmentProblem, InputError
-from flashtune.dispatch import kernels
-from flashtune.dispatch.context import Memo
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.plans import kernels
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 
@@ -134,7 +134,7 @@ def test_serving_one_shipped_kernel_imports_neither_triton_nor_sql_nor_jinja() -
     code = """
 import sys
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import kernels
+from flashtune.dispatch.plans import kernels
 from flashtune.templates import family
 before = set(sys.modules)
 record = next(r for r in Library.of(shipped_path()).records() if r.outcome.template == "flash_decode")

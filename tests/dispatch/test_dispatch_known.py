@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashtune import dispatch
 from flashtune.core.pytorch import devices
 from flashtune.dispatch import api
-from flashtune.dispatch.parse import Arguments, Options, parse
-from flashtune.dispatch.plan import Plan, Plans
-from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans.plan import Plan, Plans
+from flashtune.dispatch.plans.pytorch import TorchPlan
 
 Q, K, V = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16)
 
@@ -219,7 +219,7 @@ def test_a_dict_that_another_thread_emptied_stays_empty(plans: Plans) -> None:
 
 
 def test_torch_without_guards_looks_every_call_up(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.plan.has_guards", False)
+    monkeypatch.setattr("flashtune.dispatch.plans.plan.has_guards", False)
     first = attend()
     assert attend() is first and attend() is first and plans.recent is None
 

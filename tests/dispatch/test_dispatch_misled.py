@@ -16,12 +16,12 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Config, settles
 from flashtune.core.problems.parameters import CallParameters
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import driver, launch
-from flashtune.dispatch.choose import choose
-from flashtune.dispatch.forward import Fallback, KernelPlan
-from flashtune.dispatch.launch import Code
-from flashtune.dispatch.misprediction import MISPREDICTIONS, SHARE, WINDOW, Latch, Misprediction, Mispredictions
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.forward import Fallback, KernelPlan
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, SHARE, WINDOW, Latch, Misprediction, Mispredictions
+from flashtune.dispatch.policy.choose import choose
 from flashtune.templates import families
 
 PROGRAMS = 132

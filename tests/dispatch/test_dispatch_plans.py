@@ -16,11 +16,11 @@ from flashtune.core.problems.parameters import PER_HEAD, CallParameters
 from flashtune.core.problems.problem import Features, MaskKind, Problem
 from flashtune.core.pytorch.dtypes import TORCH_DTYPES
 from flashtune.core.records.results import TuningRecord
-from flashtune.dispatch import driver, launch
-from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.forward import KernelPlan
-from flashtune.dispatch.launch import Code
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.call import PerHead
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.launch import Code
 from flashtune.templates import family
 from flashtune.templates.loading import host_of, load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -17,9 +17,9 @@ from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.nearness import distance
 from flashtune.core.records.results import Fate, TuningRecord
-from flashtune.dispatch import choose as policy
-from flashtune.dispatch import records
-from flashtune.dispatch.choose import COMPARED, COMPILING, Choice, Refusal
+from flashtune.dispatch.policy import choose as policy
+from flashtune.dispatch.policy import records
+from flashtune.dispatch.policy.choose import COMPARED, COMPILING, Choice, Refusal
 from flashtune.templates import cost, families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
 

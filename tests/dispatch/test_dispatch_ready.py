@@ -12,9 +12,9 @@ from flashtune.core.code import shipped as shipped_kernels
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import kernels
-from flashtune.dispatch.choose import choose
-from flashtune.dispatch.records import unaligned
+from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.policy.choose import choose
+from flashtune.dispatch.policy.records import unaligned
 from flashtune.templates import families, family, rendering
 
 H200 = find_target("h200")

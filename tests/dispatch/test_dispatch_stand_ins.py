@@ -9,7 +9,7 @@ from benchmarks.shared.cells import cells
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.dtypes import DType
 from flashtune.core.problems.problem import Features, Problem, ProblemKey
-from flashtune.dispatch import choose as policy
+from flashtune.dispatch.policy import choose as policy
 from flashtune.templates import families
 from flashtune.templates.family import Family
 

@@ -8,10 +8,10 @@ import torch
 from launched import PROBLEMS, SHIPPED, code_of, host_of_shipped
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 
-from flashtune.dispatch import driver, launch
-from flashtune.dispatch.forward import KernelPlan
-from flashtune.dispatch.launch import Code
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.plans.launch import Code
 
 MASKED = next(
     kernel

@@ -20,7 +20,7 @@ from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import out_strides, readable
 from flashtune.core.system.collector import held_off
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch.plan import random_bits
+from flashtune.dispatch.plans.plan import random_bits
 
 Q = torch.randn(2, 4, 24, 16, generator=torch.Generator().manual_seed(2))
 

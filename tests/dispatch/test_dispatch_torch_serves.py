@@ -13,9 +13,9 @@ from flashtune.core.problems import reference
 from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.core.pytorch import attention as torch_attention
 from flashtune.core.pytorch.attention import laid_out, readable
-from flashtune.dispatch import pytorch
-from flashtune.dispatch.call import PerHead
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.call import PerHead
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import pytorch
 
 FP32 = TOLERANCES["fp32"]
 

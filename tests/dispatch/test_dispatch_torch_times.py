@@ -14,8 +14,8 @@ from benchmarks.cases import archive
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import TuningRecord
-from flashtune.dispatch import choose as policy
-from flashtune.dispatch import torch_times
+from flashtune.dispatch.policy import choose as policy
+from flashtune.dispatch.policy import torch_times
 from flashtune.templates import families
 
 nothing_learned = policy_rows.nothing_learned

@@ -9,9 +9,9 @@ from interpreting import interpreted
 
 from flashtune import dispatch
 from flashtune.core.problems import reference
-from flashtune.dispatch import gradients
-from flashtune.dispatch.gradients import BackwardInputs, ReferencePlan
-from flashtune.dispatch.parse import Arguments, Options, parse
+from flashtune.dispatch.call.parse import Arguments, Options, parse
+from flashtune.dispatch.plans import gradients
+from flashtune.dispatch.plans.gradients import BackwardInputs, ReferencePlan
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch import flex_blocks, flex_functions
+from flashtune.dispatch.functions import blocks as flex_blocks
+from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.templates.mods.structure import Band
 
 CPU = torch.device("cpu")

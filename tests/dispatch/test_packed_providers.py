@@ -14,7 +14,7 @@ from flashtune import dispatch
 from flashtune.core.problems import reference
 from flashtune.core.problems.band import Band
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch.packed_providers import PACKED
+from flashtune.dispatch.rows.libraries import PACKED
 
 __all__ = ["libraries"]
 

@@ -17,10 +17,12 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import InputError, InputTypeError
-from flashtune.dispatch import context, packed_run, paged
-from flashtune.dispatch.choose import Choice
-from flashtune.dispatch.kernel import Kernel, loaded_kernel
-from flashtune.dispatch.sequences import Numbers
+from flashtune.dispatch.call.sequences import Numbers
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.policy.choose import Choice
+from flashtune.dispatch.rows import paged
+from flashtune.dispatch.rows import run as packed_run
+from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel
 from flashtune.templates.paged import flash_paged
 from flashtune.tuner.children.compile import compiling_for, facts_of
 

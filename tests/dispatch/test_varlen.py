@@ -10,7 +10,7 @@ from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError, InputTypeError
-from flashtune.dispatch import packed_run
+from flashtune.dispatch.rows import run as packed_run
 
 WITHIN_OTHERS = {"causal", "window from the first", "slopes", "dropout", "used keys"}
 """Cases whose code is that of others; kernels compute them on a GPU alone (tests/gpu/test_packed.py)."""

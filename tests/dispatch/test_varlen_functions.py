@@ -14,8 +14,9 @@ from varlen_functions import CASES, LENGTHS, agrees, explained, kernel_call, mad
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import flex, flex_torch, varlen_flex
-from flashtune.dispatch.sequences import Packed
+from flashtune.dispatch import flex, varlen_flex
+from flashtune.dispatch.call.sequences import Packed
+from flashtune.dispatch.functions import by_torch as flex_torch
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 
 WITHIN_OTHERS = {"relative", "causal relative", "both", "both, causal from the first", "built-in band", "built-in cap"}

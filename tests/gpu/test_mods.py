@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.problems.tolerances import TOLERANCES
-from flashtune.dispatch.context import current
+from flashtune.dispatch.decisions.context import current
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -170,7 +170,7 @@ def test_another_length_compiles_nothing_anew() -> None:
 CHILD = """
 import torch
 from flashtune import dispatch
-from flashtune.dispatch import launch
+from flashtune.dispatch.plans import launch
 compiled, launch.compiled = [], lambda *arguments: compiled.append(arguments) or 1 / 0
 q = torch.ones(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
 dispatch.flex_attention(q, q, q, lambda s, b, h, q, k: s * 1.0625 + q % 2, lambda b, h, q, k: q >= k)

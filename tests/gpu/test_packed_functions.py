@@ -14,7 +14,7 @@ from varlen_functions import CASES, LENGTHS, LONG, RECOGNISED, agrees, explained
 from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
 from flashtune.core.records.nearness import mods_in
-from flashtune.dispatch.sequences import Packed, problem_of
+from flashtune.dispatch.call.sequences import Packed, problem_of
 from flashtune.templates import family
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")

@@ -14,9 +14,9 @@ from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS
 from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
-from flashtune.dispatch import confirming
-from flashtune.dispatch.providers import PROVIDERS as PROVIDERS_HERE
-from flashtune.dispatch.torch_backends import TorchBackend
+from flashtune.dispatch.decisions import confirming
+from flashtune.dispatch.providers.libraries import PROVIDERS as PROVIDERS_HERE
+from flashtune.dispatch.providers.torch_backends import TorchBackend
 
 SHAPE = (2, 4, 384, 64)
 

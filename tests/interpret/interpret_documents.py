@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch import flex_documents
+from flashtune.dispatch.functions import documents as flex_documents
 
 warnings.filterwarnings("ignore")
 

@@ -14,7 +14,8 @@ from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
 from flashtune.core.code.launching import LoadedKernel
-from flashtune.dispatch import context, kernels
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.plans import kernels
 
 BOUNDS = torch.tensor([0, 9, 30], dtype=torch.int32)
 TABLE = torch.linspace(-1.0, 1.0, 10).view(2, 5)

@@ -10,9 +10,12 @@ from mod_cases import CASES, OPERATIONS, Case, oracle, random_case
 
 from flashtune import dispatch
 from flashtune.core.code.launching import Tensors
-from flashtune.dispatch import flex, flex_blocks, flex_decided, flex_kernels
-from flashtune.dispatch.kernel import Kernel, layout
-from flashtune.dispatch.launch import COUNTS
+from flashtune.dispatch import flex
+from flashtune.dispatch.functions import blocks as flex_blocks
+from flashtune.dispatch.functions import decided as flex_decided
+from flashtune.dispatch.functions import kernels as flex_kernels
+from flashtune.dispatch.plans.launch import COUNTS
+from flashtune.dispatch.rows.kernel import Kernel, layout
 
 warnings.filterwarnings("ignore")
 

@@ -13,7 +13,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from flashtune.core.code.launching import provided
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import KernelSpec
-from flashtune.dispatch import flex_autograd, flex_functions
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions import trained as flex_autograd
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known

@@ -17,8 +17,8 @@ from flashtune.core.problems import reference
 from flashtune.core.problems.band import Band
 from flashtune.core.problems.problem import Problem
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import backwards
-from flashtune.dispatch.forward import KernelPlan
+from flashtune.dispatch.decisions import backwards
+from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -15,8 +15,13 @@ from varlen_functions import CASES, RECOGNISED, agrees, explained, kernel_call, 
 
 from flashtune.core.gpu.target import find_target
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import context, flex_autograd, flex_decided, flex_kernels, packed_ops, varlen_flex
-from flashtune.dispatch.sequences import Packed
+from flashtune.dispatch import varlen_flex
+from flashtune.dispatch.call.sequences import Packed
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.functions import decided as flex_decided
+from flashtune.dispatch.functions import kernels as flex_kernels
+from flashtune.dispatch.functions import trained as flex_autograd
+from flashtune.dispatch.rows import operators as packed_ops
 from flashtune.templates import family
 
 warnings.filterwarnings("ignore")

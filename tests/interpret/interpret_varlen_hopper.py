@@ -12,7 +12,7 @@ from varlen_cases import SEED, Inputs, inputs, wanted
 from flashtune.core.code.launching import provided
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.tolerances import TOLERANCES
-from flashtune.dispatch.sequences import Packed, problem_of, rows_last
+from flashtune.dispatch.call.sequences import Packed, problem_of, rows_last
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of

@@ -17,9 +17,9 @@ from flashtune import dispatch
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import backwards
-from flashtune.dispatch.choose import choose
-from flashtune.dispatch.context import Memo, Settings
+from flashtune.dispatch.decisions import backwards
+from flashtune.dispatch.decisions.context import Memo, Settings
+from flashtune.dispatch.policy.choose import choose
 from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,6 +205,9 @@ def test_the_architecture_page_names_every_folder_and_the_modules_of_dispatch() 
     text = (ROOT / "docs" / "architecture.md").read_text()
     folders = {path.name for path in (ROOT / "flashtune").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert not {folder for folder in folders if f"`flashtune/{folder}/`" not in text}
-    table = text.split("| `dispatch/` | holds |")[1].split("\n\n")[0]
-    modules = {path.name for path in (ROOT / "flashtune" / "dispatch").glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"`(\w+\.py)`", table)) == modules
+    table = text.split("| `dispatch/` | holds, from the top down |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        folder = ROOT / "flashtune" / "dispatch" / (re.match(r"\| `(\w+/)`", row) or [None, ""])[1]
+        assert folder.name == "dispatch" or set(re.findall(r"`(\w+\.py)`", row)) == {x.name for x in folder.glob("*.py")} - {"__init__.py"}
+    named = set(re.findall(r"`([\w/]+\.py|\w+/)`", table))
+    assert {x.name + "/" * x.is_dir() for x in (ROOT / "flashtune" / "dispatch").iterdir()} - {"__init__.py", "__pycache__/"} <= named

@@ -7,12 +7,13 @@ from typing import Any, Literal
 import pytest
 
 from flashtune import dispatch
-from flashtune.dispatch import api, backwards, resolve
-from flashtune.dispatch.context import current
-from flashtune.dispatch.gradients import GradientPlan
-from flashtune.dispatch.inspection import GRADIENTS
-from flashtune.dispatch.plan import Plan
-from flashtune.dispatch.pytorch import TorchPlan
+from flashtune.dispatch import api
+from flashtune.dispatch.call.inspection import GRADIENTS
+from flashtune.dispatch.decisions import backwards, resolve
+from flashtune.dispatch.decisions.context import current
+from flashtune.dispatch.plans.gradients import GradientPlan
+from flashtune.dispatch.plans.plan import Plan
+from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.training import TrainingPlan
 
 Branch = Literal["torch", "kernels"]

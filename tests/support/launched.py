@@ -17,7 +17,7 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import TuningRecord
 from flashtune.db import library as databases
-from flashtune.dispatch import driver
+from flashtune.dispatch.plans import driver
 from flashtune.templates import family
 from flashtune.templates.loading import loaded
 

@@ -11,7 +11,9 @@ from flashtune.core.code.compiled import from_compiled
 from flashtune.core.code.launching import LoadedKernel, Plan, operand
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import KernelSpec, Variant
-from flashtune.dispatch import flex_autograd, flex_functions, kernels
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions import trained as flex_autograd
+from flashtune.dispatch.plans import kernels
 from flashtune.templates import family
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch

@@ -9,7 +9,7 @@ from hopper_machine import Number
 from varlen_cases import Inputs
 
 from flashtune.core.problems.band import Sides
-from flashtune.dispatch.sequences import Numbers
+from flashtune.dispatch.call.sequences import Numbers
 from flashtune.templates.launches.hopper_forward import RAGGED
 
 

@@ -11,9 +11,9 @@ from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch import choose as policy
-from flashtune.dispatch.choose import Choice
-from flashtune.dispatch.resolve import explained
+from flashtune.dispatch.decisions.resolve import explained
+from flashtune.dispatch.policy import choose as policy
+from flashtune.dispatch.policy.choose import Choice
 from flashtune.templates import families
 from flashtune.templates.family import Axis, Constraint, Family
 from flashtune.templates.learned.residual import Residual

@@ -16,10 +16,10 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.band import Sides
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch import flex_functions
-from flashtune.dispatch.flex_autograd import types_of
-from flashtune.dispatch.flex_kernels import Sequences, problem_with_functions
-from flashtune.dispatch.sequences import viewed
+from flashtune.dispatch.call.sequences import viewed
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions.kernels import Sequences, problem_with_functions
+from flashtune.dispatch.functions.trained import types_of
 from flashtune.templates.family import Family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known

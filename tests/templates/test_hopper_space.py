@@ -24,7 +24,7 @@ from flashtune.core.problems.dtypes import DType
 from flashtune.core.problems.problem import MASK_KINDS, Features, Problem
 from flashtune.core.records.results import Fate
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import kernels
+from flashtune.dispatch.plans import kernels
 from flashtune.templates.backward.hopper.flash_bwd_hopper_split import FAMILY as SPLIT
 from flashtune.templates.cost import predict_us
 from flashtune.templates.expected import log_us

@@ -16,8 +16,13 @@ from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import flex, flex_autograd, flex_decided, flex_functions, flex_kernels, flex_torch
-from flashtune.dispatch.kernel import NotBuilt
+from flashtune.dispatch import flex
+from flashtune.dispatch.functions import by_torch as flex_torch
+from flashtune.dispatch.functions import decided as flex_decided
+from flashtune.dispatch.functions import kernels as flex_kernels
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions import trained as flex_autograd
+from flashtune.dispatch.rows.kernel import NotBuilt
 from flashtune.templates import family
 from flashtune.templates.mods import known, scores, structure
 from flashtune.templates.mods.additions import PAIR, by_distance, kept_values, varies

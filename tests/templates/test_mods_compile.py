@@ -6,7 +6,7 @@ import mod_compiling
 import pytest
 from forked import python
 
-from flashtune.dispatch.kernels import _kept_binaries
+from flashtune.dispatch.plans.kernels import _kept_binaries
 from flashtune.templates import family
 
 CASES = ("padding", "fwd"), ("signed_alibi", "bwd")

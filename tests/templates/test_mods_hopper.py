@@ -14,7 +14,8 @@ from test_hopper_pieces import Masked
 
 from flashtune.core.code.launching import provided
 from flashtune.core.problems.config import KernelSpec
-from flashtune.dispatch import flex_autograd, flex_functions
+from flashtune.dispatch.functions import traced as flex_functions
+from flashtune.dispatch.functions import trained as flex_autograd
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.mods import known

@@ -13,8 +13,13 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
-from flashtune.dispatch import flex, flex_blocks, flex_decided, flex_functions, flex_kernels, flex_torch
-from flashtune.dispatch.resolve import Explanation
+from flashtune.dispatch import flex
+from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.functions import blocks as flex_blocks
+from flashtune.dispatch.functions import by_torch as flex_torch
+from flashtune.dispatch.functions import decided as flex_decided
+from flashtune.dispatch.functions import kernels as flex_kernels
+from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.scores import slopes_of
 

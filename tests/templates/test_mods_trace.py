@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch import flex_functions, flex_torch
+from flashtune.dispatch.functions import by_torch as flex_torch
+from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import ordered

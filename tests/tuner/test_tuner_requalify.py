@@ -22,7 +22,7 @@ from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.db import library
 from flashtune.db.library import Library
 from flashtune.db.store import Store
-from flashtune.dispatch.choose import Pool, choose
+from flashtune.dispatch.policy.choose import Pool, choose
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.tuner import machine

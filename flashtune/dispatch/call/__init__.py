@@ -1,0 +1,1 @@
+"""A call as its arguments say it: read, checked, and inspected."""

@@ -1,0 +1,389 @@
+"""Dispatch state in force for a call: databases in layers, and for each stack of them its plans, records and failures."""
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
+
+import torch
+
+from flashtune.core.code.launching import LoadedKernel
+from flashtune.core.gpu.target import Target, targets
+from flashtune.core.problems.config import Direction
+from flashtune.core.problems.problem import Problem, ProblemKey
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.collector import held_off
+from flashtune.core.system.errors import InputError
+from flashtune.dispatch.plans.gradients import Backward
+from flashtune.dispatch.plans.kernels import Kernels
+from flashtune.dispatch.plans.plan import Plan, Plans
+from flashtune.dispatch.policy.choose import Choice, Pool, group_of
+from flashtune.templates import families
+from flashtune.templates.family import Family
+
+if TYPE_CHECKING:
+    from flashtune.db.library import Library
+
+MOST_PLANS = 8192
+"""Most cached plans: growing sequences make a new signature with each token. Beyond it all are dropped and chosen anew."""
+
+MOST_POOLS = 64
+"""Groups of problems with sorted records at a time."""
+
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+"""Values of FLASHTUNE_UNMEASURED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of a stack of layers: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
+    `alone`. `seen` are the states of their files when they were put in force: a file that changed has other plans.
+
+    `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides). `confirm` measures
+    keys that have no measured record at their first call (flashtune.dispatch.decisions.confirming).
+    """
+
+    databases: tuple[str, ...] = ()
+    seen: tuple[Hashable, ...] = ()
+    alone: bool = False
+    unmeasured: bool | None = None
+    confirm: bool = False
+
+
+class Memo:
+    """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, and `kernels`.
+
+    `pinned` is a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing
+    one holds `lock`.
+    """
+
+    def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, LoadedKernel] | None = None) -> None:
+        self.lock = threading.RLock()
+        self.plans = Plans()
+        self.backwards: dict[Hashable, Backward] = {}
+        self.buckets: dict[Hashable, Choice | None] = {}
+        self.deciding: dict[Hashable, TuningRecord | None] = {}
+        self.packed: dict[Hashable, Any] = {}
+        self.confirmed: set[ProblemKey] = set()
+        self.kernels = Kernels(self.warn_once, self.forget)
+        self.settings = settings
+        self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
+        self._library: Library | None = None
+        self._pools: dict[Hashable, Pool] = {}
+        self._warned: set[str] = set()
+        self._warned_of: set[str] = set()
+
+    @functools.cached_property
+    def unmeasured(self) -> bool:
+        """True where kernels without measurements on the GPU's architecture may serve."""
+        if self.settings.unmeasured is not None:
+            return self.settings.unmeasured
+        said = os.environ.get("FLASHTUNE_UNMEASURED", "").strip().lower()
+        if said not in (*_ON, *_OFF):
+            self.warn_once(f"flashtune: FLASHTUNE_UNMEASURED is {said!r}: set it to 1 or 0 (it counts as 0)")
+        return said in _ON
+
+    def keep(self, signature: Hashable, plan: Plan) -> None:
+        """Cache the plan of a signature."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+            self.buckets.clear()
+            self.deciding.clear()
+        self.plans[signature] = plan
+
+    def forget(self) -> None:
+        """Drop all plans."""
+        with self.lock:
+            self.plans.clear()
+            self.buckets.clear()
+            self.deciding.clear()
+            self.backwards.clear()
+            self.packed.clear()
+
+    def read(self) -> None:
+        """Read the library, if that wasn't done; raises DatabaseError where a database is missing or damaged."""
+        with self.lock, held_off():
+            if self._library is None:
+                # The import is slow, so that only calls that need records pay for it.
+                from flashtune.db.library import Library
+
+                self._library = Library.over(self.settings.databases, alone=self.settings.alone)
+
+    def library(self) -> "Library":
+        """The library of these databases, read at its first use."""
+        self.read()
+        assert self._library is not None, "it was just read"
+        return self._library
+
+    def renew(self) -> None:
+        """Read the library anew at the next choice; plans stay."""
+        self._library = None
+        self._pools.clear()
+        self.deciding.clear()
+
+    def warn_of_missing(self) -> None:
+        """Warn where `FLASHTUNE_DB` names no file, for calls that need no records; for others `read` raises."""
+        named = os.environ.get("FLASHTUNE_DB", "")
+        path = named.removeprefix("sqlite:///")
+        if path and "://" not in path and not self.settings.alone and not os.path.isfile(os.path.expanduser(path)):
+            wrong = f"{named!r} is no file" if os.path.exists(os.path.expanduser(path)) else f"there is no database at {named!r}"
+            self.warn_once(f"flashtune: {wrong}, which FLASHTUNE_DB names: check the path")
+
+    def surroundings(self, device: torch.device, problem: Problem) -> tuple[Target, Mapping[str, Family], Pool | Sequence[TuningRecord]]:
+        """Target, families that run there and records; the interpreter runs default configs alone, since its times mean nothing."""
+        target = devices.target_of(device)
+        if device.type == "cpu":
+            return target, {name: family for name, family in families().items() if family.interpretable}, []
+        return target, families(), self.pool(problem.key(target.slug), target)
+
+    def pool(self, key: ProblemKey, target: Target) -> Pool:
+        """Records that may serve `key` on this GPU; the first call reads the library."""
+        library = self.library()
+        # A large library is read per key, since looking at all of it would take too long.
+        group: Hashable = key if library.large else group_of(key)
+        if group not in self._pools:
+            while len(self._pools) >= MOST_POOLS:
+                del self._pools[next(iter(self._pools))]
+            with held_off():
+                gpus = [gpu for gpu, known in targets().items() if known.arch == target.arch] or [target.slug]
+                self._pools[group] = Pool(key, target, library.near(key, gpus), families(), library.findings)
+        return self._pools[group]
+
+    def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
+        """Warn, once for each database, where a record that serves on this GPU was measured on another machine; shipped records are from
+        another one anyway."""
+        if record.origin == "shipped" or record.origin in self._warned_of or record.outcome.source != "measured":
+            return
+        if differences := devices.differing(record.provenance, devices.here(device.index)):
+            self._warned_of.add(record.origin)
+            said = f"records of {record.origin} were measured elsewhere: {', '.join(differences)}"
+            self.warn_once(f"flashtune: {said}; they serve, search here to compare them")
+
+    def warn_once(self, message: str) -> None:
+        """Issue a RuntimeWarning, the first time that this message comes up."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+MOST_MEMOS = 32
+"""Stacks of layers with a plan cache; beyond it the least recently used one is dropped."""
+
+
+class Use:
+    """Database, or an option, in force from the call of `use` until `remove`, or until the end of its `with` block."""
+
+    __slots__ = ("alone", "confirm", "database", "everywhere", "removed", "seen", "unmeasured")
+
+    def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None, confirm: bool = False) -> None:
+        self.confirm = confirm
+        self.database, self.alone, self.everywhere, self.unmeasured = database, alone, everywhere, unmeasured
+        self.seen = _seen(database)
+        self.removed = False
+
+    def remove(self) -> None:
+        """Remove this layer, wherever in the stack it is; no effect if that was done before.
+
+        Raises InputError in a thread or task that doesn't have it.
+        """
+        global _everywhere
+        if self.everywhere:
+            with _lock:
+                _everywhere = tuple(use for use in _everywhere if use is not self)
+                _look_up_anew()
+            return
+        uses = STACK.get().uses
+        if self not in uses and not self.removed:
+            raise InputError(
+                "these databases are used by another thread or task alone: remove them there, or use them with everywhere=True"
+            )
+        self.removed = True
+        if self in uses:
+            _lay(tuple(use for use in uses if use is not self))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+class Stack:
+    """Layers of a context, the topmost first, and their plan cache, which is empty until `current` was called.
+
+    Copied contexts share it, so that a plan serves all of them.
+    """
+
+    __slots__ = ("__weakref__", "plans", "uses")
+
+    def __init__(self, uses: tuple[Use, ...] = ()) -> None:
+        self.uses = uses
+        self.plans = Plans()
+        with _lock:
+            _stacks.add(self)
+
+
+_lock = threading.RLock()
+_stacks: WeakSet[Stack] = WeakSet()
+_everywhere: tuple[Use, ...] = ()
+_reloaded: Use | None = None
+_memos: dict[Settings, Memo] = {}
+_pinned: Memo | None = None
+_BOTTOM = Stack()
+STACK: ContextVar[Stack] = ContextVar("flashtune.layers", default=_BOTTOM)
+"""Stack of this context: a thread starts with the bottom one, a task of asyncio with its creator's."""
+
+
+def _unlock() -> None:
+    """Replace locks in a forked child, where nobody would release one that another thread of the parent held."""
+    global _lock
+    _lock = threading.RLock()
+    for memo in _memos.values():
+        memo.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+def _lay(uses: tuple[Use, ...]) -> None:
+    STACK.set(Stack(uses) if uses else _BOTTOM)
+    current()
+
+
+def use(
+    database: str | Path | None = None,
+    *,
+    alone: bool = False,
+    everywhere: bool = False,
+    unmeasured: bool | None = None,
+    confirm: bool = False,
+) -> Use:
+    """Serve the calls of this thread, or task of asyncio, from `database` (a path or URL) first: a model's own file, say.
+
+        with dispatch.use("model/tuned.sqlite"):
+            model(x)
+
+    It is read as it is now; a file that changes later, when it is used again, or after `reload`. It is in force at once, over earlier
+    layers, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends or `remove` of the returned object is called.
+    Its measured records take precedence over those of lower layers for the same key. `alone` hides all lower layers. `everywhere` applies
+    to all threads and tasks, also those of data loaders and servers; their own layers lie above it. The others are in a context variable:
+    tasks that begin meanwhile have them to their end, and so has a thread that runs in a copy of this context. Gradients are computed under
+    the layers of the forward, in any thread; activation checkpoints, which are recomputed in PyTorch's own threads on a GPU, need
+    `everywhere`. `unmeasured` allows kernels without any measurement on the GPU's architecture, or forbids them; by default the environment
+    decides (FLASHTUNE_UNMEASURED=1).
+
+    `confirm` measures lazily: the first call of `attention` with a key that has no measured record (predicted ones don't count) times the
+    two kernels that are likely the fastest, PyTorch and other providers for 50 ms in all, after compiling them, and the fastest serves.
+    The outcome is stored in the user's own database, so that a machine measures a key once. Calls with gradients, dropout, or features for
+    which PyTorch needs all scores (soft caps, LSEs), and calls that are captured into CUDA graphs or traced, aren't measured.
+
+    Raises DatabaseError where there is no such database or it is damaged, InputError without a database, `unmeasured` and `confirm`.
+    """
+    global _everywhere
+    if database is None and unmeasured is None and not confirm:
+        raise InputError("nothing to use: give the path or URL of a database, unmeasured or confirm=True")
+    added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured, confirm=confirm)
+    own = () if everywhere else STACK.get().uses
+    with _lock:
+        memo = _memo_of((added, *own, *_everywhere))
+    memo.read()
+    if everywhere:
+        with _lock:
+            _everywhere = (added, *_everywhere)
+            _look_up_anew()
+    else:
+        _lay((added, *own))
+    return added
+
+
+def current() -> Memo:
+    """Context in force here; the next calls find its plans at once."""
+    stack = STACK.get()
+    with _lock:
+        memo = _pinned or _memo_of((*stack.uses, *_everywhere))
+        stack.plans = memo.plans
+    return memo
+
+
+def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
+    """Drop all cached choices and read the records anew at the next call, as after a search. Layers of `use` stay.
+
+    `database` becomes a layer below those in use everywhere, until the next `reload`; with `alone` it hides all below.
+    """
+    global _reloaded
+    located = _located(database)
+    with _lock:
+        _reloaded = None if located is None else Use(located, alone=alone, everywhere=True, unmeasured=None)
+        _memos.clear()
+        _look_up_anew()
+
+
+@contextmanager
+def serving(memo: Memo) -> Iterator[None]:
+    """Serve the calls of all threads by this memo meanwhile: with one that pins a kernel, that is measured as it would serve."""
+    global _pinned
+    before = _pinned
+    try:
+        with _lock:
+            _pinned = memo
+            _look_up_anew()
+        yield
+    finally:
+        with _lock:
+            _pinned = before
+            _look_up_anew()
+
+
+def _look_up_anew() -> None:
+    """Make every thread look up its layers at the next call; to be called under `_lock`."""
+    for stack in _stacks:
+        stack.plans = Plans()
+
+
+def _memo_of(uses: tuple[Use, ...]) -> Memo:
+    """Memo of the settings of these layers, the topmost first, made where there is none; to be called under `_lock`."""
+    databases: dict[str, Hashable] = {}
+    alone = False
+    for one in uses if _reloaded is None else (*uses, _reloaded):
+        if one.database is not None and not alone:
+            databases.setdefault(one.database, one.seen)
+        alone = alone or one.alone
+    said = next((one.unmeasured for one in uses if one.unmeasured is not None), None)
+    settings = Settings(
+        databases=tuple(databases), seen=tuple(databases.values()), alone=alone, unmeasured=said, confirm=any(one.confirm for one in uses)
+    )
+    # The dict is ordered by last use.
+    memo = _memos.pop(settings, None) or Memo(settings)
+    while len(_memos) >= MOST_MEMOS:
+        del _memos[next(iter(_memos))]
+    _memos[settings] = memo
+    return memo
+
+
+def _located(database: str | Path | None) -> str | None:
+    """Absolute path of a database, or its URL unchanged."""
+    if database is None:
+        return None
+    if not isinstance(database, str | os.PathLike):
+        raise InputError(f"a database is named by its path or URL, not {database!r}")
+    text = os.fspath(database)
+    return text if isinstance(database, str) and "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _seen(database: str | None) -> Hashable:
+    """State of a database's file, which changes with each write; the same for every server."""
+    if database is None:
+        return None
+    # The import is slow, and for a layer without a database it isn't needed.
+    from flashtune.db.library import state_of
+
+    return state_of(database)

@@ -1,0 +1,395 @@
+"""Plans of a call: the policy's choices in their order, with their kernels, and the explanation of each."""
+
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, Variant
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.pytorch import devices
+from flashtune.core.records.results import Source, TuningRecord
+from flashtune.dispatch.call.call import Call, PerHead, trained_as
+from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
+from flashtune.dispatch.call.parse import cannot_serve
+from flashtune.dispatch.decisions import backwards
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.plans.forward import Fallback, KernelPlan
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.plans.misprediction import Misprediction
+from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.policy.choose import BUCKET, Choice, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
+from flashtune.dispatch.policy.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
+from flashtune.dispatch.policy.orders import rank_coded, rank_packed
+from flashtune.dispatch.providers.libraries import PROVIDERS, plan_of, variant_of
+from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
+from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.templates import families
+from flashtune.templates.family import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Kernel that serves a call, and the reasons.
+
+    `kind` is the step of the policy (flashtune.dispatch.policy.choose.rank) that served and `reason` says it in a sentence. `template`,
+    `variant_id` and `config` are None where PyTorch serves. `source`, `origin`, `record_key` and the record's times (of its own problem, in
+    microseconds) are None where no record led there; `key` is None where no record can apply to the call (float64, CPU tensors). `refused`
+    has a line for each better-placed record or family that was passed over.
+
+    Where the record is of another key, `differences` lists theirs for ours (`d=128 for 80`). `estimated_loss`, the share of time that the
+    kernel loses against a search of its own, is None: no estimate of it is calibrated. `backward` explains
+    the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
+
+    `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
+    like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
+    the fallback kernel serves until the process ends.
+
+    `provider` is the name of the provider that serves (`kind` is "provider"), None elsewhere; `providers` are all implementations that a
+    caller may name, with their times.
+    """
+
+    kind: Kind
+    reason: str
+    gpu: str
+    key: ProblemKey | None = None
+    template: str | None = None
+    variant_id: str | None = None
+    config: Config | None = None
+    source: Source | None = None
+    origin: str | None = None
+    record_key: ProblemKey | None = None
+    median_us: float | None = None
+    framework_us: float | None = None
+    refused: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    estimated_loss: float | None = None
+    backward: "Explanation | None" = None
+    twin: Config | None = None
+    misled_programs: int = 0
+    went_over: int = 0
+    twin_serves: bool = False
+    provider: str | None = None
+    providers: tuple[Offer, ...] = ()
+
+    def __str__(self) -> str:
+        return self.reason
+
+    def remembering(self, state: Misprediction | None) -> "Explanation":
+        """Copy with the counts of such calls and their latch."""
+        if state is None:
+            return self
+        reason = self.reason + "; its softmax was mispredicted, so that its fallback kernel serves" * state.latched
+        programs = state.mispredicted.value
+        return replace(self, reason=reason, misled_programs=programs, went_over=int(state.latched), twin_serves=state.latched)
+
+
+def explained(choice: Choice, problem: Problem, target: Target, refused: Sequence[str], *, interpreted: bool = False) -> Explanation:
+    """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
+    variant, reason = choice.variant, choice.note
+    if choice.provider is not None:
+        reason = f"{PROVIDERS[choice.provider].title} serves: {reason}"
+    if variant is not None and not interpreted and target.arch.isdigit() and (why := kernels.uncompiled(variant, target.arch)) is not None:
+        reason += f"; {why}, so Triton compiles it at the first call"
+    if choice.kind == "framework" and choice.record is None and refused:
+        reason += f" ({refused[0]})"
+    if interpreted:
+        reason += ", in Triton's interpreter"
+    return explanation_by(choice._replace(note=reason), problem, "cpu" if interpreted else target.slug, refused)
+
+
+def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: Sequence[str] = ()) -> Explanation:
+    """Explanation of a choice by its own reason."""
+    record, variant, said = choice.record, choice.variant, dict[str, Any]()
+    if record is not None:
+        said = {"source": record.outcome.source, "origin": record.origin, "record_key": record.key}
+        said |= {"median_us": record.median_us, "framework_us": record.framework_us}
+    return Explanation(
+        kind=choice.kind,
+        reason=choice.note,
+        gpu=gpu,
+        key=None if problem is None or gpu == "cpu" else problem.key(gpu),
+        template=None if variant is None else variant.template,
+        variant_id=None if variant is None else variant.id,
+        config=choice.config,
+        refused=tuple(refused),
+        differences=choice.differences,
+        twin=choice.fallback,
+        provider=choice.provider,
+        **said,
+    )
+
+
+class Candidate(NamedTuple):
+    """Plan that may serve, the step of the policy that chose it, and a factory of its explanation; `variant` is None for PyTorch,
+    and for another provider a name under which its failures are kept.
+
+    Where `trains` is True, kernels compute the gradients, too, and the plan is that of the forward (`forward_of`).
+    """
+
+    plan: TorchPlan | KernelPlan | ProviderPlan
+    kind: Kind
+    said: Callable[[], Explanation]
+    variant: Variant | None = None
+    trains: bool = False
+
+    @property
+    def explanation(self) -> Explanation:
+        """Explanation, formatted on demand: a growing sequence makes a choice per token."""
+        return self.said()
+
+
+def candidates(
+    memo: Memo,
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    torch_only: str | None,
+    per_head: PerHead | None = None,
+    *,
+    by_bucket: bool = False,
+    ours: bool = False,
+) -> Iterator[Candidate]:
+    """Plans for a call, best first; the last is always PyTorch's.
+
+    `torch_only` is the reason why only PyTorch can serve, if there is one. A kernel that refuses these strides or pointers, or that failed
+    before, excludes the other tuned ones of its family; the family's default is still tried, since it may accept them. With `by_bucket` a
+    decode step begins with the choice for its length bucket. With `ours` kernels serve wherever they can, measured or not.
+    """
+    problem = call.problem
+    torch_only = torch_only or call.out_of_reach
+    if torch_only in GRADIENTS and problem is not None:
+        if not (ours or GRADIENTS[torch_only]):
+            yield from _by_provider(memo, call, trained_as(problem), (q, k, v, mask), per_head)
+        why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only], ours=ours)
+        torch_only = f"{torch_only}, and {why}"
+        if call.mask_kind != "none" and call.device.type == "cuda":
+            torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
+    fused = call.fused_by_torch and not ours
+    if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
+        # A forward without gradients may be recomputed with them, and has to drop the same pairs.
+        target = devices.target_of(call.device)
+        chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic, composite=ours)
+        fused = fused and chosen is None
+        if chosen is None:
+            torch_only = f"unseeded dropout is served as in training, and there {why}"
+    if torch_only is None and problem is not None:
+        if devices.INTERPRETING:
+            memo.warn_of_missing()
+        if not ours:
+            yield from _by_provider(memo, call, problem, (q, k, v, mask), per_head)
+        yield from _by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
+        return
+    memo.warn_of_missing()
+    gpu = devices.slug_here(call.device)
+    key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
+    said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
+    yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind="framework", said=said)
+
+
+def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
+    """Plan of the implementation that the caller names; raises InputError, with the cause and the remedy, where it can't serve.
+
+    Under transforms, modes, tracers and subclasses (`SEEN_THROUGH`), and with nothing to compute, PyTorch's operations serve any name;
+    under transforms a backend that is named comes first.
+    """
+    nothing = call.empty or not call.d or not call.d_v
+    reason = f"the caller named {name}" + ", and there is nothing to compute" * nothing
+    said = functools.partial(Explanation, reason=reason, gpu=devices.slug_here(call.device))
+    backend = PROVIDERS.get(name)
+    if torch_only is TRANSFORMED and isinstance(backend, TorchBackend) and not nothing:
+        yield Candidate(backend.transformed(call, tensors), "provider", functools.partial(said, kind="provider", provider=name))
+        return
+    if name == TORCHS or torch_only in SEEN_THROUGH or nothing:
+        yield Candidate(TorchPlan.of(call, *tensors), "framework", functools.partial(said, kind="framework"))
+        return
+    why: str | None = None
+    if name in PROVIDERS:
+        found = _provided(memo, call, call.problem, name, tensors, per_head, functools.partial(said, kind="provider", provider=name))
+        yield found
+        why = None if found.variant is None else memo.kernels.failure(found.variant, call.device)
+    else:
+        for one in candidates(memo, call, *tensors, torch_only, ours=True):
+            if one.kind == "framework":
+                why = one.explanation.reason.removesuffix(", so PyTorch's own attention serves it")
+                break
+            yield one
+    raise cannot_serve(name, str(why))
+
+
+def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:
+    """Plan of the provider that was the fastest for a problem of a call, where one was."""
+    target, _, pool = memo.surroundings(call.device, problem)
+    if memo.pinned or call.dropout_p or not isinstance(pool, Pool):
+        return
+
+    def provided(name: str) -> bool:
+        variant = variant_of(name, problem)
+        failed = variant is not None and memo.kernels.failure(variant, call.device) is not None
+        return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
+
+    record = measured_record(pool, problem, target)
+    if record is None:
+        # Growing sequences share the look-up of their length bucket.
+        alike = replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET)
+        if (alike, target.slug) not in memo.deciding:
+            memo.deciding[alike, target.slug] = deciding_record(pool, alike, target)
+        record = memo.deciding[alike, target.slug]
+    found = provider_choice(record, problem, target, provided, framework_serves=call.fused_by_torch)
+    if found is None:
+        return
+    said = functools.partial(explained, found, problem, target, ())
+    if found.provider is None:
+        yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
+    else:
+        yield _provided(memo, call, problem, found.provider, tensors, per_head, said)
+
+
+def _provided(
+    memo: Memo,
+    call: Call,
+    problem: Problem | None,
+    name: str,
+    tensors: Tensors,
+    per_head: PerHead | None,
+    said: Callable[[], Explanation],
+) -> Candidate:
+    """Plan of a provider for a problem of a call."""
+    return Candidate(plan_of(name, call, tensors, per_head), "provider", said, variant_of(name, problem))
+
+
+def _trained(
+    memo: Memo, call: Call, problem: Problem, tensors: Tensors, requested: Sequence[str], *, ours: bool
+) -> Generator[Candidate, None, str]:
+    """Plans of kernels for a call that needs gradients, `requested` beside dQ, dK and dV; returns the reason why there are no more."""
+    target, trained = devices.target_of(call.device), trained_as(problem, requested)
+    words = {"deterministic": call.deterministic, "composite": ours or backwards.composite(call)}
+    chosen, why = backwards.gradient_choice(memo, trained, target, **words)
+    if chosen is not None:
+        for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
+            if forward.kind == "framework":
+                return f"no kernel serves the forward ({forward.explanation.reason})"
+            both = lambda one=forward: replace(one.explanation, backward=explained(chosen, trained, target, ()))  # noqa: E731
+            yield forward._replace(said=both, trains=True)
+    return why
+
+
+def _ranked(
+    memo: Memo, problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: Any
+) -> Iterator[Choice | Refusal]:
+    """The policy's order, and before it the choice for the length bucket of a decode step.
+
+    Not with a mask or a bounded band, which may hide keys at some lengths only.
+    """
+    plain = problem.features.mask == "none" and not problem.features.banded
+    if problem.n_q <= DECODE_ROWS and plain and isinstance(records, Pool) and not memo.pinned:
+        bucket = (replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET), target.slug, words["framework_serves"])
+        if bucket not in memo.buckets:
+            memo.buckets[bucket] = choice_of_bucket(problem, target, records, known, **words)
+        if (choice := memo.buckets[bucket]) is not None:
+            yield choice
+    yield from rank(problem, target, records, known, **words)
+
+
+def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, framework_serves: bool, by_bucket: bool) -> Iterator[Candidate]:
+    """Plans in the policy's order, of kernels that can be built and accept these tensors."""
+    target, known, records = memo.surroundings(call.device, problem)
+    q, k, v = call.views(*tensors[:3])
+    mask = call.full_mask(tensors[3])
+    interpreted = call.device.type == "cpu"
+    refused: list[str] = []
+    failed: set[str] = set()
+    if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
+        said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
+        yield Candidate(plan=KernelPlan(call, Code(pinned), q.stride()), kind="exact", said=said)
+    words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
+    words["compiled"] = functools.partial(kernels.has_code, arch=target.arch)
+    surroundings = (problem, target, records, known)
+    for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
+        if isinstance(choice, Refusal):
+            refused.append(_refusal(choice, memo.warn_once))
+            continue
+        family, variant = choice.family, choice.variant
+        said = functools.partial(explained, choice, problem, target, tuple(refused), interpreted=interpreted)
+        if family is None or variant is None:
+            yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind=choice.kind, said=said)
+            continue
+        if family.name in failed and choice.record is not None:
+            continue
+        code = memo.kernels.code(family, variant, call.device, target)
+        why: str | None = "it doesn't take these strides or addresses"
+        if isinstance(code, str):
+            why = code
+        elif code.module.accepts(q, k, v, mask):
+            if choice.record is not None and call.device.type == "cuda":
+                memo.warn_of_elsewhere(choice.record, call.device)
+            fallback, in_graphs = (
+                _beside(memo, call, choice, config, target, q.stride()) for config in (choice.fallback, choice.in_graphs)
+            )
+            plan = KernelPlan(call, code, q.stride(), fallback=fallback, in_graphs=in_graphs)
+            yield Candidate(plan=plan, kind=choice.kind, said=said, variant=variant)
+            why = memo.kernels.failure(variant, call.device)
+            if why is None:
+                # The next ones follow for callers that compare plans.
+                continue
+        refused.append(f"{variant.template} {variant.id}: {why}")
+        failed.add(family.name)
+
+
+def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, target: Target, q_strides: tuple[int, ...]) -> Fallback | None:
+    """Kernel of the choice's family with another config; its code is loaded at the first switch to it."""
+    family = choice.family
+    if family is None or config is None:
+        return None
+
+    def plan() -> KernelPlan | None:
+        with memo.lock:
+            code = memo.kernels.code(family, kernels.variant(family, choice.spec, config), call.device, target)
+            return None if isinstance(code, str) else KernelPlan(call, code, q_strides)
+
+    return Fallback(config=config, plan=plan)
+
+
+def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
+    """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
+    refused: list[str] = []
+    if problem.features.mods or problem.features.packed:
+        ranking: Any = rank_coded if problem.features.mods else rank_packed
+        records = lambda one: memo.pool(one.key(target.slug), target)  # noqa: E731
+        ranked = ranking(problem, target, records, families(), unmeasured=memo.unmeasured)
+        return explained(next(one for one in ranked if isinstance(one, Choice)), problem, target, refused)
+    pool = memo.pool(problem.key(target.slug), target)
+    deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
+    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
+    if other is not None:
+        return explained(other, problem, target, refused)
+    if problem.direction == "bwd":
+        chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
+        if chosen is None or chosen.family is None:
+            reason = f"{why}, so PyTorch's own attention serves the gradient"
+            return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+        return explained(chosen, problem, target, refused)
+    words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
+    for choice in rank(problem, target, pool, families(), **words, compiled=functools.partial(kernels.has_code, arch=target.arch)):
+        if isinstance(choice, Choice):
+            return explained(choice, problem, target, refused)
+        refused.append(_refusal(choice))
+    raise AssertionError("the ranking ends with PyTorch")
+
+
+def _refusal(refusal: Refusal, warn: Callable[[str], None] | None = None) -> str:
+    """A refusal as a line; invalid records are warned of once."""
+    record = refusal.record
+    if record is None:
+        return refusal.reason
+    key = record.key
+    text = f"record of {record.origin or 'a database'} (gpu {key.gpu}, n {key.n}, d {key.d}, {key.dtype}): {refusal.reason}"
+    if refusal.invalid and warn is not None:
+        warn(f"flashtune: {text} (search it again or delete the record)")
+    return text

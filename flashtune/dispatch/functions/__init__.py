@@ -1,0 +1,1 @@
+"""Masks and scores as code: traced, decided, with their lists of blocks, and launched."""

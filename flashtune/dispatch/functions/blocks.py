@@ -1,0 +1,252 @@
+"""Calls with a mask and a score as code, and their lists of blocks: which tiles need the mask, and which are skipped."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flashtune.core.pytorch.private import C
+from flashtune.dispatch.functions.kernels import Sequences, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.dispatch.rows.kernel import Kernel
+from flashtune.templates.launches.common import cdiv
+from flashtune.templates.mods.documents import Documents
+from flashtune.templates.mods.emit import Mods
+from flashtune.templates.mods.graph import Node
+from flashtune.templates.mods.scores import Score
+from flashtune.templates.mods.structure import Band
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """Traced functions: graphs over one list of captured tensors, with the place of each among all that the functions close over."""
+
+    score: Node | None
+    mask: Node | None
+    names: tuple[str, str]
+    places: tuple[int, ...]
+    fresh: tuple[Tensor, ...] = ()
+    known: tuple[Band, Score] | None = None
+    """Band and score where `attention` has both built in (flashtune.templates.mods.structure and scores)."""
+    reads: bool = False
+    """True if the mask reads captured tensors, whose values may change between calls unseen."""
+    documents: Documents | None = None
+    """Documents, a band and a score where `attention_varlen` has both built in."""
+
+
+class Passes(NamedTuple):
+    """Kernels of a call's passes, with the functions that are compiled into each; no backward where nothing gets a gradient."""
+
+    forward: Kernel
+    mods: Mods
+    backward: Kernel | None = None
+    trained: Mods | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if one of them couldn't be built at an earlier call."""
+        return bool(self.forward.failed or (self.backward is not None and self.backward.failed))
+
+
+class FlexCall(NamedTuple):
+    """A call that kernels serve; a named tuple, which is made at every call."""
+
+    functions: Functions
+    captured: tuple[Tensor, ...]
+    kernels: Passes
+    scale: float
+    mask_of: Any
+    """The BlockMask or mask_mod, for its lists of blocks; None of packed sequences, which have none."""
+    sequences: Sequences | None = None
+
+    def of(self, bounds: Sequence[Any], captured: tuple[Tensor, ...]) -> "FlexCall":
+        """The call with these tensors in place of its own."""
+        sequences = None if self.sequences is None else self.sequences._replace(bounds=bounds)  # type: ignore[arg-type]
+        return self._replace(captured=captured, sequences=sequences)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The forward's kernel."""
+        return self.kernels.forward
+
+    @property
+    def mods(self) -> Mods:
+        """The functions that are compiled into the forward's kernel."""
+        return self.kernels.mods
+
+
+FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
+"""The reason why PyTorch serves a BlockMask that was made by hand."""
+
+MOST_LISTS = 32
+"""Most results that are kept with one mask: sizes may change at every step."""
+
+
+_NOT_KEPT = object()
+LISTS: Any = WeakIdKeyDictionary()
+"""Lists of blocks of a mask, and whether a BlockMask's blocks are those of its mask_mod, for as long as it lives."""
+
+_OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_") for name in ("num_blocks", "indices"))
+_lists_of = attrgetter(*_OWN)
+
+
+def versions_of(mask: Any) -> tuple[int, ...]:
+    """Versions of a BlockMask's own lists, which are all that it holds: no values that its mask_mod reads."""
+    try:
+        return tuple([x._version for x in _lists_of(mask) if x is not None])
+    except (AttributeError, RuntimeError):
+        # Tensors of inference mode have no versions, and nothing writes to them outside of it.
+        lists = [getattr(mask, name, None) for name in _OWN]
+        return tuple(x._version for x in lists if x is not None and not x.is_inference())
+
+
+def stream_of() -> tuple[int, bool]:
+    """The current stream, and True while it is captured; (0, False) where no GPU is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0, False
+    # PyTorch's own objects of streams take microseconds to make.
+    return C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
+
+
+def _kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Result of `make` from an earlier call with a mask: one that depends on no captured tensor, whose memory may change unseen."""
+    stream, capture = stream_of()
+    # What is made during capture is filled only at replay, where a BlockMask may have other lists.
+    if capture:
+        return make()
+    try:
+        lists = LISTS.setdefault(mask, {})
+    except TypeError:
+        return make()
+    whole = key, versions_of(mask), stream
+    found = lists.get(whole, _NOT_KEPT)
+    if found is _NOT_KEPT:
+        found = make()
+        if len(lists) >= MOST_LISTS:
+            lists.clear()
+        lists[whole] = found
+    return found
+
+
+def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    """Batches, heads, queries and keys."""
+    return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+
+
+def blocks(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
+    """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
+    sizes = sizes_of(query, key)
+
+    mask = _lists_in(call.mask_of, tile, of_keys=of_keys)
+
+    def make() -> Tensor:
+        turn = -1 if of_keys else 1
+        rows, columns = (cdiv(n, step) for n, step in list(zip(sizes[2:], tile, strict=True))[::turn])
+        if mask is not None:
+            first, second = (size // step for size, step in list(zip(call.mask_of.BLOCK_SIZE, tile, strict=True))[::turn])
+            # One block may be longer than all queries or keys.
+            return lists_of_mask(kernel, mask, (min(first, rows), min(second, columns)), rows, columns)
+        return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
+
+    place = call.mods.hash, sizes, tile, of_keys, query.device
+    found: Tensor = make() if mask is None and call.functions.reads else _kept(call.mask_of, place, make)
+    return found.expand(*sizes[:2], -1, -1)
+
+
+def _lists_in(mask: Any, tile: tuple[int, int], *, of_keys: bool) -> list[Tensor] | None:
+    """A BlockMask's own numbers and places of blocks, where its blocks are made of whole tiles."""
+    if any(size % step for size, step in zip(getattr(mask, "BLOCK_SIZE", (1, 1)), tile, strict=True)):
+        return None
+    of = "q" if of_keys else "kv"
+    found = [getattr(mask, f"{full}{of}_{name}", None) for full in ("", "full_") for name in ("num_blocks", "indices")]
+    return None if found[0] is None else [x for x in found if x is not None]
+
+
+def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
+    """True if the blocks of a BlockMask are those that its mask_mod has: one could be made of any blocks.
+
+    Where the mask reads tensors, kernels that walk the BlockMask's own blocks mean what PyTorch's mean, whatever is in these later.
+    """
+    sizes, tile = sizes_of(query, key), tuple(call.mask_of.BLOCK_SIZE)
+
+    def kinds() -> Tensor:
+        return tile_kinds(call.kernel, call.mods, call.captured, sizes, tile)
+
+    return _agrees(call.mask_of, (call.mods.hash, sizes), query, kinds, again=varies(call))
+
+
+def varies(call: FlexCall) -> bool:
+    """True if a BlockMask has to be compared with its mask_mod at every call: tensors that this reads may have changed, and PyTorch, on a
+    CPU, or a pass of ours, by its tiles or for gradients of captured tensors, takes the mask where the BlockMask has other blocks."""
+    if not call.functions.reads or not hasattr(call.mask_of, "BLOCK_SIZE"):
+        return False
+    forward, _, backward, trained = call.kernels
+    tiles = [tile for kernel in (forward, backward) if kernel is not None for tile in kernel.tiles]
+    whole = all(_lists_in(call.mask_of, tile, of_keys=False) is not None for tile in tiles)
+    return forward.device.type == "cpu" or not whole or bool(trained is not None and trained.trained)
+
+
+def agrees_with_band(mask: Any, band: Band, query: Tensor, key: Tensor, documents: Tensor | None = None) -> bool:
+    """The same for a mask_mod that is a band, within documents whose tokens lie together where their numbers (N,) or (B, N) are given."""
+    n_q, n_kv = query.shape[2], key.shape[2]
+
+    def kinds() -> Tensor:
+        found = _kinds_of_band(band, n_q, n_kv, tuple(mask.BLOCK_SIZE), query.device)
+        return found if documents is None else _kinds_of_documents(found, documents, n_q, tuple(mask.BLOCK_SIZE))
+
+    return _agrees(mask, (band, n_q, n_kv), query, kinds, again=documents is not None)
+
+
+def _agrees(mask: Any, key: Hashable, query: Tensor, kinds_of: Callable[[], Tensor], *, again: bool) -> bool:
+    def make() -> bool:
+        kinds = kinds_of()
+        shape = (*mask.kv_num_blocks.shape[:2], *kinds.shape[2:])
+        partial, full = (
+            _dense(number, places, shape, query.device)
+            for number, places in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+        )
+        # A full block sees all, a block that is in neither list nothing.
+        return bool(((~full | (kinds == 1)) & (partial | full | (kinds == 2))).all())
+
+    # The answer waits for the GPU, which a capture can't: a mask is met before that, in a warm-up.
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return make() if again else bool(_kept(mask, ("agrees", key), make))
+
+
+def _kinds_of_band(band: Band, n_q: int, n_kv: int, tile: tuple[int, ...], device: torch.device) -> Tensor:
+    """Result of `tile_kinds` for a band; keys past the end count as visible, of which a BlockMask knows nothing."""
+    left, right = (n_q + n_kv if side is None else side for side in band)
+    rows, columns = (torch.arange(0, n, step, device=device) for n, step in zip((n_q, n_kv), tile, strict=True))
+    # The least and greatest distance of a key from its query in a tile.
+    least = columns[None, :] - (rows + tile[0] - 1).clamp(max=n_q - 1)[:, None]
+    most = (columns + tile[1] - 1).clamp(max=n_kv - 1)[None, :] - rows[:, None]
+    kinds = torch.where((least >= -left) & (most <= right), 1, torch.where((least > right) | (most < -left), 2, 0))
+    return kinds[None, None].to(torch.int8)
+
+
+def _kinds_of_documents(kinds: Tensor, documents: Tensor, n: int, tile: tuple[int, ...]) -> Tensor:
+    """The kinds of a band's tiles, of n queries and keys, where each document sees itself alone."""
+    top, left = (torch.arange(0, n, step, device=kinds.device) for step in tile)
+    bottom, right = ((start + step - 1).clamp(max=n - 1) for start, step in zip((top, left), tile, strict=True))
+    top, bottom = top[:, None], bottom[:, None]
+    numbers = documents[None] if documents.dim() == 1 else documents
+    # Of all pairs these are the farthest apart, and the closest together, unless the tile is on the diagonal.
+    first, last, before, behind = top.minimum(left), bottom.maximum(right), bottom.minimum(right), top.maximum(left)
+    alone = (numbers[:, first] == numbers[:, last])[:, None]
+    apart = ((before < behind) & (numbers[:, before] != numbers[:, behind]))[:, None]
+    return torch.where((kinds == 2) | apart, 2, torch.where((kinds == 1) & alone, 1, 0)).to(torch.int8)
+
+
+def _dense(number: Tensor | None, places: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+    """True for the blocks of a list (batches, heads, rows, columns)."""
+    if number is None or places is None:
+        return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+    width = places.shape[-1]
+    listed = torch.arange(width, device=number.device) < number[..., None]
+    found = torch.zeros((*places.shape[:-1], width + 1), dtype=torch.bool, device=number.device)
+    found.scatter_(-1, torch.where(listed, places, width).long(), value=True)
+    return found[..., : shape[2], : shape[3]]

@@ -1,0 +1,102 @@
+"""Calls with functions that were decided before, found again in microseconds: the same functions and mask, and tensors like those."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.core.pytorch.private import FORWARD_AD, C, check_of
+from flashtune.dispatch.call.inspection import flash_attention_on
+from flashtune.dispatch.decisions.context import STACK, current
+from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, stream_of, varies, versions_of
+from flashtune.dispatch.functions.documents import PackedCall
+from flashtune.dispatch.functions.traced import Snapshot
+from flashtune.dispatch.plans.plan import guarded
+
+MOST = 256
+"""Most calls of a context: a model has a few, unless it makes its functions anew."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RecentCall:
+    """A decided call, with the conditions under which it is the same again."""
+
+    check: Callable[..., bool]
+    state: tuple[Any, ...]
+    mask: "tuple[weakref.ref[Any], tuple[int, ...]] | None"
+    snapshots: tuple[Snapshot | None, Snapshot | None]
+    call: Any
+    functions: Functions | None
+    captured: tuple["weakref.ref[Tensor]", ...]
+    scale: float
+
+
+def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Settings that a decision depends on beside arguments that are tensors and functions."""
+    return (
+        options, torch.is_grad_enabled(), torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"), stream_of(),
+        flash_attention_on(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
+    )  # fmt: skip
+
+
+def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, options: tuple[Any, ...]) -> Any:
+    """The call that was decided for these arguments, as `flex_attention` takes it; None where it has to be decided."""
+    if torch.compiler.is_compiling():
+        return None
+    recent = STACK.get().plans.flex.get((id(score_mod), id(block_mask)))
+    if (
+        recent is None
+        or not recent.check(query, key, value)
+        or recent.state != _settings(options)
+        or FORWARD_AD._current_level >= 0
+        or C._len_torch_dispatch_stack()
+        or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
+        or (recent.mask is not None and (recent.mask[0]() is not block_mask or recent.mask[1] != versions_of(block_mask)))
+    ):
+        return None
+    for snapshot, function in zip(recent.snapshots, (score_mod, getattr(block_mask, "mask_mod", block_mask)), strict=True):
+        if function is not None and not snapshot.same(function):
+            return None
+    if isinstance(recent.call, PackedCall) and not recent.call.read.holds():
+        return None
+    if not isinstance(recent.call, Passes):
+        return recent.call
+    if recent.call.failed:
+        return None
+    captured = tuple(ref() for ref in recent.captured)
+    return FlexCall(functions=recent.functions, captured=captured, kernels=recent.call, scale=recent.scale, mask_of=block_mask)
+
+
+def keep_recent(
+    call: FlexCall | PackedCall | dict[str, Any] | str, tensors: Sequence[Any], score_mod: Any, block_mask: Any, options: tuple[Any, ...]
+) -> None:
+    """Keep a decided call, where its conditions can be compared."""
+    if (
+        isinstance(call, str)
+        or isinstance(options[0], Tensor)
+        or torch.compiler.is_compiling()
+        or not guarded(tensors)
+        or any(x.data_ptr() % 16 for x in tensors)
+    ):
+        return
+    if (isinstance(call, dict) and "alibi_slopes" in call) or (isinstance(call, PackedCall) and call.slopes is not None):
+        # Slopes are computed anew.
+        return
+    if isinstance(call, FlexCall) and varies(call):
+        return
+    mask_mod = getattr(block_mask, "mask_mod", block_mask)
+    snapshots = tuple(None if function is None else Snapshot.make(function) for function in (score_mod, mask_mod))
+    if any(function is not None and one is None for function, one in zip((score_mod, mask_mod), snapshots, strict=True)):
+        return
+    kept: tuple[Any, ...] = call, None, (), 1.0
+    if isinstance(call, FlexCall):
+        # Tensors and masks are held by callers.
+        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale
+    mask = None if mask_mod is block_mask else (weakref.ref(block_mask), versions_of(block_mask))
+    recent = current().plans.flex
+    if len(recent) >= MOST:
+        recent.clear()
+    recent[id(score_mod), id(block_mask)] = RecentCall(check_of(tensors), _settings(options), mask, snapshots, *kept)  # type: ignore[arg-type]

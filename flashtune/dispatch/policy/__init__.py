@@ -1,0 +1,1 @@
+"""Pure choices: which record, config or library serves a problem."""

@@ -1,0 +1,1 @@
+"""Attention that libraries and PyTorch's backends provide."""

@@ -1,0 +1,1 @@
+"""Packed sequences and paged caches: read, chosen, launched, and computed sequence by sequence."""

@@ -1,0 +1,211 @@
+"""A kernel on one device with its launches, prepared for each layout of its tensors, for packed, paged and coded calls."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashtune.core.code import launching
+from flashtune.core.code.launches import Host
+from flashtune.core.code.launching import LoadedKernel, Plan
+from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
+from flashtune.core.pytorch.private import C
+from flashtune.core.records.results import TuningRecord
+from flashtune.dispatch.decisions.context import Memo, current
+from flashtune.dispatch.plans import driver, kernels, launch
+from flashtune.dispatch.plans.launch import Code, Program
+from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, Latch
+from flashtune.dispatch.plans.plan import placed
+from flashtune.dispatch.policy.choose import Choice
+from flashtune.templates.family import Family
+
+MOST_PROGRAMS = 256
+"""Prepared launches of a kernel, one for each layout: packed sequences have another number of rows at every step. Beyond it all are
+dropped."""
+
+
+_Result = TypeVar("_Result")
+
+
+class NotBuilt(Exception):
+    """A kernel that failed on this machine, as at a first call of a plan (`Kernels.tried`); who chooses passes over it from then on."""
+
+
+class Prepared(NamedTuple):
+    """Launches that are prepared for tensors of one layout, and places in their scratch memory."""
+
+    program: Program
+    offsets: tuple[int, ...]
+    scratch: int
+
+
+class Kernel:
+    """A kernel on one device. `choice` led to it; `variant` and `choice` are None for a pinned kernel.
+
+    `latch` leads to the fallback kernel that serves once its softmax was mispredicted; None where it has none.
+    """
+
+    __slots__ = ("_prepared", "choice", "code", "device", "latch", "memo", "tiles", "variant")
+
+    def __init__(self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, choice: Choice | None = None) -> None:
+        self.memo, self.variant, self.code, self.device, self.choice = memo, variant, code, device, choice
+        self._prepared: dict[Hashable, Prepared] = {}
+        self.latch: Latch[Kernel] | None = None
+        steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in self.config.as_dict()]
+        self.tiles = [(self.config.number(f"{step}BLOCK_M"), self.config.number(f"{step}BLOCK_N")) for step in steps]
+        """Rows and columns of the tiles of each of its lists of blocks: those of the forward or of keys, then those of queries."""
+
+    @property
+    def record(self) -> TuningRecord | None:
+        """The record that gave its config, if one did."""
+        return None if self.choice is None else self.choice.record
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The spec that is compiled into it."""
+        spec: KernelSpec = self._host.spec
+        return spec
+
+    @property
+    def config(self) -> Config:
+        """Its config."""
+        config: Config = self._host.config
+        return config
+
+    def fall_back_to(self, family: Family, config: Config | None, key: Hashable) -> None:
+        """Have the family's kernel with this config, if any, serve once the softmax was mispredicted; `key` names their counts."""
+        if config is not None and self.code.module.counts_misses and driver.driven(self.device):
+            counts = MISPREDICTIONS.of(self.device.index, (config, key))
+            self.latch = Latch(counts, partial(self._other, family, config))
+
+    def _other(self, family: Family, config: Config) -> "Kernel | None":
+        """The fallback kernel; None, and a warning, where it can't be loaded."""
+        variant, target = kernels.variant(family, self.spec, config), devices.target_of(self.device)
+        with self.memo.lock:
+            code = self.memo.kernels.code(family, variant, self.device, target, keeps=self.code.keep is not None)
+        if isinstance(code, Code):
+            return Kernel(self.memo, variant, code, self.device, self.choice)
+        self.memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
+        return None
+
+    @property
+    def misses(self) -> tuple[int, int] | None:
+        """Addresses where it counts mispredicting programs, where that has an effect."""
+        # Read once: another thread may release the latch.
+        state = None if self.latch is None else self.latch.state
+        return None if state is None else state.addresses
+
+    @property
+    def _host(self) -> Host:
+        host = self.code.module.host
+        assert host is not None, "families of the package have a host side"
+        return host
+
+    @property
+    def failed(self) -> str | None:
+        """Reason why it isn't tried, where it failed before."""
+        # A pinned kernel isn't passed over.
+        why = None if self.variant is None else self.memo.kernels.failure(self.variant, self.device)
+        return why if why is None or self.variant is None else f"{self.variant.template} can't be built here ({why})"
+
+    def launch(
+        self,
+        words: Hashable,
+        tensors: Sequence[Tensor | None],
+        plan: Callable[[LoadedKernel], Plan | None],
+        mods: Sequence[Tensor] = (),
+        numbers: Sequence[int] = (),
+    ) -> Prepared | None:
+        """Launch on the tensors' device and its current stream; returns what `run` takes for tensors of this layout.
+
+        `words` are all that a plan takes from a call beside layouts of its tensors. `tensors`, then `mods`, come in the order of the plan's
+        sources; counts of tiles are found for each launch. `numbers` are the varying ones. None is returned
+        where Triton launches. Raises NotBuilt where the kernel fails.
+        """
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if not driver.driven(self.device):
+                self._tried(lambda: None, lambda: self._through_triton(plan, numbers))
+                return None
+            key = words, layout((*tensors, *mods))
+            known = self._prepared.get(key) or self._built(key, plan)
+            self.run(known, tensors, mods, numbers)
+            return known
+
+    def run(self, known: Prepared, tensors: Sequence[Tensor | None], mods: Sequence[Tensor] = (), numbers: Sequence[int] = ()) -> None:
+        """Launch what is prepared for tensors of this layout, on their device and its current stream."""
+        index = self.device.index
+        if C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.run(known, tensors, mods, numbers)
+        addresses, stream = launching.addresses(tensors), C._cuda_getCurrentRawStream(index)
+        if known.program.counts:
+            in_graph = C._cuda_isCurrentStreamCapturing()
+            addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.program.counts, in_graph)
+        addresses += launching.addresses(mods)
+        if known.scratch:
+            # From a graph's pool under capture: nothing outlives the call.
+            scratch = torch.empty(known.scratch, dtype=torch.uint8, device=self.device)
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in known.offsets]
+        known.program.run(addresses, stream, numbers)
+        return None
+
+    def _built(self, key: Hashable, plan: Callable[[LoadedKernel], Plan | None]) -> Prepared:
+        def build() -> None:
+            if key in self._prepared:
+                return
+            if len(self._prepared) >= MOST_PROGRAMS:
+                self._prepared.clear()
+            program = self.code.program(plan)
+            assert program is not None, "families of the package have a host side"
+            if (state := None if self.latch is None else self.latch.state) is not None:
+                # Launches of more programs need more mispredicting ones.
+                state.programs = max(state.programs, program.programs)
+            self._prepared[key] = Prepared(program, *placed(program.temporaries))
+
+        with self.memo.lock:
+            return self._tried(build, lambda: self._prepared[key])
+
+    def _tried(self, build: Callable[[], None], run: Callable[[], _Result]) -> _Result:
+        found = self.memo.kernels.tried(self.variant, self.device, build, run)
+        if found is None:
+            raise NotBuilt(self.failed)
+        return found
+
+    def _through_triton(self, plan: Callable[[LoadedKernel], Plan | None], numbers: Sequence[int]) -> bool:
+        planned = plan(self.code.module)
+        assert planned is not None, "families of the package have a host side"
+        arguments = launching.Arguments(planned, numbers)
+        for one in planned.launches:
+            function = getattr(self.code.module, one.kernel)
+            function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
+        return True
+
+
+def layout(tensors: Sequence[Tensor | None]) -> Hashable:
+    """All that a plan takes from tensors beside their addresses."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
+
+
+def served_here(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if kernels with plain pointers run on this device, on a GPU or in Triton's interpreter."""
+    if KERNEL_DTYPES.get(dtype, "fp8") == "fp8" or not devices.TRITON:
+        return False
+    if device.type == "cpu":
+        return devices.INTERPRETING and dtype is not torch.bfloat16
+    return device.type == "cuda"
+
+
+def loaded_kernel(choice: Choice, device: torch.device, target: Target, memo: Memo | None = None) -> Kernel | str:
+    """The kernel of a choice, or the reason why it can't be loaded, in a `memo` or the one in force."""
+    memo, family, config = memo or current(), choice.family, choice.config
+    assert family is not None and config is not None, "a kernel is chosen"
+    variant = kernels.variant(family, choice.spec, config)
+    code = memo.kernels.code(family, variant, device, target, keeps=True)
+    return code if isinstance(code, str) else Kernel(memo, variant, code, device, choice)

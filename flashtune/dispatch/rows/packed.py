@@ -1,0 +1,257 @@
+"""Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.core.code import launching
+from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.problems.band import Band
+from flashtune.core.problems.config import Direction, KernelSpec
+from flashtune.core.problems.parameters import CallParameters
+from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch import devices
+from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, problem_of, rows_last, viewed
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.resolve import Explanation, explanation_by
+from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.autograd import readable
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.policy.choose import Refusal
+from flashtune.dispatch.policy.orders import rank_packed
+from flashtune.dispatch.rows import paged as pages
+from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared
+from flashtune.templates import families
+
+
+class PackedPlan:
+    """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout."""
+
+    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers")
+
+    def __init__(self, memo: Memo, forward: Kernel | None, numbers: Numbers, *, heads_outside: bool = False) -> None:
+        """With `heads_outside` the output is (Hq, T_q, D_v) in memory."""
+        self.memo, self.forward, self.numbers, self.heads_outside = memo, forward, numbers, heads_outside
+        self.fixed: tuple[Kernel, Prepared] | None = None
+
+
+def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Kernel | None:
+    """The best kernel that takes a call; None where none does."""
+    memo = memo or context.current()
+    query, key, value, cu_q, _, used, slopes, sinks, table, *_ = packed
+    aligned = [x.data_ptr() % 16 == 0 for x in (query, key, value)]
+    strides = query.stride(), key.stride(), value.stride()
+    sizes: tuple[Any, ...] = query.shape[1:], key.shape[1:], value.shape[-1], cu_q.shape, min(len(query), 2), min(len(key), 2)
+    bounds: tuple[Any, ...] = octaves_of(packed, numbers) if sizes[3][0] > 1 else ()
+    if table is not None:
+        bounds = min(pages.bounded(numbers).max_q, len(query)), table.shape[1] > 0, key.dtype
+    given = used is None, slopes is None, sinks is None, *aligned, torch.are_deterministic_algorithms_enabled()
+    signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
+    if signature not in memo.packed:
+        memo.packed[signature] = _choose(packed, numbers, direction, memo)
+    found: Kernel | None = memo.packed[signature]
+    return found
+
+
+def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) -> Kernel | None:
+    if packed.table is not None:
+        kernel = pages.kernel_of_pages(memo, packed, numbers)
+        return None if isinstance(kernel, str) else kernel
+    device = packed.query.device
+    problem = problem_of(packed, numbers, direction)
+    if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
+        return None
+    if device.type == "cpu" and problem.dtype == "bf16" and not driver.driven(device):
+        # Triton's interpreter can't multiply it.
+        return None
+    with memo.lock:
+        if (problem, device) not in memo.packed:
+            memo.packed[problem, device] = list(_loaded(memo, problem, device))
+        found: list[Kernel] = memo.packed[problem, device]
+    return next((one for one in found if one.failed is None and _takes(one, packed, numbers, direction)), None)
+
+
+def _takes(found: Kernel, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
+    """True if a kernel takes these tensors, and repeats its bits where that is required."""
+    varies = direction == "bwd" and found.variant is not None and not families()[found.variant.template].repeatable
+    # Kernels whose bits vary know no unused keys either.
+    if varies and (packed.used is not None or numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
+        return False
+    return found.code.module.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
+
+
+def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kernel]:
+    """Kernels of a problem that can be loaded, best first."""
+    target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
+    if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
+        yield Kernel(memo, None, Code(pinned), device)
+    records = lambda one: memo.surroundings(device, one)[2]  # noqa: E731
+    for choice in rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured):
+        if isinstance(choice, Refusal) or choice.family is None or (variant := choice.variant) is None:
+            continue
+        code = memo.kernels.code(choice.family, variant, device, target)
+        if isinstance(code, Code):
+            made = Kernel(memo, variant, code, device, choice)
+            made.fall_back_to(choice.family, choice.fallback, problem)
+            yield made
+
+
+def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = None, direction: Direction = "fwd") -> Explanation:
+    """Explanation of the choice of a call. `why_torch` is the reason why no kernel serves, if there is one."""
+    device, memo = packed.query.device, context.current()
+    problem = problem_of(packed, numbers, direction)
+    found = None if why_torch is not None else served(packed, numbers, direction, memo)
+    gpu = devices.slug_here(device)
+    if packed.table is not None:
+        return _explained_pages(found, why_torch or pages.kernel_of_pages(memo, packed, numbers), gpu)
+    failed: list[Kernel] = memo.packed.get((problem, device), [])
+    reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
+    refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
+    if found is None:
+        reason = why_torch or (refused[0] if refused else "no kernel takes packed sequences of this kind here")
+        return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu, refused=refused)
+    assert problem is not None and found.choice is not None, "a kernel that isn't pinned serves it"
+    choice, state = found.choice, None if found.latch is None else found.latch.state
+    if numbers.deterministic or torch.are_deterministic_algorithms_enabled():
+        # One kernel serves all such calls.
+        choice, state = choice._replace(fallback=None), None
+    return explanation_by(choice, problem, gpu, refused).remembering(state)
+
+
+def _explained_pages(found: Kernel | None, why: Kernel | str, gpu: str) -> Explanation:
+    """Explanation of the kernel of a call with pages, or `why` there is none."""
+    if found is None or found.choice is None:
+        return Explanation(kind="framework", reason=f"{why}, so each sequence is gathered and a call of its own", gpu=gpu)
+    return explanation_by(found.choice, None, gpu)
+
+
+def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor] | None:
+    """Output (T_q, Hq, D_v) and LSE (Hq, T_q), float32: 0 and -inf in rows that no sequence has; None where no kernel serves.
+
+    With a `plan` for tensors of this layout nothing is looked up; it gets the kernel that serves in place of a failed one.
+    """
+    found = served(packed, numbers, "fwd", memo) if plan is None else plan.forward
+    query, key, value = packed[:3]
+    rows, heads, _ = query.shape
+    size = rows, heads, value.shape[-1]
+    strides = (size[2], rows * size[2], 1) if plan is not None and plan.heads_outside else (heads * size[2], size[2], 1)
+    out = torch.empty_strided(size, strides, dtype=query.dtype, device=query.device)
+    lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
+    if plan is not None and found is not None and (fixed := plan.fixed) is not None and numbers.scale > 0.0:
+        latch = None if numbers.deterministic else found.latch
+        if fixed[0] is (found if latch is None else latch.serving() or found):
+            fixed[0].run(fixed[1], named((query, key, value, out, lse), packed), (), (seed, 0))
+            return out, lse
+    while found is not None and not _launch(memo, found, (query, key, value, out, lse), packed, numbers, seed, plan):
+        found = served(packed, numbers, "fwd", memo)
+        if plan is not None:
+            plan.forward = found
+    return None if found is None else (out, lse)
+
+
+def backward(
+    memo: Memo, packed: Packed, numbers: Numbers, seed: int, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used; None where no kernel serves."""
+    found = served(packed, numbers, "bwd", memo)
+    if found is None:
+        return None
+    query, key, value = packed[:3]
+    dq, dk, dv = (
+        torch.empty_like(x) if _covers_once(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
+    operands = (query, key, value, out, lse, *readable(out, dout, dlse), dq, dk, dv)
+    while found is not None and not _launch(memo, found, operands, packed, numbers, seed):
+        found = served(packed, numbers, "bwd", memo)
+    return None if found is None else (dq, dk, dv)
+
+
+def _covers_once(x: Tensor) -> bool:
+    """True if no element of it lies under another."""
+    return 0 not in (stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+
+
+def _launch(
+    memo: Memo,
+    found: Kernel,
+    operands: Sequence[Tensor | None],
+    packed: Packed,
+    numbers: Numbers,
+    seed: int,
+    plan: PackedPlan | None = None,
+) -> bool:
+    """Launch a kernel on the tensors' device and its current stream; False where it failed, as at a first call of a plan (`Kernels.tried`).
+
+    Operands are (T, H, D), and numbers of rows (H, T).
+    """
+    latch = None if numbers.deterministic else found.latch
+    if latch is not None and (other := latch.serving()) is not None:
+        if _launch(memo, other, operands, packed, numbers, seed, plan):
+            return True
+        latch.release()
+    host, (query, *others) = found.code.module.host, operands
+    if numbers.scale <= 0.0 and host is not None:
+        # Kept until the launches are enqueued.
+        query, _ = launching.positive_scale(host, packed.query, numbers.scale)
+    tensors, bits = named((query, *others), packed, found.spec), (seed, 0)
+    misses = None if latch is None else found.misses
+
+    # Launches over pages have programs for the longest sequence.
+    words = numbers[2:] if packed.table is None else pages.bounded(numbers)
+
+    def planned(kernel: LoadedKernel) -> Plan | None:
+        if packed.table is not None:
+            return pages.plan_of_pages(kernel, tensors, pages.bounded(numbers))
+        return launch.planned(kernel, viewed(operands), parameters_of(packed, numbers, seed), misses)
+
+    try:
+        fixed = found.launch(words, tensors, planned, (), bits)
+    except NotBuilt:
+        return _dropped(memo, found)
+    if plan is not None and fixed is not None:
+        plan.fixed = found, fixed
+    return True
+
+
+def named(operands: Sequence[Tensor | None], packed: Packed, spec: KernelSpec | None = None) -> Tensors:
+    """The tensors of a pass as its launches name them: those of a forward, or of the pass of a spec."""
+    _, _, _, cu_q, cu_k, used, slopes, sinks, table, of_k, of_v = packed
+    others = {
+        "slopes": slopes,
+        "k_descale": of_k,
+        "v_descale": of_v,
+        "sinks": sinks,
+        "cu_q": cu_q,
+        "cu_k": cu_k,
+        "used": used,
+        "table": table,
+    }
+    return Tensors(*operands, **others) if spec is None else Tensors.of(spec, operands, **others)  # type: ignore[arg-type]
+
+
+def _dropped(memo: Memo, found: Kernel) -> bool:
+    """Choose anew for the calls that a kernel served which failed."""
+    with memo.lock:
+        for place, one in list(memo.packed.items()):
+            # Kernels of pages are kept with their failure.
+            if one is found and not (isinstance(place, tuple) and place[0] == pages.PLACE):
+                del memo.packed[place]
+    return False
+
+
+def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters:
+    """Parameters of a launch beside its operands."""
+    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
+    return CallParameters(
+        scale=numbers.scale,
+        band=Band(left=left, right=right, diagonal=int(numbers.bottom_right)),
+        softcap=numbers.softcap,
+        dropout_p=numbers.dropout_p,
+        seed=seed,
+        slopes=packed.slopes,
+        sinks=None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1),
+        lengths=(packed.cu_q, packed.cu_k, packed.used),
+    )

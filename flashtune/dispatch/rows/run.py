@@ -1,0 +1,182 @@
+"""Calls of packed sequences and paged caches without functions: by the plan of their signature, or chosen at a first call."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from numbers import Integral
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtune.core.problems.lengths import spread
+from flashtune.core.pytorch.private import FORWARD_AD, C
+from flashtune.dispatch.call.call import PerHead
+from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, flash_attention_on, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, signed
+from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
+from flashtune.dispatch.decisions import context
+from flashtune.dispatch.decisions.context import STACK
+from flashtune.dispatch.decisions.recorded import meet_packed
+from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.plans.autograd import apply
+from flashtune.dispatch.plans.plan import Recent
+from flashtune.dispatch.policy.offers import OURS
+from flashtune.dispatch.rows import paged as pages
+from flashtune.dispatch.rows.operators import TrainedPlan, by_attention, by_kernels, dropout_bits
+from flashtune.dispatch.rows.packed import PackedPlan, explained_pass, served
+from flashtune.dispatch.rows.read import parsed
+
+
+def attend(
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    max_q: int,
+    max_k: int,
+    seed: int | None,
+    splits: int | None = None,
+    heads_outside: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call without functions, of tensors as in Packed and options in their order, by the plan of its signature where
+    there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory. Of implementations options name ours alone."""
+    signature: Hashable | None = None
+    plan: Any = None
+    if not torch.compiler.is_compiling():
+        plans = STACK.get().plans
+        try:
+            state, tensors = _state(given, options, max_q, max_k, splits, heads_outside)
+            recent = plans.packed
+            if recent is not None and recent.options == state and recent.check(*tensors) and _unchanged(recent, tensors):
+                plan = recent.plan
+            elif (signature := _signature(given, state, tensors)) is not None and (plan := plans.get(signature)) is not None:
+                plans.served(signature, plan, state, seeded=False, tensors=tensors, kind="packed")
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
+            signature = plan = None
+    if plan is None:
+        read = Options(*options)
+        packed, numbers = parsed(Packed(*given), read, max_q, max_k, splits)
+        bits = None if seed is None else signed(seed_bits(seed))
+        signature = signature if all(map(is_, packed[:6], given[:6])) else None
+        return _first(packed, numbers, bits, signature, heads_outside, ours=read.implementation is not None)
+    query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
+    slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
+    return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
+
+
+def explanation_of(packed: Packed, numbers: Numbers) -> Explanation:
+    """Explanation of who serves such a call, and its gradients where they are needed; no kernel is launched."""
+    why_torch = torch_only(packed)
+    if why_torch in GRADIENTS:
+        found = explained_pass(packed, numbers, None if _has_backward(packed, numbers, why_torch) else why_torch)
+        return found if found.kind == "framework" else replace(found, backward=explained_pass(packed, numbers, None, "bwd"))
+    return explained_pass(packed, numbers, why_torch)
+
+
+def torch_only(packed: Packed) -> str | None:
+    """Reason for which only PyTorch's operations can serve a call now, or None where a kernel may."""
+    return why_torch_now(*packed[:3], None, PerHead(alibi_slopes=packed.slopes, sinks=packed.sinks))
+
+
+def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bool:
+    """True if kernels compute the gradients that are needed."""
+    return why_torch in GRADIENTS and not GRADIENTS[why_torch] and served(packed, numbers, "bwd") is not None
+
+
+def _state(
+    given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """All that a plan depends on beside layouts, and the call's tensors, each once; raises as Python does where an argument is none."""
+    query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
+    if not (type(max_q) is type(max_k) is int or (isinstance(max_q, Integral) and isinstance(max_k, Integral))) or max_q < 0 or max_k < 0:
+        raise TypeError(max_q, max_k)
+    tensors = [query, key, value, cu_q]
+    if cu_k is not cu_q:
+        tensors.append(cu_k)
+    if caches:
+        # A launch has programs for the longest sequence of all calls of its plan.
+        bounds: Any = pages.bounds_of(max_q, max_k), splits, caches[1] is None
+    else:
+        # Rows are part of the shapes, so that this counts the mean as `octaves_of` does.
+        bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0])
+    if caches or not used is slopes is sinks is None:
+        tensors += [x for x in (used, slopes, sinks, *caches) if x is not None]
+    given_ = cu_k is cu_q, used is None, slopes is None, sinks is None, len(caches)
+    return (options, bounds, given_, heads_outside, torch.are_deterministic_algorithms_enabled()), tensors
+
+
+def _unchanged(recent: Recent, tensors: list[Tensor]) -> bool:
+    """True where all else is as when a plan served, and every tensor begins at a multiple of 16 bytes."""
+    return (
+        (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
+        and FORWARD_AD._current_level < 0
+        and not C._len_torch_dispatch_stack()
+        and flash_attention_on()
+        and not any([x.data_ptr() % 16 for x in tensors])
+    )
+
+
+def _signature(given: tuple[Any, ...], state: tuple[Any, ...], tensors: list[Tensor]) -> Hashable | None:
+    """All that a plan depends on; None for a call that has to be parsed."""
+    query, key, value, _, _, _, slopes, sinks, *caches = given
+    if caches and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in caches[1:]):
+        return None
+    why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
+    if (why_torch is not None and why_torch not in GRADIENTS) or any([x.data_ptr() % 16 or x.is_neg() for x in tensors]):
+        return None
+    signature = "packed", state, why_torch, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    hash(signature)
+    return signature
+
+
+def _planned(plan: PackedPlan, packed: Packed, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a decided call."""
+    if not isinstance(plan, TrainedPlan):
+        return by_kernels(plan.memo, packed, plan.numbers, dropout_bits(packed, plan.numbers, seed), plan)
+    out, lse = apply(plan, seed, *packed)
+    return out, lse
+
+
+def meet(packed: Packed, numbers: Numbers, why_torch: str | None) -> None:
+    """Record a call, unless its keys are in pages."""
+    if packed.table is None:
+        trained = (
+            torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3]) and not getattr(packed.slopes, "requires_grad", False)
+        )
+        meet_packed(context.current(), problem_of(packed, numbers, exact=True), why_torch, trained)
+
+
+def refuse_ours(packed: Packed, numbers: Numbers, why_torch: str | None) -> None:
+    """Raise InputError with the reason why no kernel serves a call whose caller names ours."""
+    if not (packed.empty or why_torch in SEEN_THROUGH):
+        raise cannot_serve(OURS, explanation_of(packed, numbers).reason.partition(", so each sequence is ")[0])
+
+
+def _first(
+    packed: Packed, numbers: Numbers, seed: int | None, signature: Hashable | None, heads_outside: bool, *, ours: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE by kernels, an operator, or a call for each sequence, which with `ours` is refused; a plan of kernels is kept for a
+    signature."""
+    if torch.compiler.is_compiling() and not transformed():
+        out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
+        return out, lse
+    why_torch = torch_only(packed)
+    if perhaps_fake(why_torch, packed.query) and not transformed():
+        out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
+        return out, lse
+    memo = context.current()
+    meet(packed, numbers, why_torch)
+    if why_torch is None or why_torch in GRADIENTS:
+        found = served(packed, numbers)
+        trains = found is not None and why_torch is not None and _has_backward(packed, numbers, why_torch)
+        if found is not None and (why_torch is None or trains):
+            plan = (TrainedPlan if trains else PackedPlan)(memo, found, numbers, heads_outside=heads_outside)
+            outputs = _planned(plan, packed, seed)
+            if plan.forward is None and ours:
+                refuse_ours(packed, numbers, why_torch)
+            if signature is not None and plan.forward is not None:
+                memo.keep(signature, plan)  # type: ignore[arg-type]
+            return outputs
+    if ours:
+        refuse_ours(packed, numbers, why_torch)
+    return by_attention(packed, numbers, dropout_bits(packed, numbers, seed))
