@@ -110,9 +110,9 @@ def attention(
             torch.compile PyTorch's are traced as its own operation, and so are calls that name "flex", "fa4" or "fa2".
 
     flashtune.dispatch.policy.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and
-    gradients, on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel excludes
-    flash attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where a
-    backward record (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
+    gradients, on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel
+    excludes flash attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where
+    a backward record (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
     unmeasured ones; else PyTorch serves it, without cuDNN where there is a mask, since its gradients can be NaN there. `explain` says
     which. A bias, slopes and sinks get gradients where they require them, of their own sizes, summed in float32 over broadcast dimensions;
     those of a bias or of slopes come from records of backwards that compute them. Kernels have first derivatives alone. Features that

@@ -116,7 +116,7 @@ def test_prepared_launches_name_tensors_in_the_order_in_which_calls_give_them(na
         operands += [q.clone(), torch.zeros(4, 300), q.clone(), k.clone(), k.clone()]
     plan = launch.planned(kernel, viewed(operands), parameters_of(packed, PLAIN, 0))
     assert plan is not None
-    given = named(spec, operands, packed)
+    given = named(operands, packed, spec)
     # Counts are found at each launch.
     places = [launching.addresses(given._make(tensors)._replace(counts=None)) for tensors in (plan.tensors, given)]
     assert places[0] == places[1]
