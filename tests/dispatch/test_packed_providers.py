@@ -80,7 +80,8 @@ def varlen(libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules["flash_attn.cute"].flash_attn_varlen_func = fa4  # type: ignore[attr-defined]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
     for one in PACKED.values():
-        monkeypatch.delitem(one.__dict__, "_found", raising=False)
+        for name in ("_found", "_known"):
+            monkeypatch.delitem(one.__dict__, name, raising=False)
         monkeypatch.setattr(one, "takes", one.takes | {"float32 or float64"})
     return libraries
 
@@ -113,6 +114,35 @@ def test_a_librarys_arguments_of_packed_sequences_mean_what_the_callers_do(
         said = dispatch.explain_varlen(*leaves, *others, enable_gqa=True, implementation=name, **words)
     assert (said.kind, said.provider) == ("provider", name) and f"the caller named {name}" in said.reason
     assert varlen[-1] == {"deterministic": False, "longest": (9, 20)}
+
+
+def test_a_version_without_later_parameters_serves_calls_that_need_none_of_them(
+    varlen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer: Any = sys.modules["torch.nn.attention.varlen"].varlen_attn  # type: ignore[attr-defined]
+
+    def older(
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seq_q: Any,
+        cu_seq_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: Any = None,
+        window_size: Any = (-1, -1),
+    ) -> Any:
+        words = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+        return newer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **words)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    leaves, others = packed()
+    call = partial(dispatch.attention_varlen, *leaves, *others, enable_gqa=True, is_causal=True)
+    close(call(implementation="flash"), call(implementation="torch").double())
+    said = r"^implementation='flash' \(.*\) can't serve this call, since its version has no seqused_k: pip install -U torch"
+    with torch.no_grad(), pytest.raises(InputError, match=said):
+        call(implementation="flash", seqused_k=torch.tensor([7, 0, 11]))
 
 
 def test_a_library_gets_no_packed_call_that_it_would_mean_otherwise(varlen: list[dict[str, Any]]) -> None:

@@ -1,7 +1,8 @@
 """Packed sequences by others' functions: PyTorch's varlen_attn, flash-attn-4 and flash-attn. They serve where a caller names them alone."""
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -28,19 +29,28 @@ class Varlen:
         names: Mapping[str, str],
         takes: frozenset[str],
         unbounded: int | None,
-        **always: Any,
+        **allows: Any,
     ) -> None:
-        """`names` are the function's words for ours, `unbounded` its value for a side of a window without a bound, `always` is passed."""
+        """`names` are the function's words for ours, `unbounded` its value for a side of a window without a bound. `allows` are passed
+        where a version asks for them: others do the same without."""
         self.package, self._module, self._function, self._names = package, module, function, names
-        self.takes, self._unbounded, self._always = takes, unbounded, always
+        self.takes, self._unbounded, self._allows = takes, unbounded, allows
 
     @functools.cached_property
     def _found(self) -> tuple[Callable[..., Any] | None, str | None]:
         """Its function, or None and the reason."""
-        return found_in(self.package, self._module, self._function, (*self._names.values(), *self._always))
+        return found_in(self.package, self._module, self._function, [name for of, name in self._names.items() if of != "used"])
 
-    def missing(self) -> str | None:
-        """Reason why it can't be used on this machine, with the remedy; None where it can."""
+    @functools.cached_property
+    def _known(self) -> Set[str]:
+        """Names of its function's parameters, none where there is no function."""
+        function, _ = self._found
+        return set() if function is None else inspect.signature(function).parameters.keys()
+
+    def missing(self, packed: Packed) -> str | None:
+        """Reason why it can't be used on this machine for such a call, with the remedy; None where it can."""
+        if self._found[1] is None and packed.used is not None and (name := self._names["used"]) not in self._known:
+            return f"its version has no {name}: pip install -U {self.package}"
         return self._found[1]
 
     def words(self, packed: Packed, numbers: Numbers) -> dict[str, Any]:
@@ -54,7 +64,8 @@ class Varlen:
         }  # fmt: skip
         # A causal band goes by the word for it, where there is one.
         ours["window"] = (self._unbounded, self._unbounded) if causal and "causal" in self._names else window
-        return {name: ours[of] for of, name in self._names.items()} | self._always
+        found = {name: ours[of] for of, name in self._names.items() if of != "used" or packed.used is not None}
+        return found | {name: value for name, value in self._allows.items() if name in self._known}
 
     def run(self, packed: Packed, numbers: Numbers) -> Tensor:
         """Output (T_q, Hq, D_v)."""
@@ -144,7 +155,8 @@ def refuse(name: str, packed: Packed, numbers: Numbers, *, return_lse: bool) -> 
         why = provider.missing() or provider.lacks(["paged caches" if packed.table is not None else "packed sequences"], device)
     else:
         lacking = [one for one in features_of(packed, numbers, return_lse=return_lse) if one not in library.takes]
-        why = library.missing() or provider.lacks([], device) or (f"it doesn't take {' or '.join(lacking)}" if lacking else None)
+        why = f"it doesn't take {' or '.join(lacking)}" if lacking else None
+        why = library.missing(packed if why is None else packed._replace(used=None)) or provider.lacks([], device) or why
         if why is None and (query.shape[2] | value.shape[-1]) % 8:
             why = f"it takes head sizes in multiples of 8, not {query.shape[2]} and {value.shape[-1]}"
     if why is not None:
