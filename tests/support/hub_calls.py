@@ -87,7 +87,7 @@ def planned(kernel: Any, name: str) -> bool:
     mask = {"none": None, "bool": torch.ones(1, 2, 256, 256).bool(), "bias": torch.ones(1, 2, 256, 256, dtype=dtype)}[spec.mask]
     band = part("Sides").of(None, spec.causal, "top_left").band(256, 256)
     words = part("CallParameters")(scale=1.0, band=band, mask=mask).keywords()
-    provided = sys.modules[f"{kernel.__name__}.core.launching"].provided(loaded, q, q)
+    provided = sys.modules[f"{kernel.__name__}.core.code.launching"].provided(loaded, q, q)
     launches = loaded.launches(q, q, v, torch.zeros_like(v), torch.zeros(1, 2, 256), **words, **provided)
     return bool(loaded.accepts(q, q, v, mask) and launches)
 

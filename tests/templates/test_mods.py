@@ -399,7 +399,7 @@ def test_a_spec_holds_a_hash_and_no_code() -> None:
     plain = KernelSpec(direction="fwd", dtype="bf16", d=64, d_v=64, window=False, mask="none")
     assert "mods" not in plain.as_dict()
     functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.375, None, torch.device("cpu"))
-    made = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
+    made = flex_decided.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
     spec = KernelSpec(**plain.as_dict(), mods=known.keep(made))
     assert json.loads(json.dumps(spec.as_dict()))["mods"] == made.hash
     assert "1.375" not in json.dumps(spec.as_dict())
@@ -444,7 +444,7 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: find_target("h200"))
     monkeypatch.setattr(flex_kernels, "loaded_kernel", lambda choice, device, target: made[choice.family.name])
     functions, captured = flex_functions._traced(lambda s, b, h, q, k: s * 1.25 + q, None, torch.device("cpu"))
-    mods = flex.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
+    mods = flex_decided.emitted(functions.score, functions.mask, flex_autograd.types_of(captured, []), backward=False)
     q, k, v = tensors(dtype=torch.float16)
     assert flex_kernels.kernel_of("fwd", q, k, v, mods) is made["flash_fwd_hopper"]
     made["flash_fwd_hopper"].failed = "no compiler"
@@ -464,13 +464,13 @@ def test_kernels_that_are_named_serve_unmeasured_and_slower_than_pytorch(mods: A
     monkeypatch.setattr(flex_decided, "_chosen_in", lambda memo: chosen)
     monkeypatch.setattr(flex_torch, "served_here", lambda *given: True)
     monkeypatch.setattr(flex_decided, "_unmeasured_too", lambda query: False)
-    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: made)
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", lambda *_: made)
     q, k, v = tensors()
     for _ in range(2):
         unnamed = flex_decided.call_of(q, k, v, *mods, None, True, None, False)
         assert isinstance(unnamed, str), "unmeasured, or slower"
         named = flex_decided.call_of(q, k, v, *mods, None, True, None, False, "flashtune")
-        assert isinstance(named, flex.FlexCall) and named.kernel is made
+        assert isinstance(named, flex_decided.FlexCall) and named.kernel is made
     monkeypatch.setattr(made, "failed", "no compiler")
     with pytest.raises(InputError, match=r"^implementation='flashtune' can't serve this call, since no compiler: "):
         flex_decided.call_of(q, k, v, *mods, None, True, None, False, "flashtune")

@@ -263,12 +263,12 @@ def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     module = SimpleNamespace(accepts=lambda *given: True)
     kernel = SimpleNamespace(code=SimpleNamespace(module=module), failed=None, record=None)
     dispatch.reload()
-    monkeypatch.setattr(flex_kernels, "_made", lambda kind, spec, device, own: "no Gluon" if "hopper" in kind.name else kernel)
+    monkeypatch.setattr(flex_kernels, "loaded_kernel", lambda choice, *_: "no Gluon" if "hopper" in choice.family.name else kernel)
     q, k, v = (torch.zeros(1, 2, 32, d) for _ in range(3))
     table = torch.zeros(2, 65, requires_grad=learned)
     q.requires_grad_()
     found = flex_decided.call_of(q, k, v, lambda s, b, h, q, k: s + table[h, (q - k).clamp(-32, 32) + 32], None, None, False, None, False)
-    assert isinstance(found, flex.FlexCall) if ours else found == flex_kernels.UNMEASURED
+    assert isinstance(found, flex_decided.FlexCall) if ours else found == flex_kernels.UNMEASURED
 
 
 @pytest.mark.parametrize("band", [(None, 0), (7, 0), (130, 130), (0, None), (None, None)])
