@@ -1,8 +1,10 @@
 """Packed sequences and paged caches by PyTorch or a library, which the caller names; ours are called where nothing is named, too."""
 
+import torch
 from torch import Tensor
 
 from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.private import fake_or_traced
 from flashtune.dispatch.call.inspection import SEEN_THROUGH
 from flashtune.dispatch.call.parse import Options, seed_bits, signed
 from flashtune.dispatch.call.sequences import Numbers, Packed
@@ -11,13 +13,13 @@ from flashtune.dispatch.policy.offers import OURS, TORCHS
 from flashtune.dispatch.rows.libraries import by_provider, refuse
 from flashtune.dispatch.rows.operators import by_attention, dropout_bits
 from flashtune.dispatch.rows.run import explanation_of, meet, refuse_ours, torch_only
-from flashtune.dispatch.varlen_flex import traced_by_torch, unread
+from flashtune.dispatch.varlen_flex import traced_by_torch
 
 
 def attend_named(packed: Packed, numbers: Numbers, options: Options, seed: int | None) -> tuple[Tensor, Tensor | None]:
     """Output and LSE by PyTorch, or the output and None by a library; raises InputError, with the cause and the remedy, where the library
     can't serve the call."""
-    if unread(packed.query):
+    if torch.compiler.is_compiling() or fake_or_traced() or packed.query.is_meta:
         return traced_by_torch(packed, numbers)
     why_torch = torch_only(packed)
     meet(packed, numbers, why_torch)

@@ -5,6 +5,7 @@ A cell that differs is an expected failure that names what is to be mended; it f
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 import ways
 from interpreting import output_of_tests
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils._python_dispatch import TorchDispatchMode
 from ways import WAYS, Tensors, rows_of, tensors
 
 from flashtune import dispatch
@@ -24,6 +27,8 @@ from flashtune.core.pytorch import devices
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.decisions.recorded import CALLS
 from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.rows.kernel import Kernel
 
 WITH_CODE = ("functions", "packed functions")
 TAKES: dict[str, tuple[str, ...]] = {
@@ -391,6 +396,80 @@ def test_gradients_of_a_batch_are_those_of_each(way: str) -> None:
         torch.testing.assert_close(found, torch.stack(wanted))
 
 
+class Watching(TorchDispatchMode):
+    """A mode that lets every operation through."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@every(but=("paged",))
+@pytest.mark.parametrize("how", ["a batch", "a mode"])
+def test_second_derivatives_of_gradients_that_others_see_are_right_or_refused(way: str, how: str) -> None:
+    given = tensors(requires_grad=True)
+    out = rows_of(way, WAYS[way](given))
+    douts = torch.randn(2, *out.shape, generator=torch.Generator().manual_seed(5))
+    with Watching() if how == "a mode" else nullcontext():
+        dout, words = (douts, {"is_grads_batched": True}) if how == "a batch" else (douts[0], {})
+        found = torch.autograd.grad(out, given, dout, create_graph=True, **words)
+    try:
+        seconds = torch.autograd.grad(sum(x.square().sum() for x in found), given)
+    except (InputError, RuntimeError):
+        return
+    wide = [x.detach().double().requires_grad_() for x in given]
+    wanted_out, _ = reference.attention(*wide, scale=ways.D**-0.5)
+    firsts = [torch.autograd.grad(wanted_out, wide, one.double(), create_graph=True) for one in (douts if how == "a batch" else douts[:1])]
+    wanted = torch.autograd.grad(sum(x.square().sum() for one in firsts for x in one), wide)
+    for one, other in zip(seconds, wanted, strict=True):
+        assert (one.double() - other).norm() <= 1e-4 * other.norm()
+
+
+@pytest.mark.skipif(not devices.INTERPRETING, reason="PyTorch's own gradients are wrong then")
+@every(but=("paged",))
+def test_a_hook_may_give_saved_tensors_back_with_other_strides(way: str) -> None:
+    def packing(x: Tensor) -> tuple[bool, Tensor]:
+        turned = x.dim() > 1 and x.dtype is torch.float32
+        return turned, x.detach().mT.contiguous() if turned else x.detach()
+
+    given = tensors(requires_grad=True)
+    with dispatch.use(unmeasured=True):
+        with torch.autograd.graph.saved_tensors_hooks(packing, lambda kept: kept[1].mT if kept[0] else kept[1]):
+            out = rows_of(way, WAYS[way](given))
+        plain = rows_of(way, WAYS[way](given))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    for one, other in zip(torch.autograd.grad(out, given, dout), torch.autograd.grad(plain, given, dout), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@every(but=WITH_CODE)
+def test_forward_mode_has_a_tangent_or_an_error(way: str) -> None:
+    given = tensors()
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = Tensors(forward_ad.make_dual(given.query, torch.ones_like(given.query)), given.key, given.value)
+        try:
+            out = WAYS[way](dual)
+        except (RuntimeError, NotImplementedError):
+            return
+        assert forward_ad.unpack_dual(out).tangent is not None
+
+
+@every(but=WITH_CODE)
+def test_with_flash_attention_switched_off_no_kernel_serves(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors()
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert explained(way, given).kind == "framework"
+        for kind, name in ((KernelPlan, "run"), (Kernel, "launch")):
+            monkeypatch.setattr(kind, name, lambda *_: pytest.fail("a kernel serves"))
+        right(way, called(way, given), given)
+
+
+@every(but=WITH_CODE)
+def test_a_mode_that_watches_leaves_pytorchs_named_call_to_it(way: str) -> None:
+    given = tensors()
+    with Watching():
+        right(way, called(way, given, implementation="torch"), given)
+
+
 @every(but=("paged",))
 def test_a_traced_backward_computes_gradients_of_other_values(way: str) -> None:
     given = tensors(requires_grad=True)
@@ -425,5 +504,12 @@ def test_autocast_casts_all_to_its_type(way: str) -> None:
 def test_meanings_are_the_same_where_kernels_serve() -> None:
     """The same tests of this file under Triton's interpreter, but for those of arguments that are refused before anything serves."""
     output_of_tests(
-        __file__, "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "any_ or negated or gradients or computed or explanation or plan_serves"
+        __file__,
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "any_ or negated or gradients or computed or explanation or plan_serves or hook or forward_mode or switched_off or watches",
     )

@@ -99,6 +99,19 @@ fused_sdp_choice: Callable[..., int] = found("torch._fused_sdp_choice", lambda *
 has_priority_order: bool = None not in (found("torch._C._get_sdp_priority_order", None), found("torch._C._set_sdp_priority_order", None))
 """True where PyTorch's order of its backends can be read and set."""
 
+saving_hooks: Callable[[bool], Any] = found("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: ())
+"""Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks) that are in force, else None; without it there may always be some."""
+
+_mode_keys, _mode_of = found("torch._C._TorchDispatchModeKey", None), found("torch._C._get_dispatch_mode", None)
+
+
+def fake_or_traced() -> bool:
+    """True under PyTorch's own modes, which make tensors fake or trace operations; where they can't be told apart, under any mode."""
+    if _mode_keys is None or _mode_of is None:
+        return bool(C._len_torch_dispatch_stack())
+    return any(_mode_of(getattr(_mode_keys, name)) is not None for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_mode_keys, name))
+
+
 _guards: Any = found("torch._C._dynamo.guards.TensorGuards", None)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.code.launches import copyable
 from flashtune.core.code.launching import operand
-from flashtune.core.pytorch.private import C
+from flashtune.core.pytorch.private import C, saving_hooks
 from flashtune.core.system.errors import InputError
 
 
@@ -41,21 +41,26 @@ class Attention(torch.autograd.Function):
         """Output and LSE, kept beside the tensors for the gradients."""
         out, lse, bits = plan.outputs(seed, *tensors)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.given = plan, bits
+        # Hooks may give saved tensors back with other strides than those that a kernel was chosen for.
+        hooked = None if saving_hooks(True) is None else [None if x is None else x.stride() for x in (out, lse, *tensors)]
+        ctx.given = plan, bits, hooked
         ctx.set_materialize_grads(False)
         return out, lse if plan.returns_lse else None
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of all arguments."""
-        (plan, bits), saved, requested = ctx.given, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (plan, bits, hooked), saved, requested = ctx.given, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if hooked is not None:
+            saved = [x if x is None or x.stride() == strides else _laid_out(x, strides) for x, strides in zip(saved, hooked, strict=True)]
         if dout is None:
             if dlse is None:
                 return None, None, *[None] * len(requested)
             dout = torch.zeros_like(saved[0])
         # Compilers (compiled autograd traces a backward) can trace the first check alone.
         if torch.compiler.is_compiling() or C._len_torch_dispatch_stack() or not (_plain(dout) and (dlse is None or _plain(dlse))):
-            return None, None, *plan.traced(requested, bits, dout, dlse, *saved)
+            found = plan.traced(requested, bits, dout, dlse, *saved)
+            return None, None, *(_once(found, (dout, dlse, *saved)) if torch.is_grad_enabled() else found)
         if dout.is_neg():
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():
@@ -82,12 +87,28 @@ class _Once(torch.autograd.Function):
         refuse_twice(ctx)
 
 
+def _once(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients, of which those without a graph get one that refuses: operations that a tracer, or a batch, goes through."""
+    # Nothing of a tensor adds up to 0, whatever its values.
+    nothing = sum(x.flatten()[:0].float().sum() for x in given if x is not None and x.requires_grad)
+    if not isinstance(nothing, Tensor):
+        return list(found)
+    nothing.register_hook(lambda grad: refuse_twice(None))  # type: ignore[no-untyped-call]
+    return [x if x is None or x.requires_grad else x + nothing.to(x.dtype) for x in found]
+
+
 def refuse_twice(ctx: Any, *_: object) -> None:
     """Raise InputError for second derivatives."""
     raise InputError(
         "attention was differentiated twice, and kernels have first derivatives alone: for second ones call "
         "F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), or write out the scores by torch's operations"
     )
+
+
+def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy with these strides, whose gradients are the tensor's."""
+    # A tensor that repeats elements in memory can't be written to.
+    return x.contiguous() if 0 in strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 _PLAIN = Tensor, torch.nn.Parameter

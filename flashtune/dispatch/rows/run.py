@@ -12,7 +12,15 @@ from torch import Tensor
 from flashtune.core.problems.lengths import spread
 from flashtune.core.pytorch.private import FORWARD_AD, C
 from flashtune.dispatch.call.call import PerHead
-from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, flash_attention_on, perhaps_fake, transformed, why_torch_now
+from flashtune.dispatch.call.inspection import (
+    GRADIENTS,
+    SEEN_THROUGH,
+    flash_attention_on,
+    perhaps_fake,
+    readable,
+    transformed,
+    why_torch_now,
+)
 from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, signed
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions import context
@@ -59,6 +67,8 @@ def attend(
         bits = None if seed is None else signed(seed_bits(seed))
         signature = signature if all(map(is_, packed[:6], given[:6])) else None
         return _first(packed, numbers, bits, signature, heads_outside, ours=read.implementation is not None)
+    if seed is not None:
+        seed_bits(seed)
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
     return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
@@ -161,7 +171,7 @@ def _first(
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     why_torch = torch_only(packed)
-    if perhaps_fake(why_torch, packed.query) and not transformed():
+    if perhaps_fake(why_torch, packed.query) and not (transformed() or readable(why_torch, packed.query)):
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     memo = context.current()
