@@ -133,12 +133,17 @@ def test_a_compiler_traces_pytorch_where_it_is_named(words: dict[str, Any], monk
     agrees(given, RAGGED)
 
 
-def test_a_compiler_refuses_dropout_of_pytorch_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_of_pytorch_that_is_named_leaves_a_compilers_graph_and_is_refused_in_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(CASES["dropout"], RAGGED)
     given.words["implementation"] = "torch"
     agrees(given, RAGGED)
-    monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(dispatch.attention_varlen, backend="eager"))
-    with pytest.raises(InputError, match="implementation='torch' can't serve this call, since a compiler can't trace its dropout"):
+    plain = dispatch.attention_varlen
+    monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(plain, backend="eager"))
+    agrees(given, RAGGED)
+    # It remembers what it left.
+    torch._dynamo.reset()
+    monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(plain, backend="eager", fullgraph=True))
+    with pytest.raises(Exception, match="implementation='torch' can't serve this call, since a compiler can't trace its dropout"):
         given.call()
 
 
