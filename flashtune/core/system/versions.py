@@ -23,7 +23,7 @@ RUNS = (
     Run("3.11", "2.14.1", "3.8.0", "5.24.0", "install, imports, calls, gradients, functions, integrations"),
     Run("3.11", "2.14.1", "3.9.0", "5.24.0", "`make newest`"),
     Run("3.13", "2.14.1", "3.8.0", "", "install, `flashtune doctor`, the README's lines"),
-    Run("3.11", "2.15.0", "3.9.0", "5.24.0", "install, imports, calls, gradients, torch.compile"),
+    Run("3.11", "2.15.0", "3.9.0", "5.24.0", "install, imports, calls, gradients, torch.compile, functions"),
 )
 """In the order of PyTorch's versions."""
 
