@@ -19,6 +19,7 @@ from flashtune.dispatch.varlen_flex import traced_by_torch
 def attend_named(packed: Packed, numbers: Numbers, options: Options, seed: int | None) -> tuple[Tensor, Tensor | None]:
     """Output and LSE by PyTorch, or the output and None by a library; raises InputError, with the cause and the remedy, where the library
     can't serve the call."""
+    # Lengths can be read under a user's own mode, for which PyTorch's flex_attention has no rule.
     if torch.compiler.is_compiling() or fake_or_traced() or packed.query.is_meta:
         return traced_by_torch(packed, numbers)
     why_torch = torch_only(packed)

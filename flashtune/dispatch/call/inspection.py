@@ -71,7 +71,7 @@ def perhaps_fake(why_torch: str | None, query: Tensor) -> bool:
     return why_torch in PERHAPS_FAKE or (why_torch is ON_THE_CPU and (query.is_meta or type(query) not in PLAIN_TYPES))
 
 
-def readable(why_torch: str | None, query: Tensor) -> bool:
+def has_values(why_torch: str | None, query: Tensor) -> bool:
     """True where the host may read values though kernels don't serve: under forward-mode AD, and where flash attention is switched off."""
     return why_torch is TRANSFORMED or (why_torch is _SWITCHED_OFF and type(query) in PLAIN_TYPES and not query.is_meta)
 

@@ -12,6 +12,7 @@ from flashtune.core.code.launches import copyable
 from flashtune.core.code.launching import operand
 from flashtune.core.pytorch.private import C, saving_hooks
 from flashtune.core.system.errors import InputError
+from flashtune.dispatch.call.inspection import PLAIN_TYPES
 
 
 class Trained(Protocol):
@@ -60,7 +61,7 @@ class Attention(torch.autograd.Function):
         # Compilers (compiled autograd traces a backward) can trace the first check alone.
         if torch.compiler.is_compiling() or C._len_torch_dispatch_stack() or not (_plain(dout) and (dlse is None or _plain(dlse))):
             found = plan.traced(requested, bits, dout, dlse, *saved)
-            return None, None, *(_once(found, (dout, dlse, *saved)) if torch.is_grad_enabled() else found)
+            return None, None, *(_refusing(found, (dout, dlse, *saved)) if torch.is_grad_enabled() else found)
         if dout.is_neg():
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():
@@ -87,7 +88,7 @@ class _Once(torch.autograd.Function):
         refuse_twice(ctx)
 
 
-def _once(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _refusing(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients, of which those without a graph get one that refuses: operations that a tracer, or a batch, goes through."""
     # Nothing of a tensor adds up to 0, whatever its values.
     nothing = sum(x.flatten()[:0].float().sum() for x in given if x is not None and x.requires_grad)
@@ -111,12 +112,9 @@ def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
     return x.contiguous() if 0 in strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-_PLAIN = Tensor, torch.nn.Parameter
-
-
 def _plain(x: Tensor) -> bool:
     # A tensor of vmap has no storage.
-    return type(x) in _PLAIN and C._has_storage(x)
+    return type(x) in PLAIN_TYPES and C._has_storage(x)
 
 
 def readable(out: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:

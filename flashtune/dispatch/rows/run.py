@@ -16,8 +16,8 @@ from flashtune.dispatch.call.inspection import (
     GRADIENTS,
     SEEN_THROUGH,
     flash_attention_on,
+    has_values,
     perhaps_fake,
-    readable,
     transformed,
     why_torch_now,
 )
@@ -111,8 +111,8 @@ def _state(
         bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0])
     if caches or not used is slopes is sinks is None:
         tensors += [x for x in (used, slopes, sinks, *caches) if x is not None]
-    given_ = cu_k is cu_q, used is None, slopes is None, sinks is None, len(caches)
-    return (options, bounds, given_, heads_outside, torch.are_deterministic_algorithms_enabled()), tensors
+    pattern = cu_k is cu_q, used is None, slopes is None, sinks is None, len(caches)
+    return (options, bounds, pattern, heads_outside, torch.are_deterministic_algorithms_enabled()), tensors
 
 
 def _unchanged(recent: Recent, tensors: list[Tensor]) -> bool:
@@ -171,7 +171,7 @@ def _first(
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     why_torch = torch_only(packed)
-    if perhaps_fake(why_torch, packed.query) and not (transformed() or readable(why_torch, packed.query)):
+    if perhaps_fake(why_torch, packed.query) and not (transformed() or has_values(why_torch, packed.query)):
         out, lse, _ = torch.ops.flashtune_packed.attention(*packed, seed, *numbers)
         return out, lse
     memo = context.current()
