@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,7 +31,7 @@ def packed(q_rows: tuple[int, ...] = (5, 0, 9), k_rows: tuple[int, ...] = (7, 3,
 
 
 @pytest.fixture
-def varlen(libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def varlen(libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Arguments that fakes of the libraries' functions of packed sequences get, and of PyTorch's, with their own signatures."""
 
     def computed(q: Any, k: Any, v: Any, cu_q: torch.Tensor, cu_k: torch.Tensor, used: torch.Tensor | None, **words: Any) -> torch.Tensor:
@@ -80,10 +81,17 @@ def varlen(libraries: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules["flash_attn.cute"].flash_attn_varlen_func = fa4  # type: ignore[attr-defined]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
     for one in PACKED.values():
-        for name in ("_found", "_known"):
-            monkeypatch.delitem(one.__dict__, name, raising=False)
         monkeypatch.setattr(one, "takes", one.takes | {"float32 or float64"})
-    return libraries
+    looked_up_anew()
+    yield libraries
+    looked_up_anew()
+
+
+def looked_up_anew() -> None:
+    """Forget the functions that were found."""
+    for one in PACKED.values():
+        for name in ("_found", "_known"):
+            one.__dict__.pop(name, None)
 
 
 SIDES: list[dict[str, Any]] = [
