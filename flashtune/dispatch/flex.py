@@ -167,7 +167,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
         return explained_packed(call, *(given[name] for name in names[:3]))
     if isinstance(call, dict):
         served = api.explain(*(given[name] for name in names[:3]), return_lse=with_lse, **call)
-        more = "".join(f", {name}" for name in ("softcap", "alibi_slopes") if name in call)
+        more = "".join(f", {name}" for name in call if name not in ("window", "scale", "enable_gqa", "implementation"))
         return replace(served, reason=f"attention with window={call['window']}{more}: {served.template or 'PyTorch'}, {served.reason}")
 
     def of(kernel: Kernel) -> Explanation:

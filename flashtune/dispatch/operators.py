@@ -85,7 +85,13 @@ class CallNumbers(NamedTuple):
         return Options(**kwargs, window=(self.left, self.right), enable_gqa=query.shape[1] != key.shape[1])
 
 
-_NUMBERS = ", ".join(f"{kind.__name__} {name}" for name, kind in CallNumbers.__annotations__.items())
+def schema_of(numbers: type[Any]) -> str:
+    """Numbers of a named tuple as an operator's schema has them."""
+    kinds = {name: str(getattr(kind, "__name__", kind)).replace(" | None", "?") for name, kind in numbers.__annotations__.items()}
+    return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+
+
+_NUMBERS = schema_of(CallNumbers)
 _PER_HEAD = ", ".join(f"Tensor? {name}" for name in PER_HEAD)
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_PER_HEAD}, int? seed, {_NUMBERS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.pytorch import devices
-from flashtune.core.pytorch.flex import Mod
+from flashtune.core.pytorch.flex import Mod, soft_cap_mod
 from flashtune.core.pytorch.private import C
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import flex
@@ -97,8 +97,7 @@ def _arguments_of(functions: Functions, captured: tuple[Tensor, ...], packed: Pa
         return None
     sides = window if placed else (numbers.left, numbers.right)
     return {
-        "scale": numbers.scale * score.factor,
-        "softcap": score.softcap,
+        **score.words(numbers.scale),
         "alibi_slopes": slopes if slopes is None else slopes.flatten(),
         "window_size": tuple(-1 if side is None else side for side in sides),
         "causal_alignment": "bottom_right" if numbers.bottom_right and not placed else "top_left",
@@ -170,15 +169,13 @@ def traced_by_torch(packed: Packed, numbers: Numbers) -> tuple[Tensor, Tensor]:
         out, lse = traced_by_torch(gathered_whole(packed), numbers)
         return out.to(packed.query.dtype), lse
     shifts = (_lengths(packed)[1] - packed.cu_q.diff()) * numbers.bottom_right
-    slopes = packed.slopes
+    capped, slopes = soft_cap_mod(numbers.softcap), packed.slopes
 
-    def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if numbers.softcap:
-            x = numbers.softcap * torch.tanh(x / numbers.softcap)
+    def sloped(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x = x if capped is None else capped(x, b, h, i, j)
         return x if slopes is None else x - slopes[b, h] * (i + shifts[b] - j).abs()
 
-    beyond = numbers.softcap or slopes is not None
-    out, lse = _at_once(packed, numbers, score if beyond else None, None, TORCHS)
+    out, lse = _at_once(packed, numbers, capped if slopes is None else sloped, None, TORCHS)
     if packed.sinks is None:
         return out, lse
     # A sink is one more key whose value is 0.

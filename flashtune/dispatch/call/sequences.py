@@ -1,12 +1,15 @@
 """Packed sequences and paged caches as one kind of call: its tensors, its numbers, and the problem that it is."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flashtune.core.problems.band import Alignment, Band
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.lengths import Lengths, spread
+from flashtune.core.problems.parameters import CallParameters
 from flashtune.core.problems.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
@@ -59,6 +62,40 @@ class Numbers(NamedTuple):
     deterministic: bool
     splits: int | None = None
 
+    @property
+    def band(self) -> Band:
+        """Band of each sequence, whose diagonal is 1 where it ends at the last key, else 0."""
+        left, right = (None if side < 0 else side for side in (self.left, self.right))
+        return Band(left=left, right=right, diagonal=int(self.bottom_right))
+
+    @property
+    def alignment(self) -> Alignment:
+        """Where the diagonal of each sequence begins."""
+        return "bottom_right" if self.bottom_right else "top_left"
+
+    def parameters(self, seed: int = 0) -> CallParameters:
+        """Parameters of a launch beside tensors."""
+        return CallParameters(scale=self.scale, band=self.band, softcap=self.softcap, dropout_p=self.dropout_p, seed=seed)
+
+    def of_launch(self) -> dict[str, Any]:
+        """Numbers of a launch without dropout."""
+        return {"scale": self.scale, "softcap": self.softcap, **self.band.keywords()}
+
+    def words(self) -> dict[str, Any]:
+        """Arguments of `attention` that mean the same for one sequence, but for dropout's."""
+        found = {"window": (self.left, self.right), "causal_alignment": self.alignment, "scale": self.scale, "softcap": self.softcap}
+        return found | {"allow_tf32": self.tf32}
+
+
+def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters:
+    """Parameters of a launch beside its operands."""
+    return replace(
+        numbers.parameters(seed),
+        slopes=packed.slopes,
+        sinks=None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1),
+        lengths=(packed.cu_q, packed.cu_k, packed.used),
+    )
+
 
 def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
     """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean."""
@@ -74,11 +111,11 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
     dtype, d, d_v, kv_heads = KERNEL_DTYPES.get(query.dtype), query.shape[2], value.shape[-1], key.shape[-2]
     if dtype is None or dtype == "fp8" or not (0 < d <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM) or 0 in (packed.sequences, kv_heads):
         return None
-    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
+    band = numbers.band
     features = Features(
-        causal=right == 0,
-        window=(left, right),
-        alignment="bottom_right" if numbers.bottom_right else "top_left",
+        causal=band.right == 0,
+        window=(band.left, band.right),
+        alignment=numbers.alignment,
         softcap=numbers.softcap > 0.0,
         dropout=numbers.dropout_p > 0.0,
         alibi=packed.slopes is not None,

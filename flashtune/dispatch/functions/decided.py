@@ -175,9 +175,7 @@ def _built_in(
     """The arguments of `attention` for functions that it has built in, where its kernels serve the call: they are tuned for the GPU."""
     assert functions.known is not None, "the caller looked"
     window, score = functions.known
-    words: dict[str, Any] = {"window": None if window == (None, None) else window, "scale": scale * score.factor, "enable_gqa": True}
-    if score.softcap:
-        words["softcap"] = score.softcap
+    words: dict[str, Any] = {"window": None if window == (None, None) else window, "enable_gqa": True, **score.words(scale)}
     if ours:
         words["implementation"] = OURS
     slopes = slopes_of(score, captured, query.shape[0], query.shape[1], query.device)

@@ -78,17 +78,14 @@ class Runs(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A call as packed sequences: batches are folded into heads, or into rows. `slopes` are those of all heads, None without ALiBi; `named`
-    is the implementation that the caller names."""
+    """A call as packed sequences: batches are folded into heads, or into rows. `options` are those of
+    `attention`, in their order, and `slopes` those of all heads, None without ALiBi."""
 
     read: Read
     runs: Runs
     into_heads: bool
-    scale: float
-    softcap: float
-    window: tuple[int, int]
+    options: tuple[Any, ...]
     slopes: Tensor | None = None
-    named: str | None = None
 
 
 def packed_call(
@@ -147,8 +144,9 @@ def _decided(
         return None
     if block_mask is not None and not agrees_with_band(block_mask, documents.band, query, key, ids):
         return FOREIGN
-    left, right = (-1 if side is None else side for side in documents.band)
-    call = PackedCall(by.read, runs, into_heads, scale * score.factor, score.softcap, (left, right), named=OURS if ours else None)
+    window = tuple(-1 if side is None else side for side in documents.band)
+    options = Options(enable_gqa=True, window=window, implementation=OURS if ours else None, **score.words(scale))  # type: ignore[arg-type]
+    call = PackedCall(by.read, runs, into_heads, tuple(options) if ours else options[:-1])
     said = _explained(call if slopes is None else call._replace(slopes=_of_heads(slopes, call, query)), tensors)
     free = ours or current().unmeasured or not query.is_cuda
     for one in (said, said.backward):
@@ -192,10 +190,7 @@ def _folded(call: PackedCall, tensors: Sequence[Tensor]) -> list[Tensor]:
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
     """Output (B, Hq, N, D_v), whose heads lie in memory as the query's do, and LSE (B, Hq, N)."""
     batch, heads, n, _ = query.shape
-    _, (bounds, longest), into_heads, scale, softcap, window, slopes, named = call
-    options: tuple[Any, ...] = (0.0, False, scale, True, window, softcap, "top_left", False, False, False)
-    if named is not None:
-        options = (*options, named)
+    _, (bounds, longest), into_heads, options, slopes = call
     given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, None)
     out, lse = attend(given, options, longest, longest, None, heads_outside=into_heads or query.stride(1) > query.stride(2))
     if into_heads:
@@ -204,10 +199,9 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
 
 
 def _explained(call: PackedCall, tensors: Sequence[Tensor]) -> Explanation:
-    _, (bounds, longest), _, scale, softcap, window, slopes, _ = call
-    options = Options(scale=scale, enable_gqa=True, window=window, softcap=softcap)
+    _, (bounds, longest), _, options, slopes = call
     packed = Packed(*cast(*_folded(call, tensors)), bounds, bounds, None, slopes)
-    return explanation_of(*parsed(packed, options, longest, longest))
+    return explanation_of(*parsed(packed, Options(*options), longest, longest))
 
 
 def explained_packed(call: PackedCall, *tensors: Tensor) -> Explanation:

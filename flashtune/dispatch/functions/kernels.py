@@ -41,8 +41,7 @@ class Sequences(NamedTuple):
     @property
     def words(self) -> dict[str, Any]:
         """Numbers of a launch."""
-        _, _, _, left, right, bottom_right, *_ = self.numbers
-        return {"diagonal": int(bottom_right), "window_left": left, "window_right": right}
+        return self.numbers.band.keywords()
 
     @property
     def deterministic(self) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashtune.core.pytorch.attention import readable
 from flashtune.dispatch.call.call import Call, Outputs, PerHead
+from flashtune.dispatch.call.sequences import Numbers
 from flashtune.dispatch.plans.plan import capturing
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -66,28 +67,37 @@ class Provider:
 
 def features_of(call: Call, per_head: PerHead | None) -> list[str]:
     """Features of a call beyond plain and causal attention, in words for messages."""
-    numbers = per_head or PerHead()
+    given = per_head or PerHead()
     aligned = call.band.diagonal == call.n_kv - call.n_q and call.n_q <= call.n_kv
     found = {
         "masks": call.mask_kind != "none",
-        "dropout": bool(call.dropout_p),
         "a dropout seed": bool(call.dropout_p) and call.seeded,
         OTHER_BANDS: call.band.bounded and not call.torch_causal,
         "a band beside a mask": call.band.bounded and call.mask_kind != "none",
         AT_THE_START: call.band.bounded and not aligned,
-        "a soft cap": bool(call.softcap),
-        "ALiBi": numbers.alibi_slopes is not None,
-        "sinks": numbers.sinks is not None,
-        "sinks of each batch": numbers.sinks is not None and numbers.sinks.numel() != call.heads,
-        "an LSE": call.return_lse,
+        **features_anywhere(call, call.dtype, given.alibi_slopes, given.sinks, return_lse=call.return_lse),
+        "sinks of each batch": given.sinks is not None and given.sinks.numel() != call.heads,
         "fp8": call.factors is not None,
-        "float32 or float64": call.dtype in (torch.float32, torch.float64),
-        "repeatable gradients": call.deterministic,
-        "a scale of 0 or below": call.scale <= 0.0,
     }
     # A feature that nobody described to providers is one that they don't take.
     others = () if call.problem is None else sorted(call.problem.features.as_json().keys() - DESCRIBED)
     return [*(feature for feature, there in found.items() if there), *others]
+
+
+def features_anywhere(
+    numbers: Call | Numbers, dtype: torch.dtype, slopes: Tensor | None, sinks: Tensor | None, *, return_lse: bool
+) -> dict[str, bool]:
+    """Features of dense and packed calls alike, in words for messages, and whether a call has them."""
+    return {
+        "dropout": bool(numbers.dropout_p),
+        "a soft cap": bool(numbers.softcap),
+        "ALiBi": slopes is not None,
+        "sinks": sinks is not None,
+        "an LSE": return_lse,
+        "float32 or float64": dtype in (torch.float32, torch.float64),
+        "repeatable gradients": numbers.deterministic,
+        "a scale of 0 or below": numbers.scale <= 0.0,
+    }
 
 
 class ProviderPlan:

@@ -13,7 +13,7 @@ from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.plans.plan import capturing
 from flashtune.dispatch.providers.libraries import PROVIDERS, found_in, refused, variant_of
-from flashtune.dispatch.providers.provider import AT_THE_START, OTHER_BANDS
+from flashtune.dispatch.providers.provider import AT_THE_START, OTHER_BANDS, features_anywhere
 
 UNUSED = "keys that aren't used"
 
@@ -130,19 +130,12 @@ def features_of(packed: Packed, numbers: Numbers, *, return_lse: bool) -> list[s
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3])
     found = {
         "paged caches": packed.table is not None,
-        "dropout": bool(numbers.dropout_p),
         OTHER_BANDS: bounded and not (numbers.left < 0 and numbers.right == 0),
         AT_THE_START: bounded and not (numbers.bottom_right or alike),
-        "a soft cap": bool(numbers.softcap),
-        "ALiBi": packed.slopes is not None,
-        "sinks": packed.sinks is not None,
-        "an LSE": return_lse,
+        **features_anywhere(numbers, packed.query.dtype, packed.slopes, packed.sinks, return_lse=return_lse),
         UNUSED: packed.used is not None,
         "gradients beside keys that aren't used": packed.used is not None and trains,
         "values of another head size": packed.query.shape[2] != packed.value.shape[-1],
-        "float32 or float64": packed.query.dtype in (torch.float32, torch.float64),
-        "repeatable gradients": numbers.deterministic,
-        "a scale of 0 or below": numbers.scale <= 0.0,
     }
     return [feature for feature, there in found.items() if there]
 

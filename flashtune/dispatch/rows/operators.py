@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from flashtune.dispatch.call.parse import signed
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.context import Memo, current
 from flashtune.dispatch.decisions.recorded import meet_packed
-from flashtune.dispatch.operators import define_lazily
+from flashtune.dispatch.operators import define_lazily, schema_of
 from flashtune.dispatch.plans.autograd import differentiated, refuse_twice
 from flashtune.dispatch.plans.gradients import sink_gradients
 from flashtune.dispatch.plans.plan import capturing, random_bits
@@ -56,25 +57,20 @@ def _of_sequence(
     """Output (1, Hq, N_q, D_v) and LSE of the sequence with this index."""
     q, k, v = tensors
     heads, n_q, n_kv = q.shape[1], q.shape[2], k.shape[2]
-    alignment = "bottom_right" if numbers.bottom_right else "top_left"
     if not numbers.dropout_p:
-        words: dict[str, Any] = {"window": (numbers.left, numbers.right), "causal_alignment": alignment, "enable_gqa": heads != k.shape[1]}
-        words |= {"scale": numbers.scale, "softcap": numbers.softcap, "allow_tf32": numbers.tf32, "return_lse": True}
-        words["implementation"] = implementation
+        words = numbers.words() | {"enable_gqa": heads != k.shape[1], "return_lse": True, "implementation": implementation}
         out, lse = attention(q, k, v, alibi_slopes=slopes, sinks=sinks, **words)
         return out, lse
     # Heads of all sequences are counted, as kernels do, so that each has a mask of its own.
     rows = [reference.dropout_keep_rows(seed, 0, index * heads + h, 0, n_q, n_kv, numbers.dropout_p, q.device) for h in range(heads)]
+    of_slopes, of_sinks = (None if x is None else x[None] for x in (slopes, sinks))
+    band = Sides((numbers.band.left, numbers.band.right), numbers.alignment).band(n_q, n_kv)
+    parameters = replace(numbers.parameters(), band=band, slopes=of_slopes, sinks=of_sinks)
     out, lse = reference.attention(
         *(q, k, v),
-        scale=numbers.scale,
-        band=Sides.of((numbers.left, numbers.right), False, alignment).band(n_q, n_kv),
-        softcap=numbers.softcap,
         keep=torch.stack(rows)[None],
-        dropout_p=numbers.dropout_p,
-        slopes=None if slopes is None else slopes[None],
-        sinks=None if sinks is None else sinks[None],
         dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
+        **parameters.formula(),
     )
     return out.to(q.dtype), lse
 
@@ -173,10 +169,7 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used, Tensor? slopes, Tensor? sinks, Tensor? table, "
     "Tensor? k_descale, Tensor? v_descale"
 )
-_NUMBERS_SCHEMA = (
-    "SymInt max_q, SymInt max_k, float scale, SymInt left, SymInt right, bool bottom_right, float softcap, float dropout_p, bool tf32, "
-    "bool deterministic, SymInt? splits"
-)
+_NUMBERS_SCHEMA = schema_of(Numbers).replace("int", "SymInt")
 _SCHEMA = f"({_TENSORS}, int? seed, {_NUMBERS_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 _GRADIENTS_SCHEMA = (
     f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor state, {_TENSORS}, "

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from flashtune.core.code import launching
 from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
-from flashtune.core.problems.band import Band
 from flashtune.core.problems.config import Direction, KernelSpec
-from flashtune.core.problems.parameters import CallParameters
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
-from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, problem_of, rows_last, viewed
+from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, parameters_of, problem_of, rows_last, viewed
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.resolve import Explanation, explanation_by
@@ -240,18 +238,3 @@ def _dropped(memo: Memo, found: Kernel) -> bool:
             if one is found and not (isinstance(place, tuple) and place[0] == pages.PLACE):
                 del memo.packed[place]
     return False
-
-
-def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters:
-    """Parameters of a launch beside its operands."""
-    left, right = (None if side < 0 else side for side in (numbers.left, numbers.right))
-    return CallParameters(
-        scale=numbers.scale,
-        band=Band(left=left, right=right, diagonal=int(numbers.bottom_right)),
-        softcap=numbers.softcap,
-        dropout_p=numbers.dropout_p,
-        seed=seed,
-        slopes=packed.slopes,
-        sinks=None if packed.sinks is None else packed.sinks.expand(packed.sequences, -1),
-        lengths=(packed.cu_q, packed.cu_k, packed.used),
-    )

@@ -71,11 +71,7 @@ def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> P
     return launching.plan(
         kernel.host,
         tensors._replace(**views),
-        scale=numbers.scale,
-        diagonal=int(numbers.bottom_right),
-        window_left=numbers.left,
-        window_right=numbers.right,
-        softcap=numbers.softcap,
+        **numbers.of_launch(),
         pages=(numbers.max_q, numbers.max_k, numbers.splits),
         sms=launching.sms_of(tensors.q.device),
     )

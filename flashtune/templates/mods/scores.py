@@ -30,6 +30,10 @@ class Score:
     softcap: float = 0.0
     slope: tuple[tuple[float, tuple[Node, ...]], ...] = ()
 
+    def words(self, scale: float) -> dict[str, float]:
+        """Arguments of `attention` that mean the same beside ALiBi, of scores with this scale."""
+        return {"scale": scale * self.factor} | ({"softcap": self.softcap} if self.softcap else {})
+
     @property
     def by_batch(self) -> bool:
         """True if slopes differ between batches, which are packed sequences' numbers."""
