@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from flashtune.cli.functions import FUNCTIONS, Decorator, with_functions
+from flashtune.cli.functions import FUNCTIONS, Decorator, register_functions, with_functions
 from flashtune.core.gpu.target import Target, find_target, targets
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.dtypes import DTYPES, DType, parse_dtype
@@ -240,7 +240,8 @@ class ProblemOptions:
         return list(dict.fromkeys(found))
 
     def _of_calls(self, path: Path) -> list[Problem]:
-        self._refuse_beside(f"--calls {path}", "--calls")
+        self._refuse_beside(f"--calls {path}", "--calls", "--score-mod", "--mask-mod")
+        register_functions(self.score_mod, self.mask_mod)
         found = list(dict.fromkeys(problem.seen() for problem in read(path)))
         if not found:
             raise InputError(f"{path} holds no calls: run the model before dispatch.save_calls, or name another file")

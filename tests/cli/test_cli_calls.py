@@ -63,6 +63,20 @@ def test_what_a_model_called_is_searched_and_then_serves_it(tmp_path: Path) -> N
         assert dispatch.explain_problem(called, "a100").variant_id == rows["fwd"]["variant"]
 
 
+def test_calls_with_functions_are_searched_where_these_are_named(tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text("import torch\n\ndef waved(score, b, h, i, j):\n    return score * torch.cos(i - j)\n")
+    named = f"{tmp_path / 'scores.py'}:waved"
+    coded = replace(FULL, features=Features(mods="0123456789abcdef"))
+    of_waved = problems("--d", "16", "--n", "64", "--dtype", "fp16", "--heads", "2", "--batch", "1", "--score-mod", named)
+    path = written(tmp_path, coded, *of_waved)
+    found = problems("--calls", str(path), "--score-mod", named)
+    assert set(found) == {coded, *of_waved}
+    said: list[str] = []
+    notes: Any = type("Notes", (), {"print": lambda self, line: said.append(line)})()
+    assert worth_searching(found, A100, templates=(), location=str(tmp_path / "none.sqlite"), notes=notes) == of_waved
+    assert len(said) == 1 and "0123456789abcdef aren't those of this process: name them by --score-mod and --mask-mod" in said[0]
+
+
 def test_a_search_of_calls_is_of_what_the_file_holds(tmp_path: Path) -> None:
     path = written(tmp_path, CAUSAL, FULL, replace(FULL, direction="bwd"))
     assert set(problems("--calls", str(path))) == {CAUSAL, FULL, replace(FULL, direction="bwd")}

@@ -91,7 +91,8 @@ def save_calls(path: "str | Path") -> None:
     whichever kernel served them, on any device. On the CPU only a first call of its sizes records whether gradients are requested. Of
     compiled models those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is
     everything that no search could help: head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
-    calls that sdpa_kernel keeps from flash attention; and calls with functions, which are searched by the functions' names. Decode
+    calls that sdpa_kernel keeps from flash attention. Calls with functions are recorded where a kernel may serve them, by the hash of
+    what was traced: a search of them names the functions, too (`--score-mod`, `--mask-mod`). Decode
     steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.records.calls.thinned).
 
     Raises InputError where `path` is another kind of file, or would grow beyond 4 MB, EnvironmentProblem where it can't be written.
@@ -162,6 +163,12 @@ def meet_packed(memo: Memo, problem: "Problem | None", why_torch: str | None, tr
     CALLS.meet(problem)
     if trained:
         CALLS.meet(trained_as(problem, []))
+
+
+def meet_coded(memo: Memo, problem: "Problem | None") -> None:
+    """Record the problem of one pass of a call with functions, with the hash of these."""
+    if problem is not None and not memo.pinned:
+        CALLS.meet(problem)
 
 
 def _requested(every: Sequence[Tensor], wanted: set[str]) -> list[str] | None:

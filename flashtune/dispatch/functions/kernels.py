@@ -16,6 +16,7 @@ from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 from flashtune.dispatch.call.sequences import Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.call.sequences import problem_of as packed_problem
 from flashtune.dispatch.decisions.context import current
+from flashtune.dispatch.decisions.recorded import meet_coded
 from flashtune.dispatch.decisions.resolve import Explanation, explanation_by
 from flashtune.dispatch.plans import launch as launches
 from flashtune.dispatch.policy.choose import Refusal, kind_by
@@ -74,6 +75,7 @@ def kernel_of(
     problem = problem_with_functions(direction, query, key, value, known.keep(mods), sequences)
     if problem is None:
         return "no kernel takes tensors of these sizes"
+    meet_coded(current(), problem_with_functions(direction, query, key, value, searched, sequences, exact=True))
     # Kernels whose bits may vary don't write gradients of unused keys either.
     repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
     if sequences is not None:
@@ -109,11 +111,20 @@ def kernel_of(
 
 
 def problem_with_functions(
-    direction: Direction, query: Tensor, key: Tensor, value: Tensor, mods: str, sequences: Sequences | None = None
+    direction: Direction,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mods: str,
+    sequences: Sequences | None = None,
+    *,
+    exact: bool = False,
 ) -> Problem | None:
-    """The problem of a call with the hash of functions; None where no kernel takes tensors of such sizes."""
+    """The problem of a call with the hash of functions, of packed sequences by `exact` lengths or by octaves; None where no kernel takes
+    tensors of such sizes."""
     if sequences is not None:
-        return packed_problem(Packed(query, key, value, *sequences.bounds), sequences.numbers, direction, mods=mods)
+        packed = Packed(query, key, value, *sequences.bounds)
+        return packed_problem(packed, sequences.numbers, direction, exact=exact, mods=mods)
     (batch, heads, n_q, d), n_kv, d_v = query.shape, key.shape[2], value.shape[3]
     if max(d, d_v) > MAX_HEAD_DIM:
         return None
