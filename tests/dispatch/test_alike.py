@@ -512,5 +512,6 @@ def test_meanings_are_the_same_where_kernels_serve() -> None:
         "-p",
         "no:cacheprovider",
         "-k",
-        "any_ or negated or gradients or computed or explanation or plan_serves or hook or forward_mode or switched_off or watches or recorded",
+        "any_ or negated or gradients or computed or explanation or plan_serves or hook or forward_mode or switched_off or watches "
+        "or recorded",
     )
