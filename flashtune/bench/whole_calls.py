@@ -17,7 +17,7 @@ from flashtune.dispatch import api, varlen
 from flashtune.dispatch.call.parse import Options
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
-from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 

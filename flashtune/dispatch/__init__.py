@@ -5,8 +5,9 @@ from flashtune.core.system.collector import held_off
 with held_off():
     from flashtune.dispatch.api import attention, explain, explain_problem
     from flashtune.dispatch.decisions.context import Use, reload, use
+    from flashtune.dispatch.decisions.explanation import Explanation
+    from flashtune.dispatch.decisions.freezing import freeze
     from flashtune.dispatch.decisions.recorded import save_calls
-    from flashtune.dispatch.decisions.resolve import Explanation
     from flashtune.dispatch.flex import explain_flex, flex_attention
     from flashtune.dispatch.jagged import attention_jagged
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
@@ -22,6 +23,7 @@ __all__ = [
     "explain_problem",
     "explain_varlen",
     "flex_attention",
+    "freeze",
     "reload",
     "save_calls",
     "use",

@@ -29,15 +29,16 @@ from flashtune.dispatch.call.inspection import (
     why_torch_now,
 )
 from flashtune.dispatch.call.parse import Arguments, Options, parse, unwrapped
+from flashtune.dispatch.decisions import by_plan, resolve
 from flashtune.dispatch.decisions import recorded as calls
-from flashtune.dispatch.decisions import resolve
 from flashtune.dispatch.decisions.context import STACK, Memo, current
-from flashtune.dispatch.decisions.resolve import Candidate, Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
+from flashtune.dispatch.decisions.resolve import Candidate
 from flashtune.dispatch.operators import define_lazily
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.plan import Plan, Plans, capturing, restorer
 from flashtune.dispatch.plans.pytorch import TorchPlan
-from flashtune.dispatch.policy.offers import measured_record, offers
+from flashtune.dispatch.policy.offers import TORCHS, measured_record, offers
 from flashtune.dispatch.policy.records import Pool
 from flashtune.dispatch.providers.libraries import PROVIDERS
 from flashtune.dispatch.providers.provider import ProviderPlan
@@ -282,8 +283,13 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
 def _candidates(memo: Memo, call: Call, arguments: Arguments, options: Options, why_torch: str | None, **words: Any) -> Iterator[Candidate]:
     """Plans for a call, best first: by the records, or the one of the implementation that the caller names."""
     tensors, per_head = arguments[:4], arguments.per_head
-    if options.implementation is not None:
-        return resolve.forced(memo, call, tensors, per_head, why_torch, options.implementation)
+    plan, place = memo.settings.plan, by_plan.place_of(call, why_torch, options.implementation)
+    if plan is not None and place is not None and not calls.within_packed():
+        return by_plan.candidates(memo, plan, place, call, tensors, per_head)
+    # A sequence of packed ones that a plan leaves to PyTorch is PyTorch's, too.
+    name = TORCHS if plan is not None and calls.within_packed() else options.implementation
+    if name is not None:
+        return resolve.forced(memo, call, tensors, per_head, why_torch, name)
     return resolve.candidates(memo, call, *tensors, why_torch, per_head, **words)
 
 
@@ -327,6 +333,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
             return decided.run(*arguments)
         why_torch = why_torch_now(*arguments[:4], arguments.per_head)
         calls.meet(memo, call, arguments, why_torch)
+        place = None if calls.within_packed() else by_plan.place_of(call, why_torch, options.implementation)
         if memo.settings.confirm and why_torch is None and options.implementation is None:
             from flashtune.dispatch.decisions import confirming
 
@@ -345,9 +352,11 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
                 if back is not None:
                     back()
                 continue
+            by_plan.note(memo, place, candidate)
             if signature is not None:
                 memo.keep(signature, chosen)
             return outputs
+        by_plan.note(memo, place, None)
     if signature is not None:
         memo.keep(signature, plan)
     return plan.run(*arguments)

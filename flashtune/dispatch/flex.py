@@ -14,7 +14,7 @@ from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch import api
 from flashtune.dispatch.call.parse import check_flags, check_implementation, number, unwrapped, wants_lse
 from flashtune.dispatch.decisions.context import current
-from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import sizes_of
 from flashtune.dispatch.functions.by_torch import flex_by_torch, lacks

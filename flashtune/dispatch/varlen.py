@@ -11,7 +11,7 @@ from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call.parse import Options, unwrapped, wants_lse
 from flashtune.dispatch.call.sequences import Numbers, Packed
-from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions.traced import check_functions, refuse_beside_functions
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows.read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of

@@ -15,7 +15,7 @@ from flashtune.core.system.errors import InputError
 from flashtune.dispatch import flex
 from flashtune.dispatch.call.parse import cannot_serve
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
-from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions import by_torch as flex_torch
 from flashtune.dispatch.functions import decided as flex_decided
 from flashtune.dispatch.functions import traced as flex_functions

@@ -8,7 +8,7 @@ from flashtune.core.pytorch.private import fake_or_traced
 from flashtune.dispatch.call.inspection import SEEN_THROUGH
 from flashtune.dispatch.call.parse import Options, seed_bits, signed
 from flashtune.dispatch.call.sequences import Numbers, Packed
-from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.policy.offers import OURS, TORCHS
 from flashtune.dispatch.rows.libraries import by_provider, refuse
 from flashtune.dispatch.rows.operators import by_attention, dropout_bits

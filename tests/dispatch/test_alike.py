@@ -25,8 +25,8 @@ from flashtune.core.problems import reference
 from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.core.pytorch import devices
 from flashtune.core.system.errors import InputError, InputTypeError
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.decisions.recorded import CALLS
-from flashtune.dispatch.decisions.resolve import Explanation
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.rows.kernel import Kernel
 

@@ -11,7 +11,7 @@ from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, Source, TuningRecord
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.decisions.resolve import explained
+from flashtune.dispatch.decisions.explanation import explained
 from flashtune.dispatch.policy import choose as policy
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.templates import families

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
 from flashtune.dispatch import flex
-from flashtune.dispatch.decisions.resolve import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions import blocks as flex_blocks
 from flashtune.dispatch.functions import by_torch as flex_torch
 from flashtune.dispatch.functions import decided as flex_decided

@@ -40,7 +40,7 @@ def thinned(problems: Iterable[Problem]) -> list[Problem]:
     """
     largest: dict[tuple[Hashable, int, int], Problem] = {}
     for problem in problems:
-        key = _kind(problem), problem.n_q, problem.n_kv
+        key = kind_of(problem), problem.n_q, problem.n_kv
         other = largest.setdefault(key, problem)
         if other is not problem:
             largest[key] = max(other, problem, key=_extent)
@@ -54,7 +54,7 @@ def thinned(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(kept, key=lambda one: (DIRECTIONS.index(one.direction), one.d, one.d_v, one.dtype, one.gqa_ratio, _extent(one)))
 
 
-def _kind(problem: Problem) -> Hashable:
+def kind_of(problem: Problem) -> Hashable:
     """The parts of a problem's key but its lengths; cheaper than the key itself, which is text in part."""
     features, lengths = problem.features, problem.lengths
     if features.window is not None:
@@ -131,11 +131,11 @@ def _added(path: Path, problems: Iterable[Problem]) -> bool:
 
 def _text(problems: Iterable[Problem]) -> str:
     """The file's text, a line for each problem."""
-    lines = [json.dumps(_entry(one)) for one in problems]
+    lines = [json.dumps(entry_of(one)) for one in problems]
     return f'{{\n"format": {FORMAT},\n"calls": [' + ",".join(f"\n{line}" for line in lines) + "\n]\n}\n"
 
 
-def _entry(problem: Problem) -> dict[str, Any]:
+def entry_of(problem: Problem) -> dict[str, Any]:
     """A problem as an object; only those of packed sequences have lengths."""
     found = {name: getattr(problem, name) for name in _FIELDS} | {"features": problem.features.as_json()}
     return found if problem.lengths is None else {**found, "lengths": asdict(problem.lengths)}
@@ -157,13 +157,13 @@ def _parsed(text: bytes, path: Path) -> list[Problem]:
     problems: dict[Problem, None] = {}
     for place, one in enumerate(found["calls"], 1):
         try:
-            problems[_problem(one)] = None
+            problems[problem_of_entry(one)] = None
         except InputError as error:
             raise InputError(f"call {place} of {path} is invalid ({error}): save the calls again, or remove it") from error
     return list(problems)
 
 
-def _problem(found: Any) -> Problem:
+def problem_of_entry(found: Any) -> Problem:
     """One entry; raises InputError for one that `_text` would not write."""
     if not isinstance(found, dict) or found.keys() - {"lengths"} != set(_FIELDS):
         raise InputError(f"it is {shown(found)}, not an object of {', '.join(_FIELDS)}")

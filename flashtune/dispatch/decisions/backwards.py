@@ -13,7 +13,10 @@ from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Variant
 from flashtune.core.problems.passes import BACKWARD
 from flashtune.core.problems.problem import FLAGS, Problem, ProblemKey
+from flashtune.core.pytorch import devices
+from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.call import Call, trained_as
 from flashtune.dispatch.decisions.context import MOST_PLANS, Memo
 from flashtune.dispatch.decisions.recorded import CALLS
@@ -49,6 +52,8 @@ def gradient_choice(
     serve only where unmeasured ones are allowed, in the interpreter, too, or PyTorch has no fused kernel.
     """
     trained = replace(problem, direction="bwd")
+    if memo.settings.plan is not None:
+        return memo.settings.plan.trains(trained, target.slug), f"the plan {memo.settings.plan.path} has no gradients of such calls"
     if "bwd" in memo.pinned:
         return Choice(kind="exact", spec=trained.spec(), note="its kernel is pinned"), ""
     key = trained.key(target.slug)
@@ -151,11 +156,20 @@ def gradient_kernels(memo: Memo, call: Call, inputs: BackwardInputs) -> Iterator
     writes_all = written[len(BACKWARD.operands) :] == inputs.requested
     if pinned is not None and writes_all and pinned.accepts(inputs.query, inputs.key, inputs.value, mask):
         yield None, GradientPlan(call, Code(pinned))
-    for choice in measured_gradients(problem, target, records, _allowed(known, call.deterministic), framework_serves=False):
+    ranked = measured_gradients(problem, target, records, _allowed(known, call.deterministic), framework_serves=False)
+    if memo.settings.plan is not None:
+        ranked = memo.settings.plan.choices(_place(call, problem))
+    for choice in ranked:
         if choice.family is not None and (variant := choice.variant) is not None:
             code = memo.kernels.code(choice.family, variant, call.device, target)
             if not isinstance(code, str) and code.module.accepts(inputs.query, inputs.key, inputs.value, mask):
                 yield variant, GradientPlan(call, code)
+
+
+def _place(call: Call, problem: Problem) -> Place:
+    """Place of a call's gradients in a plan."""
+    repeatable = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    return Place("gradients", devices.slug_here(call.device), problem, ("deterministic",) * repeatable)
 
 
 def backward_of(memo: Memo, signature: Hashable, call: Callable[[], Call]) -> Backward:
@@ -177,6 +191,10 @@ def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[Gr
         for variant, plan in gradient_kernels(memo, call, inputs):
             found = memo.kernels.tried(variant, call.device, functools.partial(plan.build, inputs), functools.partial(plan.run, inputs))
             if found is not None:
+                if call.problem is not None and variant is not None:
+                    memo.met.note(_place(call, trained_as(call.problem, inputs.requested)), variant)
                 return plan, found
+        if memo.settings.plan is not None and call.problem is not None:
+            raise InputError(f"what the plan {memo.settings.plan.path} names for gradients can't serve here: freeze it anew")
     formula = ReferencePlan(call, inputs)
     return formula, formula.run(inputs)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +22,8 @@ from flashtune.core.pytorch import devices
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.system.collector import held_off
 from flashtune.core.system.errors import InputError
+from flashtune.dispatch.decisions.frozen import Frozen, Met
+from flashtune.dispatch.decisions.settings import Settings, located, seen_of
 from flashtune.dispatch.plans.gradients import Backward
 from flashtune.dispatch.plans.kernels import Kernels
 from flashtune.dispatch.plans.plan import Plan, Plans
@@ -43,22 +44,6 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 """Values of FLASHTUNE_UNMEASURED."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of a stack of layers: `databases` (paths or URLs, the topmost first) over the user's own results and the shipped ones, or
-    `alone`. `seen` are the states of their files when they were put in force: a file that changed has other plans.
-
-    `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides). `confirm` measures
-    keys that have no measured record at their first call (flashtune.dispatch.decisions.confirming).
-    """
-
-    databases: tuple[str, ...] = ()
-    seen: tuple[Hashable, ...] = ()
-    alone: bool = False
-    unmeasured: bool | None = None
-    confirm: bool = False
-
-
 class Memo:
     """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, and `kernels`.
 
@@ -66,7 +51,7 @@ class Memo:
     one holds `lock`.
     """
 
-    def __init__(self, settings: Settings = Settings(), *, pinned: tuple[Direction, LoadedKernel] | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, *, pinned: tuple[Direction, LoadedKernel] | None = None) -> None:
         self.lock = threading.RLock()
         self.plans = Plans()
         self.backwards: dict[Hashable, Backward] = {}
@@ -75,7 +60,8 @@ class Memo:
         self.packed: dict[Hashable, Any] = {}
         self.confirmed: set[ProblemKey] = set()
         self.kernels = Kernels(self.warn_once, self.forget)
-        self.settings = settings
+        self.met = Met()
+        self.settings = settings or Settings()
         self.pinned: dict[Direction, LoadedKernel] = {} if pinned is None else dict([pinned])
         self._library: Library | None = None
         self._pools: dict[Hashable, Pool] = {}
@@ -182,13 +168,27 @@ MOST_MEMOS = 32
 class Use:
     """Database, or an option, in force from the call of `use` until `remove`, or until the end of its `with` block."""
 
-    __slots__ = ("alone", "confirm", "database", "everywhere", "removed", "seen", "unmeasured")
+    __slots__ = ("alone", "confirm", "database", "everywhere", "plan", "removed", "seen", "unmeasured")
 
-    def __init__(self, database: str | None, *, alone: bool, everywhere: bool, unmeasured: bool | None, confirm: bool = False) -> None:
-        self.confirm = confirm
+    def __init__(
+        self,
+        database: str | None,
+        *,
+        alone: bool,
+        everywhere: bool,
+        unmeasured: bool | None,
+        confirm: bool = False,
+        plan: Frozen | None = None,
+    ) -> None:
+        self.confirm, self.plan = confirm, plan
         self.database, self.alone, self.everywhere, self.unmeasured = database, alone, everywhere, unmeasured
-        self.seen = _seen(database)
+        self.seen = seen_of(database)
         self.removed = False
+
+    @property
+    def digest(self) -> str | None:
+        """SHA-256 of the plan in force, to compare ranks; None without one."""
+        return None if self.plan is None else self.plan.digest
 
     def remove(self) -> None:
         """Remove this layer, wherever in the stack it is; no effect if that was done before.
@@ -266,6 +266,7 @@ def use(
     everywhere: bool = False,
     unmeasured: bool | None = None,
     confirm: bool = False,
+    plan: str | Path | None = None,
 ) -> Use:
     """Serve the calls of this thread, or task of asyncio, from `database` (a path or URL) first: a model's own file, say.
 
@@ -286,12 +287,18 @@ def use(
     The outcome is stored in the user's own database, so that a machine measures a key once. Calls with gradients, dropout, or features for
     which PyTorch needs all scores (soft caps, LSEs), and calls that are captured into CUDA graphs or traced, aren't measured.
 
-    Raises DatabaseError where there is no such database or it is damaged, InputError without a database, `unmeasured` and `confirm`.
+    `plan` is a file of `freeze`: its kernels and providers serve in place of all records, and never give way to a fallback kernel, so that
+    the ranks of a job have equal bits; `digest` of the returned object is equal then. A call that the plan doesn't have is refused, and so
+    is a plan of other versions or another GPU. Lengths within the octaves of a call that was frozen have its kernel.
+
+    Raises DatabaseError where there is no such database or it is damaged, InputError without a database, `unmeasured`, `confirm` and
+    `plan`, and for a plan that can't serve here.
     """
     global _everywhere
-    if database is None and unmeasured is None and not confirm:
-        raise InputError("nothing to use: give the path or URL of a database, unmeasured or confirm=True")
-    added = Use(_located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured, confirm=confirm)
+    if database is None and unmeasured is None and not confirm and plan is None:
+        raise InputError("nothing to use: give the path or URL of a database, unmeasured, confirm=True or a plan")
+    frozen = None if plan is None else Frozen.read(Path(str(located(plan))))
+    added = Use(located(database), alone=alone, everywhere=everywhere, unmeasured=unmeasured, confirm=confirm, plan=frozen)
     own = () if everywhere else STACK.get().uses
     with _lock:
         memo = _memo_of((added, *own, *_everywhere))
@@ -320,9 +327,9 @@ def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
     `database` becomes a layer below those in use everywhere, until the next `reload`; with `alone` it hides all below.
     """
     global _reloaded
-    located = _located(database)
+    path = located(database)
     with _lock:
-        _reloaded = None if located is None else Use(located, alone=alone, everywhere=True, unmeasured=None)
+        _reloaded = None if path is None else Use(path, alone=alone, everywhere=True, unmeasured=None)
         _memos.clear()
         _look_up_anew()
 
@@ -358,32 +365,13 @@ def _memo_of(uses: tuple[Use, ...]) -> Memo:
             databases.setdefault(one.database, one.seen)
         alone = alone or one.alone
     said = next((one.unmeasured for one in uses if one.unmeasured is not None), None)
-    settings = Settings(
-        databases=tuple(databases), seen=tuple(databases.values()), alone=alone, unmeasured=said, confirm=any(one.confirm for one in uses)
-    )
+    plan = next((one.plan for one in uses if one.plan is not None), None)
+    confirm = plan is None and any(one.confirm for one in uses)
+    seen = tuple(databases.values())
+    settings = Settings(databases=tuple(databases), seen=seen, alone=alone, unmeasured=said, confirm=confirm, plan=plan)
     # The dict is ordered by last use.
     memo = _memos.pop(settings, None) or Memo(settings)
     while len(_memos) >= MOST_MEMOS:
         del _memos[next(iter(_memos))]
     _memos[settings] = memo
     return memo
-
-
-def _located(database: str | Path | None) -> str | None:
-    """Absolute path of a database, or its URL unchanged."""
-    if database is None:
-        return None
-    if not isinstance(database, str | os.PathLike):
-        raise InputError(f"a database is named by its path or URL, not {database!r}")
-    text = os.fspath(database)
-    return text if isinstance(database, str) and "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _seen(database: str | None) -> Hashable:
-    """State of a database's file, which changes with each write; the same for every server."""
-    if database is None:
-        return None
-    # The import is slow, and for a layer without a database it isn't needed.
-    from flashtune.db.library import state_of
-
-    return state_of(database)

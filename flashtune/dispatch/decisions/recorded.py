@@ -145,6 +145,11 @@ def meet(memo: Memo, call: Call, arguments: Arguments, why_torch: str | None) ->
 _packed: ContextVar[bool] = ContextVar("_packed", default=False)
 
 
+def within_packed() -> bool:
+    """True in a call that is one sequence of a packed call."""
+    return _packed.get()
+
+
 @contextmanager
 def part_of_packed() -> Iterator[None]:
     """Context of calls that are one sequence of a packed call each: they aren't recorded."""

@@ -1,127 +1,35 @@
 """Plans of a call: the policy's choices in their order, with their kernels, and the explanation of each."""
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, Variant
-from flashtune.core.problems.problem import DECODE_ROWS, Problem, ProblemKey
+from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.core.pytorch import devices
-from flashtune.core.records.results import Source, TuningRecord
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call.call import Call, PerHead, trained_as
 from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.call.parse import cannot_serve
 from flashtune.dispatch.decisions import backwards
 from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.explanation import Explanation, explained
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.plans.forward import Fallback, KernelPlan
 from flashtune.dispatch.plans.launch import Code
-from flashtune.dispatch.plans.misprediction import Misprediction
 from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy.choose import BUCKET, Choice, Kind, Pool, Refusal, choice_of_bucket, rank, torch_has
-from flashtune.dispatch.policy.offers import TORCHS, Offer, deciding_record, measured_record, provider_choice
+from flashtune.dispatch.policy.offers import TORCHS, deciding_record, measured_record, provider_choice
 from flashtune.dispatch.policy.orders import rank_coded, rank_packed
 from flashtune.dispatch.providers.libraries import PROVIDERS, plan_of, variant_of
 from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers.torch_backends import TorchBackend
 from flashtune.templates import families
 from flashtune.templates.family import Family
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Kernel that serves a call, and the reasons.
-
-    `kind` is the step of the policy (flashtune.dispatch.policy.choose.rank) that served and `reason` says it in a sentence. `template`,
-    `variant_id` and `config` are None where PyTorch serves. `source`, `origin`, `record_key` and the record's times (of its own problem, in
-    microseconds) are None where no record led there; `key` is None where no record can apply to the call (float64, CPU tensors). `refused`
-    has a line for each better-placed record or family that was passed over.
-
-    Where the record is of another key, `differences` lists theirs for ours (`d=128 for 80`). `estimated_loss`, the share of time that the
-    kernel loses against a search of its own, is None: no estimate of it is calibrated. `backward` explains
-    the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
-
-    `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
-    like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
-    the fallback kernel serves until the process ends.
-
-    `provider` is the name of the provider that serves (`kind` is "provider"), None elsewhere; `providers` are all implementations that a
-    caller may name, with their times.
-    """
-
-    kind: Kind
-    reason: str
-    gpu: str
-    key: ProblemKey | None = None
-    template: str | None = None
-    variant_id: str | None = None
-    config: Config | None = None
-    source: Source | None = None
-    origin: str | None = None
-    record_key: ProblemKey | None = None
-    median_us: float | None = None
-    framework_us: float | None = None
-    refused: tuple[str, ...] = ()
-    differences: tuple[str, ...] = ()
-    estimated_loss: float | None = None
-    backward: "Explanation | None" = None
-    twin: Config | None = None
-    misled_programs: int = 0
-    went_over: int = 0
-    twin_serves: bool = False
-    provider: str | None = None
-    providers: tuple[Offer, ...] = ()
-
-    def __str__(self) -> str:
-        return self.reason
-
-    def remembering(self, state: Misprediction | None) -> "Explanation":
-        """Copy with the counts of such calls and their latch."""
-        if state is None:
-            return self
-        reason = self.reason + "; its softmax was mispredicted, so that its fallback kernel serves" * state.latched
-        programs = state.mispredicted.value
-        return replace(self, reason=reason, misled_programs=programs, went_over=int(state.latched), twin_serves=state.latched)
-
-
-def explained(choice: Choice, problem: Problem, target: Target, refused: Sequence[str], *, interpreted: bool = False) -> Explanation:
-    """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
-    variant, reason = choice.variant, choice.note
-    if choice.provider is not None:
-        reason = f"{PROVIDERS[choice.provider].title} serves: {reason}"
-    if variant is not None and not interpreted and target.arch.isdigit() and (why := kernels.uncompiled(variant, target.arch)) is not None:
-        reason += f"; {why}, so Triton compiles it at the first call"
-    if choice.kind == "framework" and choice.record is None and refused:
-        reason += f" ({refused[0]})"
-    if interpreted:
-        reason += ", in Triton's interpreter"
-    return explanation_by(choice._replace(note=reason), problem, "cpu" if interpreted else target.slug, refused)
-
-
-def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: Sequence[str] = ()) -> Explanation:
-    """Explanation of a choice by its own reason."""
-    record, variant, said = choice.record, choice.variant, dict[str, Any]()
-    if record is not None:
-        said = {"source": record.outcome.source, "origin": record.origin, "record_key": record.key}
-        said |= {"median_us": record.median_us, "framework_us": record.framework_us}
-    return Explanation(
-        kind=choice.kind,
-        reason=choice.note,
-        gpu=gpu,
-        key=None if problem is None or gpu == "cpu" else problem.key(gpu),
-        template=None if variant is None else variant.template,
-        variant_id=None if variant is None else variant.id,
-        config=choice.config,
-        refused=tuple(refused),
-        differences=choice.differences,
-        twin=choice.fallback,
-        provider=choice.provider,
-        **said,
-    )
 
 
 class Candidate(NamedTuple):
@@ -184,7 +92,7 @@ def candidates(
             memo.warn_of_missing()
         if not ours:
             yield from _by_provider(memo, call, problem, (q, k, v, mask), per_head)
-        yield from _by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
+        yield from by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
         return
     memo.warn_of_missing()
     gpu = devices.slug_here(call.device)
@@ -211,7 +119,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
         return
     why: str | None = None
     if name in PROVIDERS:
-        found = _provided(memo, call, call.problem, name, tensors, per_head, functools.partial(said, kind="provider", provider=name))
+        found = provided_by(memo, call, call.problem, name, tensors, per_head, functools.partial(said, kind="provider", provider=name))
         yield found
         why = None if found.variant is None else memo.kernels.failure(found.variant, call.device)
     else:
@@ -248,10 +156,10 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
     if found.provider is None:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
     else:
-        yield _provided(memo, call, problem, found.provider, tensors, per_head, said)
+        yield provided_by(memo, call, problem, found.provider, tensors, per_head, said)
 
 
-def _provided(
+def provided_by(
     memo: Memo,
     call: Call,
     problem: Problem | None,
@@ -297,21 +205,35 @@ def _ranked(
     yield from rank(problem, target, records, known, **words)
 
 
-def _by_rank(memo: Memo, call: Call, problem: Problem, tensors: Tensors, *, framework_serves: bool, by_bucket: bool) -> Iterator[Candidate]:
-    """Plans in the policy's order, of kernels that can be built and accept these tensors."""
-    target, known, records = memo.surroundings(call.device, problem)
+def by_rank(
+    memo: Memo,
+    call: Call,
+    problem: Problem,
+    tensors: Tensors,
+    *,
+    framework_serves: bool = False,
+    by_bucket: bool = False,
+    choices: Iterable[Choice] | None = None,
+) -> Iterator[Candidate]:
+    """Plans in the policy's order, or of these `choices`, of kernels that can be built and accept these tensors."""
     q, k, v = call.views(*tensors[:3])
     mask = call.full_mask(tensors[3])
     interpreted = call.device.type == "cpu"
     refused: list[str] = []
     failed: set[str] = set()
     if (pinned := memo.pinned.get("fwd")) is not None and pinned.accepts(q, k, v, mask):
-        said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=target.slug)
+        said = functools.partial(Explanation, kind="exact", reason="its kernel is pinned", gpu=devices.target_of(call.device).slug)
         yield Candidate(plan=KernelPlan(call, Code(pinned), q.stride()), kind="exact", said=said)
-    words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
-    words["compiled"] = functools.partial(kernels.has_code, arch=target.arch)
-    surroundings = (problem, target, records, known)
-    for choice in _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words):
+    ranked: Iterable[Choice | Refusal]
+    if choices is not None:
+        target, ranked = devices.target_of(call.device), choices
+    else:
+        target, known, records = memo.surroundings(call.device, problem)
+        words: dict[str, Any] = {"framework_serves": framework_serves, "unmeasured": memo.unmeasured or interpreted}
+        words["compiled"] = functools.partial(kernels.has_code, arch=target.arch)
+        surroundings = (problem, target, records, known)
+        ranked = _ranked(memo, *surroundings, **words) if by_bucket else rank(*surroundings, **words)
+    for choice in ranked:
         if isinstance(choice, Refusal):
             refused.append(_refusal(choice, memo.warn_once))
             continue

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.flex import Mod
+from flashtune.core.records.plans import Place
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import api
 from flashtune.dispatch.call.sequences import Packed, octaves_of
@@ -17,10 +18,10 @@ from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import FOREIGN, FlexCall, Functions, Passes, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.functions.by_torch import check_shapes, check_types, why_named, why_torch_dense
 from flashtune.dispatch.functions.documents import PackedCall, packed_call
-from flashtune.dispatch.functions.kernels import Sequences, kernel_of, slower
+from flashtune.dispatch.functions.kernels import Sequences, kernel_of, problem_with_functions, slower
 from flashtune.dispatch.functions.trained import types_of
 from flashtune.dispatch.policy.offers import OURS
-from flashtune.dispatch.rows.kernel import NotBuilt, layout
+from flashtune.dispatch.rows.kernel import NotBuilt, layout, note
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.reader import Unsupported
@@ -157,6 +158,10 @@ def _kernels(
         return kernel if isinstance(kernel, str) else str(backward)
     # The alternative of packed sequences is a call for each.
     if not always and (why := slower([kernel] if backward is None else [kernel, backward])) is not None:
+        for one in (kernel,) if backward is None else (kernel, backward):
+            problem = problem_with_functions(one.spec.direction, *tensors, one.spec.mods)
+            assert problem is not None, "a kernel takes such tensors"
+            note(current(), Place("functions", devices.slug_here(query.device), problem), None, alone=True)
         return why
     return Passes(kernel, mods, backward, trained)
 

@@ -1,6 +1,6 @@
 """Kernels of a mask and a score as code: compiled where they are first called, kept in the user's cache, launched by plans."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,16 +13,17 @@ from flashtune.core.problems.config import Direction
 from flashtune.core.problems.problem import MAX_HEAD_DIM, Features, Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
+from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.sequences import Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.call.sequences import problem_of as packed_problem
 from flashtune.dispatch.decisions.context import current
+from flashtune.dispatch.decisions.explanation import Explanation, explanation_by
 from flashtune.dispatch.decisions.recorded import meet_coded
-from flashtune.dispatch.decisions.resolve import Explanation, explanation_by
 from flashtune.dispatch.plans import launch as launches
-from flashtune.dispatch.policy.choose import Refusal, kind_by
+from flashtune.dispatch.policy.choose import Choice, Refusal, kind_by
 from flashtune.dispatch.policy.orders import UNMEASURED, rank_coded
 from flashtune.dispatch.policy.records import differences
-from flashtune.dispatch.rows.kernel import Kernel, layout, loaded_kernel
+from flashtune.dispatch.rows.kernel import Kernel, layout, loaded_kernel, note
 from flashtune.templates import families
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch
@@ -87,26 +88,30 @@ def kernel_of(
         return served[call]
     target, records = devices.target_of(device), lambda one: memo.surroundings(device, one)[2]
     words = {"unmeasured": memo.unmeasured, "framework_serves": not unmeasured, "repeatable": repeatable}
+    place, plan = Place("functions", devices.slug_here(device), problem, ("deterministic",) * repeatable), memo.settings.plan
+    ranked: Iterator[Choice | Refusal] = rank_coded(problem, target, records, families(), searched=searched, **words)
     with memo.lock:
-        for choice in rank_coded(problem, target, records, families(), searched=searched, **words):
+        for choice in ranked if plan is None else plan.choices(place):
             if isinstance(choice, Refusal):
                 why = choice.reason
             if isinstance(choice, Refusal) or choice.family is None:
                 continue
             # Two records may name one config: each has its own times beside PyTorch's.
-            place = choice.family.name, choice.spec, device, choice.config, None if choice.record is None else choice.record.key
-            if place not in made:
-                made[place] = loaded_kernel(choice, device, target)
-            found = made[place]
+            own = choice.family.name, choice.spec, device, choice.config, None if choice.record is None else choice.record.key
+            if own not in made:
+                made[own] = loaded_kernel(choice, device, target)
+            found = made[own]
             if isinstance(found, str) or found.failed:
                 why = found if isinstance(found, str) else str(found.failed)
             elif found.code.module.accepts(query, key, value, None):
                 if len(served) >= MOST_CALLS:
                     served.clear()
                 served[call] = found
+                note(memo, place, found)
                 return found
             else:
                 why = "the kernel can't read tensors of these strides"
+        note(memo, place, None)
     return why if unmeasured else UNMEASURED
 
 

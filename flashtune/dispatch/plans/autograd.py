@@ -57,7 +57,8 @@ class Attention(torch.autograd.Function):
         if dout is None:
             if dlse is None:
                 return None, None, *[None] * len(requested)
-            dout = torch.zeros_like(saved[0])
+            out: Any = saved[0]
+            dout = torch.zeros_like(out)
         # Compilers (compiled autograd traces a backward) can trace the first check alone.
         if torch.compiler.is_compiling() or C._len_torch_dispatch_stack() or not (_plain(dout) and (dlse is None or _plain(dlse))):
             found = plan.traced(requested, bits, dout, dlse, *saved)

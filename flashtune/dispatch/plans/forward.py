@@ -39,6 +39,7 @@ class KernelPlan(Plan):
     """Plan that launches a forward's kernel, or its fallback kernel once the softmax was mispredicted (`latch`)."""
 
     __slots__ = (
+        "__weakref__",
         "_copies_mask",
         "_counters",
         "_hands_on",
@@ -56,6 +57,7 @@ class KernelPlan(Plan):
         "call",
         "code",
         "fallback",
+        "in_graphs",
         "latch",
         "program",
     )  # fmt: skip
@@ -76,6 +78,8 @@ class KernelPlan(Plan):
         self.fallback = fallback
         self.latch: Latch[KernelPlan] | None = None
         self._in_graphs: Fallback | KernelPlan | None = in_graphs
+        self.in_graphs = None if in_graphs is None else in_graphs.config
+        """Config of the kernel that graphs run, where it is another."""
         shape = (call.batch, call.heads, call.n_q, call.d_v)
         self._layout = (shape, out_strides(shape, q_strides), shape[:3], (call.heads * call.n_q, call.n_q, 1))
         self._counters = 0

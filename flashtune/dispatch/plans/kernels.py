@@ -118,6 +118,13 @@ def kept(text: str, manifest: Manifest, codes: Mapping[str, bytes]) -> Manifest:
     return replace(written, folder=folder)
 
 
+def text_digest(family: Family, variant: Variant) -> str:
+    """SHA-256 of a kernel's text."""
+    from flashtune.templates import rendering
+
+    return source_digest(rendering.render(family, variant))
+
+
 class Kernels:
     """Loaded kernels of a dispatch state, and those that failed on a device: `broken` for good, `faults` by this machine's fault."""
 

@@ -17,7 +17,7 @@ from flashtune.templates.family import Family
 
 __all__ = ["Choice", "Kind", "Pool", "Refusal", "choose", "group_of", "rank", "torch_has"]
 
-Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework", "provider"]
+Kind = Literal["exact", "near_n", "stand_in", "near_gpu", "predicted", "default", "framework", "provider", "frozen"]
 
 COMPARED = 24
 """Configs of the nearest records whose times are predicted."""

@@ -16,6 +16,7 @@ from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 from flashtune.core.pytorch.private import C
+from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.decisions.context import Memo, current
 from flashtune.dispatch.plans import driver, kernels, launch
@@ -51,7 +52,7 @@ class Kernel:
     `latch` leads to the fallback kernel that serves once its softmax was mispredicted; None where it has none.
     """
 
-    __slots__ = ("_prepared", "choice", "code", "device", "latch", "memo", "tiles", "variant")
+    __slots__ = ("__weakref__", "_prepared", "choice", "code", "device", "latch", "memo", "tiles", "variant")
 
     def __init__(self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, choice: Choice | None = None) -> None:
         self.memo, self.variant, self.code, self.device, self.choice = memo, variant, code, device, choice
@@ -186,6 +187,14 @@ class Kernel:
             function = getattr(self.code.module, one.kernel)
             function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
         return True
+
+
+def note(memo: Memo, place: Place, found: Kernel | None, *, alone: bool = False) -> None:
+    """Keep who serves a kind of calls: a kernel, None for PyTorch."""
+    if memo.pinned or (found is not None and (found.variant is None or found.choice is None)):
+        return
+    more = {} if found is None or found.choice is None else {"fallback": found.choice.fallback}
+    memo.met.note(place, None if found is None else found.variant, found, alone=alone, **more)
 
 
 def layout(tensors: Sequence[Tensor | None]) -> Hashable:

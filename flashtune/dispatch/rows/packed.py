@@ -11,17 +11,18 @@ from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.problems.config import Direction, KernelSpec
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
+from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, parameters_of, problem_of, rows_last, viewed
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
-from flashtune.dispatch.decisions.resolve import Explanation, explanation_by
+from flashtune.dispatch.decisions.explanation import Explanation, explanation_by
 from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.plans.autograd import readable
 from flashtune.dispatch.plans.launch import Code
-from flashtune.dispatch.policy.choose import Refusal
+from flashtune.dispatch.policy.choose import Choice, Refusal
 from flashtune.dispatch.policy.orders import rank_packed
 from flashtune.dispatch.rows import paged as pages
-from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared
+from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared, note
 from flashtune.templates import families
 
 
@@ -69,7 +70,9 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
         if (problem, device) not in memo.packed:
             memo.packed[problem, device] = list(_loaded(memo, problem, device))
         found: list[Kernel] = memo.packed[problem, device]
-    return next((one for one in found if one.failed is None and _takes(one, packed, numbers, direction)), None)
+    chosen = next((one for one in found if one.failed is None and _takes(one, packed, numbers, direction)), None)
+    note(memo, Place("packed", devices.slug_here(device), problem), chosen)
+    return chosen
 
 
 def _takes(found: Kernel, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
@@ -86,8 +89,9 @@ def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kern
     target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
     if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
         yield Kernel(memo, None, Code(pinned), device)
-    records = lambda one: memo.surroundings(device, one)[2]  # noqa: E731
-    for choice in rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured):
+    records, plan = lambda one: memo.surroundings(device, one)[2], memo.settings.plan
+    ranked: Iterator[Choice | Refusal] = rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured)
+    for choice in ranked if plan is None else plan.choices(Place("packed", devices.slug_here(device), problem)):
         if isinstance(choice, Refusal) or choice.family is None or (variant := choice.variant) is None:
             continue
         code = memo.kernels.code(choice.family, variant, device, target)

@@ -9,10 +9,11 @@ from flashtune.core.code import launching
 from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.problems.config import Config
 from flashtune.core.pytorch import devices
+from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of, rows_last
 from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.policy.choose import Choice
-from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel, served_here
+from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel, note, served_here
 from flashtune.templates.paged import flash_paged
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,15 +49,20 @@ def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config
     if family.supports(spec, target) is not None or not family.starts(spec, target):
         return NO_KERNEL
     rows = None if numbers.splits is not None else min(bounded(numbers).max_q, len(query)) * problem.gqa_ratio
+    caches = f"caches in {str(key.dtype).removeprefix('torch.')}"
+    own = Place("paged", devices.slug_here(query.device), problem, (*("splits",) * (rows is None), caches))
+    if config is None and memo.settings.plan is not None:
+        config = next(memo.settings.plan.choices(own)).config
     config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
     place = PLACE, spec, config, query.device
     if place not in memo.packed:
-        note = "paged keys and values take the family's default config"
-        choice = Choice(kind="default", spec=spec, note=note, family=family, config=config)
+        why = "paged keys and values take the family's default config"
+        choice = Choice(kind="default", spec=spec, note=why, family=family, config=config)
         memo.packed[place] = loaded_kernel(choice, query.device, target, memo)
     kernel: Kernel | str = memo.packed[place]
     if isinstance(kernel, str) or kernel.failed:
         return kernel if isinstance(kernel, str) else str(kernel.failed)
+    note(memo, own, kernel)
     return kernel if kernel.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else NO_KERNEL
 
 

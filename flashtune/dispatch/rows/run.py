@@ -25,8 +25,8 @@ from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, sign
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import STACK
+from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.decisions.recorded import meet_packed
-from flashtune.dispatch.decisions.resolve import Explanation
 from flashtune.dispatch.plans.autograd import apply
 from flashtune.dispatch.plans.plan import Recent
 from flashtune.dispatch.policy.offers import OURS
