@@ -47,16 +47,24 @@ class Options(NamedTuple):
     deterministic: bool = False
     implementation: str | None = None
 
+    def flags(self) -> dict[str, bool]:
+        """Truth values that packed calls have as numbers, too, by their names there."""
+        return {"tf32": self.allow_tf32, "deterministic": self.deterministic}
+
     def sides(self) -> Sides:
         """Band that the options describe, whatever the sizes."""
         return Sides.of(self.window, self.is_causal, self.causal_alignment)
+
+
+TRUTH_VALUES = ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic")
+"""Options that are True or False."""
 
 
 def parse(given: Arguments, options: Options) -> Call:
     """Checked `Call` of these arguments; raises InputError or InputTypeError with the offending value and the remedy."""
     query, key, value, attn_mask, seed, per_head = given
     _check_tensors(query, key, value)
-    check_flags({name: getattr(options, name) for name in ("is_causal", "return_lse", "enable_gqa", "allow_tf32", "deterministic")})
+    check_flags({name: getattr(options, name) for name in TRUTH_VALUES})
     q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     _check_sizes(q, k, v)
     rank = max(len(q), len(k), len(v))

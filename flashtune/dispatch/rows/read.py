@@ -11,7 +11,7 @@ from flashtune.core.problems.band import ALIGNMENTS, Sides
 from flashtune.core.pytorch.attention import autocasting
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.call.inspection import autocast, is_distributed
-from flashtune.dispatch.call.parse import Options, check_flags, check_implementation, scalars
+from flashtune.dispatch.call.parse import TRUTH_VALUES, Options, check_flags, check_implementation, scalars
 from flashtune.dispatch.call.sequences import Numbers, Packed
 from flashtune.dispatch.rows.paged import NARROW
 
@@ -34,7 +34,7 @@ def parsed(packed: Packed, options: Options, max_q: int, max_k: int, splits: int
 def _checked(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[Packed, Numbers]:
     """Checked tensors and the numbers of a call without pages."""
     query, key, value, cu_q, cu_k, used, slopes, sinks, *_ = packed
-    check_flags({name: getattr(options, name) for name in ("is_causal", "enable_gqa", "allow_tf32", "deterministic")})
+    check_flags({name: getattr(options, name) for name in TRUTH_VALUES})
     for place, (name, x) in enumerate(zip(NAMES[:8], packed[:8], strict=True)):
         if place >= _REQUIRED and x is None:
             continue
@@ -88,7 +88,7 @@ def _checked(packed: Packed, options: Options, max_q: int, max_k: int) -> tuple[
     scale = 1.0 / math.sqrt(query.shape[2] or 1) if scale is None else scale
     # numpy's integers lack methods of Python's.
     max_q, max_k = (most if isinstance(most, torch.SymInt) else int(most) for most in (max_q, max_k))
-    numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, options.allow_tf32, options.deterministic)
+    numbers = Numbers(max_q, max_k, scale, left, right, bottom_right, softcap, dropout_p, **options.flags())
     return Packed(query, key, value, cu_q, cu_k, used, slopes, sinks), numbers
 
 
