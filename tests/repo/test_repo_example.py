@@ -14,6 +14,7 @@ CALLS = """
 import torch
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError
+from flashtune.dispatch.providers.libraries import PROVIDERS
 
 draw = torch.Generator().manual_seed(1)
 tensors = [torch.randn(1, 2, 40, 16, generator=draw).requires_grad_() for _ in range(3)]
@@ -34,6 +35,24 @@ with torch.no_grad(), dispatch.use(unmeasured=True):
     close(dispatch.attention(*tensors, squared=True))
     assert not torch.equal(dispatch.attention(*tensors), dispatch.attention(*tensors, squared=True))
 close(torch.compile(lambda *x: dispatch.attention(*x, squared=True), backend="aot_eager", fullgraph=True)(*tensors))
+# Packed sequences by the kernel, pages by copies, and no library beside them.
+rows = [x.detach()[0].transpose(0, 1) for x in tensors]
+bounds, whole = torch.tensor([0, 40], dtype=torch.int32), wanted.detach()[0].transpose(0, 1)
+packed = [*rows, bounds, bounds, 40, 40]
+with torch.no_grad(), dispatch.use(unmeasured=True):
+    assert dispatch.explain_varlen(*packed, squared=True).template == "flash_fwd"
+    torch.testing.assert_close(dispatch.attention_varlen(*packed, squared=True).double(), whole, atol=1e-5, rtol=1e-5)
+    pages = [x.unflatten(0, (5, 8)) for x in rows[1:]]
+    table = {"block_table": torch.arange(5, dtype=torch.int32)[None], "seqused_k": torch.tensor([40], dtype=torch.int32)}
+    found = dispatch.attention_varlen(rows[0], *pages, bounds, None, 40, 40, squared=True, **table)
+    torch.testing.assert_close(found.double(), whole, atol=1e-5, rtol=1e-5)
+found = torch.compile(lambda *x: dispatch.attention_varlen(*x, *packed[3:], squared=True), backend="aot_eager", fullgraph=True)(*rows)
+torch.testing.assert_close(found.double(), whole, atol=1e-5, rtol=1e-5)
+try:
+    PROVIDERS["flash"].devices = ("cpu",)
+    dispatch.attention_varlen(*packed, squared=True, implementation="flash")
+except InputError as error:
+    print(error)
 try:
     dispatch.attention(*tensors, squared=True, score_mod=lambda s, b, h, i, j: s)
 except InputError as error:
@@ -55,4 +74,6 @@ def test_the_example_of_a_new_feature_serves_in_the_files_that_the_page_lists(tm
         [sys.executable, "-W", "ignore", "-c", CALLS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("squared is no argument beside score_mod and block_mask: ")
+    library, functions = done.stdout.splitlines()
+    assert "it doesn't take float32 or float64 or squared" in library
+    assert functions.startswith("squared is no argument beside score_mod and block_mask: ")

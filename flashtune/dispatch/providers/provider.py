@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch.attention import readable
 from flashtune.dispatch.call.call import Call, Outputs, PerHead
 from flashtune.dispatch.call.sequences import Numbers
@@ -17,7 +18,9 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask of the caller."""
 
-DESCRIBED = frozenset({"causal", "window", "alignment", "mask", "dropout", "softcap", "alibi", "sinks", "tf32", "dbias", "dslopes"})
+DESCRIBED = frozenset(
+    {"causal", "window", "alignment", "mask", "dropout", "softcap", "alibi", "sinks", "tf32", "dbias", "dslopes", "packed"}
+)
 """Features of a problem that `features_of` has words for, or that change nothing for a provider."""
 
 OTHER_BANDS = "bands other than PyTorch's causal one"
@@ -79,9 +82,12 @@ def features_of(call: Call, per_head: PerHead | None) -> list[str]:
         "sinks of each batch": given.sinks is not None and given.sinks.numel() != call.heads,
         "fp8": call.factors is not None,
     }
-    # A feature that nobody described to providers is one that they don't take.
-    others = () if call.problem is None else sorted(call.problem.features.as_json().keys() - DESCRIBED)
-    return [*(feature for feature, there in found.items() if there), *others]
+    return [*(feature for feature, there in found.items() if there), *undescribed(call.problem)]
+
+
+def undescribed(problem: Problem | None) -> list[str]:
+    """Features of a problem that nobody described to providers, which they don't take therefore."""
+    return [] if problem is None else sorted(problem.features.as_json().keys() - DESCRIBED)
 
 
 def features_anywhere(

@@ -13,7 +13,7 @@ from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.plans.plan import capturing
 from flashtune.dispatch.providers.libraries import PROVIDERS, found_in, refused, variant_of
-from flashtune.dispatch.providers.provider import AT_THE_START, OTHER_BANDS, features_anywhere
+from flashtune.dispatch.providers.provider import AT_THE_START, OTHER_BANDS, features_anywhere, undescribed
 
 UNUSED = "keys that aren't used"
 
@@ -137,7 +137,7 @@ def features_of(packed: Packed, numbers: Numbers, *, return_lse: bool) -> list[s
         "gradients beside keys that aren't used": packed.used is not None and trains,
         "values of another head size": packed.query.shape[2] != packed.value.shape[-1],
     }
-    return [feature for feature, there in found.items() if there]
+    return [*(feature for feature, there in found.items() if there), *undescribed(problem_of(packed, numbers))]
 
 
 def refuse(name: str, packed: Packed, numbers: Numbers, *, return_lse: bool) -> None:
