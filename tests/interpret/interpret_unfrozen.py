@@ -10,7 +10,7 @@ from flashtune.core.system.errors import InputError
 
 
 def main(path: str) -> list[str]:
-    """What is said of calls that the plan doesn't have."""
+    """Messages for calls that the plan doesn't have."""
     found = []
     with dispatch.use(plan=path):
         for way, call in ways.WAYS.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Functions = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]
 
@@ -233,6 +234,40 @@ OPERATIONS = _scores(
     constant=lambda s, b, h, q, k: torch.zeros_like(s) + h,
     whole=lambda s, b, h, q, k: (q - k) % 7,
     reversed=lambda s, b, h, q, k: torch.rsub(s, 1.5) + torch.sub(s, 0.5, alpha=3) + torch.add(s, q, alpha=2),
+    logarithms=lambda s, b, h, q, k: (
+        torch.log1p(0.1 * s * s)
+        + torch.log1p(1e-4 * (k + 1))
+        + torch.expm1(-s.abs())
+        + torch.log10(s.abs() + 1)
+        + torch.special.entr(k + 1.0)
+    ),
+    hyperbolic=lambda s, b, h, q, k: (
+        torch.sinh(s / 3) + torch.cosh(s / 3) + torch.asinh(s * k) + torch.acosh(2 + s * s) + torch.atanh(s / 99)
+    ),
+    angles=lambda s, b, h, q, k: (
+        torch.atan(s) + torch.atan(s * 40) + torch.asin(s / 99) + torch.acos(s / 99) + torch.atan2(s, q - 4.0) + torch.tan(s / 99)
+    ),
+    parts=lambda s, b, h, q, k: (
+        torch.trunc(s * 3) + torch.frac(s) + torch.round(s * 2) + torch.round(s, decimals=1) + torch.where(torch.signbit(s), s, 2 * s)
+    ),
+    remainders=lambda s, b, h, q, k: torch.fmod(s, 0.75) + torch.remainder(s, 0.75) + torch.remainder(s, -1.5) + (k - 5.5) % 3,
+    of_two=lambda s, b, h, q, k: (
+        torch.hypot(s, k + 1.0) + torch.copysign(s, k - 7.5) + torch.fmax(s, s / 2) + torch.fmin(s, s * h) + torch.ldexp(s, h)
+    ),
+    added_logarithms=lambda s, b, h, q, k: torch.logaddexp(s, 0.1 * k) + torch.logaddexp2(s, s / 2) + torch.xlogy(k / 9, s.abs() + 1),
+    any_powers=lambda s, b, h, q, k: (s.abs() + 1) ** 1.7 + (s.abs() + 0.5) ** (0.1 * k) + torch.pow(k + 1.0, -0.5),
+    activations=lambda s, b, h, q, k: (
+        functional.logsigmoid(s) + functional.mish(s) + functional.elu(s) + functional.selu(s) + functional.celu(s) + functional.softplus(s)
+    ),
+    shrunk=lambda s, b, h, q, k: (
+        functional.softshrink(s)
+        + functional.hardshrink(s)
+        + functional.softsign(s)
+        + functional.tanhshrink(s)
+        + functional.threshold(s, 0.1, 2.0)
+    ),
+    probabilities=lambda s, b, h, q, k: torch.erfc(s) + torch.logit(torch.sigmoid(s), eps=1e-3) + torch.special.ndtr(s) + torch.sinc(s / 9),
+    finite=lambda s, b, h, q, k: torch.nan_to_num(s / (q - 3), posinf=2.0, neginf=-2.0) + torch.where(torch.isposinf(1.0 / k), s, 0.0),
 )
 """Scores that together use every operation that kernels have."""
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mod_cases import CASES
+from mod_cases import CASES, OPERATIONS, Case
 
 from flashtune.core.code import launching
 from flashtune.core.code.binaries import Binary
@@ -27,9 +27,10 @@ GPU = "h100"
 
 
 def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tuple[Variant, str, LoadedKernel, list[Plan]]:
-    """The variant of a case's functions, its text, its kernels, and all launches of a call with `n` queries and keys, of the family with
-    plain pointers or another one."""
-    functions, captured = flex_functions._traced(*CASES[name].functions(*CASES[name].captured(torch.Generator())), torch.device("cpu"))
+    """The variant of the functions of a case, or of operations, its text, its kernels, and all launches of a call with `n` queries and
+    keys, of the family with plain pointers or another one."""
+    case = CASES[name] if name in CASES else Case(lambda: (OPERATIONS[name], None))
+    functions, captured = flex_functions._traced(*case.functions(*case.captured(torch.Generator())), torch.device("cpu"))
     types = flex_autograd.types_of(captured, [x.requires_grad for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
     kind, target = family(template or f"flash_{direction}"), find_target(GPU)

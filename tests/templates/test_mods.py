@@ -438,7 +438,8 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
     loaded = SimpleNamespace(accepts=lambda *given: True)
     names = ("flash_fwd_hopper", "flash_fwd")
     made = {
-        name: SimpleNamespace(variant=SimpleNamespace(template=name), failed=None, code=SimpleNamespace(module=loaded)) for name in names
+        name: SimpleNamespace(variant=SimpleNamespace(template=name), choice=None, failed=None, code=SimpleNamespace(module=loaded))
+        for name in names
     }
     dispatch.reload()
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: find_target("h200"))
@@ -457,7 +458,7 @@ def test_the_next_family_serves_where_one_cannot_be_built(monkeypatch: pytest.Mo
 def test_kernels_that_are_named_serve_unmeasured_and_slower_than_pytorch(mods: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times = SimpleNamespace(framework_us=1.0, median_us=2.0, problem=SimpleNamespace(label=lambda: "of another"))
     code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
-    made = SimpleNamespace(variant=SimpleNamespace(template="flash_fwd"), failed=None, code=code, record=times)
+    made = SimpleNamespace(variant=SimpleNamespace(template="flash_fwd"), choice=None, failed=None, code=code, record=times)
     kernels: dict[Any, Any] = {}
     chosen: dict[Any, Any] = {}
     monkeypatch.setattr(flex_kernels, "kernels_here", lambda: kernels)

@@ -279,6 +279,10 @@ def database(path: Path, *made: tuple[Problem, Config], framework_us: float = 60
     return samples.write(path, tuple(found))
 
 
+class Loaded(SimpleNamespace):
+    """A kernel that isn't here; plans refer to it weakly."""
+
+
 class OnGpu(torch.Tensor):
     """A CPU tensor that says it is on a GPU."""
 
@@ -291,9 +295,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def kernel(choice: Any, device: Any, target: Any) -> Any:
         spec, config = choice.spec, choice.config
-        variant = SimpleNamespace(template=choice.family.name, spec=spec, config=config, id="0" * 16)
         code = SimpleNamespace(module=SimpleNamespace(accepts=lambda *given: True))
-        return SimpleNamespace(variant=variant, spec=spec, config=config, choice=choice, record=choice.record, failed="", code=code)
+        return Loaded(variant=choice.variant, spec=spec, config=config, choice=choice, record=choice.record, failed="", code=code)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flex_kernels.devices, "target_of", lambda device: H200)

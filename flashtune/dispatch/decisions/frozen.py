@@ -1,4 +1,4 @@
-"""What served the calls so far (`Met`), of which `dispatch.freeze` writes a plan, and a plan in force (`Frozen`), in place of records."""
+"""Servers of the calls so far (`Met`), of which `dispatch.freeze` writes a plan, and a plan in force (`Frozen`), in place of records."""
 
 import importlib.metadata
 import threading
@@ -67,7 +67,7 @@ class Met:
             self._found[place] = [server] if alone else [*others, server]
 
     def entries(self) -> list[Entry]:
-        """What served, as data."""
+        """Servers of all calls, as data."""
         with self._lock:
             found = dict(self._found)
         plain: dict[Place, dict[Served, None]] = {}
@@ -144,7 +144,7 @@ class Frozen:
 
 
 def _octaves(place: Place) -> Hashable:
-    """What calls have in common that one entry serves."""
+    """Common parts of calls that one entry serves."""
     one = place.problem
     rows = one.n_q if one.n_q <= DECODE_ROWS else next_power_of_two(one.n_q)
     return place.way, place.gpu, place.how, kind_of(one), rows, next_power_of_two(one.n_kv)

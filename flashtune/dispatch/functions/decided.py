@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtune.core.problems.config import Direction
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.records.plans import Place
@@ -22,7 +23,8 @@ from flashtune.dispatch.functions.kernels import Sequences, kernel_of, problem_w
 from flashtune.dispatch.functions.trained import types_of
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows.kernel import NotBuilt, layout, note
-from flashtune.templates.mods.emit import emitted
+from flashtune.templates.mods import known
+from flashtune.templates.mods.emit import Mods, emitted
 from flashtune.templates.mods.graph import INDICES
 from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import slopes_of
@@ -158,8 +160,9 @@ def _kernels(
         return kernel if isinstance(kernel, str) else str(backward)
     # The alternative of packed sequences is a call for each.
     if not always and (why := slower([kernel] if backward is None else [kernel, backward])) is not None:
-        for one in (kernel,) if backward is None else (kernel, backward):
-            problem = problem_with_functions(one.spec.direction, *tensors, one.spec.mods)
+        passes: dict[Direction, Mods] = {"fwd": mods, **({} if trained is None else {"bwd": trained})}
+        for direction, of_pass in passes.items():
+            problem = problem_with_functions(direction, *tensors, known.keep(of_pass))
             assert problem is not None, "a kernel takes such tensors"
             note(current(), Place("functions", devices.slug_here(query.device), problem), None, alone=True)
         return why

@@ -11,6 +11,7 @@ import torch
 from flashtune.core.problems.config import KernelSpec
 from flashtune.templates.mods.additions import Additions, additions
 from flashtune.templates.mods.graph import INDICES, Node, loads
+from flashtune.templates.mods.helpers import helpers_of
 from flashtune.templates.mods.trace import gradients
 from flashtune.templates.mods.writer import Writer
 
@@ -51,13 +52,15 @@ class Mods:
     @property
     def functions(self) -> list[str]:
         """Definitions for a module of kernels, in order."""
-        parts = [_HELPERS, self.score, self.mask, self.gradient]
+        functions = self.score, self.mask, self.gradient
+        parts = [helpers_of(functions), *functions]
         return [part for part in parts if part]
 
     @property
     def gluon(self) -> list[str]:
         """The same for a module of Gluon kernels, whose names begin with `gluon_`."""
-        parts = [_HELPERS, self.score, self.mask, self.untrained.gradient]
+        functions = self.score, self.mask, self.untrained.gradient
+        parts = [helpers_of(functions), *functions]
         return [_in_gluon(part) for part in parts if part]
 
     @property
@@ -159,23 +162,3 @@ def _gradient_functions(score: Node, mods: Mods) -> tuple[str, Additions]:
     of_trained = [(load, gradient) for load, gradient in of_loads if mods.captured[load.captured].trained]
     added = additions(score, of_trained, mods.parameters, mods.gradient_parameters)
     return "\n\n\n".join([text, *added.texts]), added
-
-
-_HELPERS = """@triton.jit
-def mod_tanh(x):
-    square = x * x
-    series = x * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.05396825)))
-    rational = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-    return tl.where(tl.abs(x) < 0.25, series, rational)
-
-
-@triton.jit
-def mod_floor_divide(x, y):
-    whole = x // y
-    return tl.where((whole * y != x) & ((x < 0) != (y < 0)), whole - 1, whole)
-
-
-@triton.jit
-def mod_remainder(x, y):
-    rest = x % y
-    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)"""

@@ -24,6 +24,10 @@ FILLS: dict[Any, Callable[[list[Any]], Any]] = {
     aten.new_full.default: lambda given: given[2],
     aten.new_zeros.default: lambda given: 0,
     aten.new_ones.default: lambda given: 1,
+    aten._efficientzerotensor.default: lambda given: 0,
+    # What it holds is written before it is read.
+    aten.empty_like.default: lambda given: 0,
+    aten.fill.Scalar: lambda given: given[1],
 }
 """Operations that make a number, with the number."""
 
@@ -47,6 +51,17 @@ ARITHMETIC = {
     aten.ceil: "tl.ceil({0})", aten.tanh: "mod_tanh({0})", aten.sigmoid: "(1.0 / (1.0 + tl.exp(-{0})))",
     aten.reciprocal: "(1.0 / {0})", aten.relu: "tl.where({0} < 0.0, 0.0, {0})", aten.square: "({0} * {0})",
     aten.bitwise_not: "(~{0})", aten.sign: _SIGN, aten.sgn: _SIGN,
+    aten.log10: "(tl.log2({0}) * 0.30103)", aten.log1p: "mod_log1p({0})", aten.expm1: "mod_expm1({0})", aten.erfc: "mod_erfc({0})",
+    aten.tan: "(tl.sin({0}) / tl.cos({0}))", aten.asin: "mod_atan({0} / tl.sqrt_rn((1.0 - {0}) * (1.0 + {0})))",
+    aten.acos: "(2.0 * mod_atan(tl.sqrt_rn((1.0 - {0}) / (1.0 + {0}))))", aten.atan: "mod_atan({0})", aten.atan2: "mod_atan2({0}, {1})",
+    aten.sinh: "mod_sinh({0})", aten.cosh: "(0.5 * (tl.exp({0}) + tl.exp(-{0})))", aten.asinh: "mod_asinh({0})",
+    aten.acosh: "mod_acosh({0})", aten.atanh: "(0.5 * mod_log1p(2.0 * {0} / (1.0 - {0})))", aten.trunc: "mod_trunc({0})",
+    aten.frac: "({0} - mod_trunc({0}))", aten.copysign: "mod_copysign({0}, {1})", aten.hypot: "mod_hypot({0}, {1})",
+    aten.logaddexp: "mod_logaddexp({0}, {1})", aten.logaddexp2: "mod_logaddexp2({0}, {1})",
+    aten.xlogy: "tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * tl.log({1}))",
+    aten.special_xlog1py: "tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * mod_log1p({1}))",
+    aten.heaviside: "tl.where({0} == 0, {1}, ({0} > 0).to({0}.dtype))", aten.fmax: "tl.maximum({0}, {1})",
+    aten.fmin: "tl.minimum({0}, {1})",
 }  # fmt: skip
 """Operations whose operands have the result's type."""
 
@@ -57,7 +72,7 @@ LOGICAL = {
 
 OTHERS = (
     aten.where, aten.masked_fill, aten.div, aten.floor_divide, aten.remainder, aten.fmod, aten.pow, aten.clamp, aten.clamp_min,
-    aten.clamp_max, aten._to_copy, aten.isnan, aten.isinf,
+    aten.clamp_max, aten._to_copy, aten.isnan, aten.isinf, aten.signbit, aten.round,
 )  # fmt: skip
 """Operations with rules of their own (flashtune.templates.mods.writer)."""
 
@@ -72,6 +87,10 @@ POINTWISE: set[Any] = _overloads(*COMPARISONS, *ARITHMETIC, *LOGICAL, *OTHERS)
 DECOMPOSED = (
     aten.tanh_backward, aten.sigmoid_backward, aten.threshold_backward, aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward,
     aten.hardtanh, aten.hardtanh_backward, aten.softplus, aten.softplus_backward, aten.leaky_relu, aten.leaky_relu_backward,
-    aten.hardsigmoid, aten.hardswish, aten.elu, aten.elu_backward, aten.lerp, aten.addcmul, aten.addcdiv,
+    aten.hardsigmoid, aten.hardswish, aten.elu, aten.elu_backward, aten.lerp, aten.addcmul, aten.addcdiv, aten.hardsigmoid_backward,
+    aten.hardswish_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.celu,
+    aten.softshrink, aten.softshrink_backward, aten.hardshrink, aten.hardshrink_backward, aten.logit, aten.logit_backward, aten.sinc,
+    aten.deg2rad, aten.rad2deg, aten.special_entr, aten.special_log_ndtr, aten.threshold, aten.nan_to_num, aten.isposinf, aten.isneginf,
+    aten.ldexp,
 )  # fmt: skip
 """Operations that are traced as others."""

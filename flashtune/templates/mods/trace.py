@@ -243,6 +243,7 @@ def gradients(output: Node) -> tuple[Node, list[tuple[Node, Node]]]:
     values = [torch.ones((), dtype=node.dtype) for node in [*leaves, *others]]
     with _TRACING:
         graph = make_fx(backward, decomposition_table=table, tracing_mode="fake")(torch.ones((), dtype=output.dtype), *values)
+    graph.graph.eliminate_dead_code()
     read = Reader("the gradient of score_mod", graph)
     of_score, *of_loads = read.all(["grad", *leaves, *others])
     return of_score, list(zip(leaves[1:], _widened(of_loads), strict=True))

@@ -86,6 +86,9 @@ class Writer:
         if packet in (aten.isnan, aten.isinf):
             x = self._operand(node.arguments[0], torch.float32)
             return f"({x} != {x})" if packet is aten.isnan else f'(tl.abs({x}) == float("inf"))'
+        if packet is aten.signbit:
+            x = node.arguments[0]
+            return f"mod_signbit({self._operand(x, torch.float32)})" if x.dtype in FLOATS else f"({self.value(x)} < 0)"
         if packet is aten.detach:
             return self._operand(node.arguments[0], node.dtype)
         if packet is aten._to_copy:
@@ -101,6 +104,9 @@ class Writer:
 
     def _arithmetic(self, packet: Any, node: Node, wide: torch.dtype) -> str:
         given = [self._operand(x, wide) for x in node.arguments]
+        if "mod_" in ARITHMETIC[packet]:
+            # Functions take tensors.
+            given = [self._tensor(x, text, wide) for x, text in zip(node.arguments, given, strict=True)]
         alpha = node.keywords.get("alpha", 1)
         if alpha != 1:
             if packet is aten.rsub:
@@ -109,6 +115,10 @@ class Writer:
         if node.dtype is torch.bool and packet in (aten.add, aten.mul):
             return f"({given[0]} {'|' if packet is aten.add else '&'} {given[1]})"
         return ARITHMETIC[packet].format(*given)
+
+    def _tensor(self, x: Any, text: str, dtype: torch.dtype) -> str:
+        """An operand's expression as a tensor."""
+        return text if isinstance(x, Node) else f"tl.full([], {text}, {TYPES[dtype]})"
 
     def _ruled(self, packet: Any, node: Node, wide: torch.dtype) -> str:
         a, *rest = node.arguments
@@ -127,6 +137,12 @@ class Writer:
             return text if high is None else f"tl.minimum({text}, {self._operand(high, wide)}, propagate_nan=tl.PropagateNan.ALL)"
         if packet is aten.pow:
             return self._power(a, rest[0], wide)
+        if packet is aten.round:
+            if node.dtype in INTEGERS:
+                return self._operand(a, wide)
+            scale = 10.0 ** node.keywords.get("decimals", rest[0] if rest else 0)
+            text = self._operand(a, wide)
+            return f"mod_round({text})" if scale == 1.0 else f"(mod_round({text} * {scale!r}) / {scale!r})"
         rounding = node.keywords.get("rounding_mode")
         x, y = self._operand(a, wide), self._operand(rest[0], wide)
         if packet is aten.div and rounding is None and not isinstance(rest[0], Node) and rest[0] and math.isfinite(1 / rest[0]):
@@ -139,7 +155,8 @@ class Writer:
             )
         if node.dtype in FLOATS:
             if packet is aten.remainder or packet is aten.fmod:
-                raise Unsupported(f"kernels have no {packet} of floating-point numbers ({node.line})")
+                x, y = self._tensor(a, x, wide), self._tensor(rest[0], y, wide)
+                return f"({x} % {y})" if packet is aten.fmod else f"mod_remainder({x}, {y})"
             quotient = f"tl.div_rn({x} + 0.0, {y} + 0.0)"
             return (
                 f"tl.floor({quotient})" if rounding != "trunc" else f"tl.where({quotient} < 0, tl.ceil({quotient}), tl.floor({quotient}))"
@@ -165,7 +182,11 @@ class Writer:
                 return "(1.0 / (" + " * ".join([x] * int(-exponent)) + "))"
         if not isinstance(base, Node) and base > 0 and wide is torch.float32:
             return f"tl.exp2({self._operand(exponent, wide)} * {math.log2(base)!r})"
-        raise Unsupported("kernels have powers with a small whole exponent, 0.5 or a positive base that is a number alone")
+        if wide is not torch.float32:
+            raise Unsupported("kernels have powers of integers with a small whole exponent alone")
+        return (
+            f"mod_pow({self._tensor(base, self._operand(base, wide), wide)}, {self._tensor(exponent, self._operand(exponent, wide), wide)})"
+        )
 
 
 def as_mask(conditions: Iterable[str]) -> str:
