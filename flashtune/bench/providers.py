@@ -1,4 +1,4 @@
-"""Verdicts on other providers, each checked as kernels are before its whole calls are timed (decision 0015)."""
+"""Verdicts on other providers, each checked as kernels are before its whole calls are timed (decision 0016)."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +13,7 @@ from flashtune.core.records.results import PROVIDERS, Fate
 from flashtune.core.system.errors import EnvironmentProblem, InputError, first_line
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.settings import Settings
 from flashtune.dispatch.providers.libraries import PROVIDERS as INSTALLABLE
 from flashtune.tuner.children.tasks import failed_on_device
 from flashtune.tuner.replies import Judged
@@ -99,7 +100,7 @@ def _gradients(inputs: Inputs, gradients: object) -> dict[str, Tensor]:
 @contextmanager
 def _apart() -> Iterator[Memo]:
     """Serve calls by a state of its own, so that a case which a library can't take isn't remembered for others, and warn of nothing."""
-    memo = Memo()
+    memo = Memo(Settings(alone=True))
     with warnings.catch_warnings(), context.serving(memo):
         warnings.simplefilter("ignore")
         yield memo

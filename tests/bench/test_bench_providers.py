@@ -1,4 +1,4 @@
-"""What other providers return is checked as kernels are before it is timed: planted faults of each kind are found."""
+"""Other providers are checked as kernels are before they are timed: planted faults of each kind are found."""
 
 from dataclasses import replace
 from typing import Any

@@ -63,7 +63,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdict_in(result: SearchResult) -> Outcome:
-    """What a search found of the library."""
+    """The verdict of a search on the library."""
     [found] = [one for one in result.outcomes if one.template == "fa4"]
     return found
 

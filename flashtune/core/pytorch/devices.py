@@ -119,11 +119,16 @@ def _driver() -> str:
     return ""
 
 
+def torch_release() -> str:
+    """Version of PyTorch without its build."""
+    return versions.release(torch.__version__)
+
+
 @functools.cache
 def versions_of(provider: str) -> Config:
     """Versions here of all that decides what a provider computes, by the words of flashtune.core.records.versions; parts that aren't
     here are left out. Read once per process."""
-    found = {"torch": versions.release(torch.__version__), "cuda": torch.version.cuda or torch.version.hip or "", "driver": _driver()}
+    found = {"torch": torch_release(), "cuda": torch.version.cuda or torch.version.hip or "", "driver": _driver()}
     if provider == "cudnn":
         number = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
         found["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}" if number else ""

@@ -43,7 +43,7 @@ class Kept:
         self._kept = [(title, memory := _bytes(x), memory.clone()) for title, x in titles.items()]
 
     def changed(self) -> str:
-        """What was written to since, or ""; it is put back."""
+        """The first of them that was written to since, or ""; all are put back."""
         found = ""
         for title, memory, before in self._kept:
             if not torch.equal(memory, before):
@@ -65,5 +65,5 @@ class Poisoned:
         self._stay = Kept(stay)
 
     def changed(self) -> str:
-        """What was written to beside the outputs, or ""."""
+        """The memory beside outputs, where that was written to, or ""."""
         return "memory beside its outputs" if self._stay.changed() else ""

@@ -141,7 +141,7 @@ class Memo:
                 del self._pools[next(iter(self._pools))]
             with held_off():
                 gpus = [gpu for gpu, known in targets().items() if known.arch == target.arch] or [target.slug]
-                self._pools[group] = Pool(key, target, library.near(key, gpus), families(), library.findings, library.wrong)
+                self._pools[group] = Pool(key, target, library.near(key, gpus), families(), library.findings)
         return self._pools[group]
 
     def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:

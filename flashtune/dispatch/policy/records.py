@@ -14,9 +14,9 @@ from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.problems.dtypes import ITEMSIZE, OTHER_16_BITS
 from flashtune.core.problems.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
-from flashtune.core.records.results import Finding, Outcome, TuningRecord
+from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.core.system.errors import InputError
-from flashtune.db.preference import Findings, Wrong, by_key, preference, raced_for_same_bits, refutation
+from flashtune.db.preference import Findings, by_key, preference, raced_for_same_bits, refutation
 from flashtune.templates.family import ConstraintCache, Family, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
@@ -47,10 +47,9 @@ class Pool:
         records: Rows | Sequence[TuningRecord],
         families: Mapping[str, Family],
         findings: Findings | None = None,
-        wrong: Wrong | None = None,
     ) -> None:
-        """`key` is that of any problem of the kind, `findings` are kernels that failed since they were measured, `wrong` providers."""
-        self._findings, self._wrong = findings or {}, wrong or {}
+        """`key` is that of any problem of the kind, `findings` are kernels that failed since they were measured."""
+        self._findings = findings or {}
         self._target, self._families, self._features = target, families, key.features
         self._refits: dict[tuple[str, Config, KernelSpec], Refit] = {}
         self._constraints: dict[KernelSpec, ConstraintCache] = {}
@@ -109,12 +108,6 @@ class Pool:
         if not self._findings:
             return ""
         return refutation(self._findings, self._target.slug, Variant(template=family.name, spec=spec, config=config).id, record)
-
-    def wrong(self, provider: str, spec: KernelSpec) -> tuple[Finding, ...]:
-        """Findings about a provider on this GPU."""
-        if not self._wrong:
-            return ()
-        return self._wrong.get((self._target.slug, Variant(template=provider, spec=spec, config=Config.of()).id), ())
 
     @property
     def lengths(self) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """Checks of whole calls that others compute, on the cases that kernels pass: what they return, what else they write, and what they don't.
 
-Decision 0007 says what each check finds, decision 0015 what becomes of a provider that fails one.
+Decision 0016 says what becomes of a provider that fails one.
 """
 
 import math
