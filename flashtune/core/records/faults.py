@@ -33,8 +33,8 @@ class Fault:
 
     @property
     def said(self) -> str:
-        """The fault in words for messages."""
-        return f"{self.wrong} ({self.source})"
+        """The fault in words for messages, in which `wrong` has no article."""
+        return f"its {self.wrong} ({self.source})"
 
     def in_version(self, torch: str) -> bool:
         """True for a version of PyTorch that has it."""

@@ -13,6 +13,7 @@ from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import UNSOUND
 from flashtune.core.records.results import TuningRecord
+from flashtune.core.records.versions import TITLES
 from flashtune.dispatch.call.call import Call, PerHead, trained_as
 from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.call.parse import cannot_serve
@@ -30,6 +31,7 @@ from flashtune.dispatch.policy.orders import rank_coded, rank_packed
 from flashtune.dispatch.providers.libraries import PROVIDERS, plan_of, variant_of
 from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.templates import families
 from flashtune.templates.family import Family
 
 
@@ -79,8 +81,7 @@ def candidates(
 
 
 def telling(said: Callable[[], Explanation], told: Sequence[str], name: str = "", why: str = "") -> Explanation:
-    """An explanation with what was `told` of those who don't serve; that of the backend of a name in place of PyTorch's own choice, and
-    why."""
+    """An explanation with what was `told` of those who don't serve; of the backend of a name in PyTorch's place, and why."""
     found, told = said(), tuple(dict.fromkeys((*told, *[why] * bool(why))))
     own = f"; PyTorch's own choice is wrong for such calls, so {PROVIDERS[name].title} serves in its place" if name else ""
     words: dict[str, Any] = {"kind": "provider", "provider": name} if name else {}
@@ -104,8 +105,9 @@ def _candidates(
             yield from _by_provider(memo, call, trained_as(problem), tensors, per_head, told)
         why = yield from _trained(memo, call, problem, tensors, GRADIENTS[torch_only], ours=ours)
         torch_only = f"{torch_only}, and {why}"
-        if call.device.type == "cuda" and (unsound := UNSOUND[call.mask_kind != "none"]):
-            torch_only += f" (without {'; '.join(f'{name}: {fault.said}' for name, fault in unsound.items())})"
+        if call.device.type == "cuda":
+            unsound = UNSOUND[call.mask_kind != "none"]
+            torch_only += "".join(f" (without {TITLES.get(name, name)}, whose {fault.wrong})" for name, fault in unsound.items())
     fused = call.fused_by_torch and not ours
     if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
         # A forward without gradients may be recomputed with them, and has to drop the same pairs.
