@@ -25,7 +25,7 @@ from flashtune.core.records.versions import PACKAGES, TITLES
 from flashtune.db.library import Library
 from flashtune.db.merging import merge
 from flashtune.db.store import Store
-from flashtune.dispatch.decisions import soundness
+from flashtune.dispatch.decisions import confirming, soundness
 from flashtune.dispatch.providers import libraries
 
 __all__ = ["machine"]
@@ -36,8 +36,9 @@ BEFORE = Config.of(torch="2.99", cudnn="9.10.2")
 
 @pytest.fixture(autouse=True)
 def versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has these versions of all."""
+    """This machine has these versions of all, and all that races takes the same time."""
     monkeypatch.setattr(devices, "versions_of", lambda name: HERE)
+    monkeypatch.setattr(confirming, "race", lambda runs, device: [[100.0] * 12 for run in runs if run() is not None])
 
 
 def judge(path: Path, name: str, us: float | None, known: Config = HERE, *, problem: Problem = PROBLEM) -> None:
@@ -262,6 +263,19 @@ def test_lazy_measuring_races_a_library_that_is_right_and_again_after_an_update(
             assert_right(attend())
     [found] = [one for same in Library.of(own_database).wrong.values() for one in same]
     assert found.versions == HERE.replace(cudnn="9.99")
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lazy_measuring_takes_no_offence_at_a_callers_sizes(
+    machine: Machine, own_database: Path, size: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, wrong_providers.right)
+    q, k, v = (torch.randn(2, 4, 200, 16, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3))
+    with dispatch.use(confirm=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is wrong at a call")
+        dispatch.attention(q, k, v * size)
+    assert "fa4" in Library.of(own_database).winners()[0].provider_times() and not Library.of(own_database).wrong
 
 
 def test_lazy_measuring_finds_pytorchs_own_choice_wrong(
