@@ -1,9 +1,10 @@
 """Costs of attention: what its steps have to move and compute, and what they and whole calls take on a GPU."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashtune.core.records.results import Fate, Measurement
-from flashtune.core.system.errors import FlashtuneError, first_line
+from flashtune.core.records.results import Measurement
+from flashtune.core.system.errors import FlashtuneError
 
 if TYPE_CHECKING:
     from flashtune.core.gpu.target import Target
@@ -13,24 +14,28 @@ if TYPE_CHECKING:
 
 
 def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Called | Failed":
-    """Task that times whole calls of some kernels, other providers and PyTorch, in the process with the problem's inputs on its GPU."""
+    """Task that times whole calls of some kernels, other providers that are right, and PyTorch, in the process with the problem's inputs on
+    its GPU."""
     # Imported here: a search hands this task to others without torch in its own process.
-    from flashtune.bench.whole_calls import call_times, providers_calls
+    from flashtune.bench.providers import judged_providers
+    from flashtune.bench.whole_calls import call_times
     from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children import tasks
-    from flashtune.tuner.replies import Called, Failed
+    from flashtune.tuner.replies import Called
 
     try:
-        inputs = tasks.inputs_on_device(problem, target, seed)
+        inputs, verifier = tasks.inputs_on_device(problem, target, seed)
         modules = [load_kernel(source.text, source.stem) for source in sources]
-        others = providers_calls(inputs)
-        found = call_times(modules, inputs, budget_s=budget_s, beside=list(others.values()))
+        providers, calls = judged_providers(inputs, verifier)
+        found = call_times(modules, inputs, budget_s=budget_s, beside=list(calls.values()))
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
-        return Failed(fate=Fate.RUNTIME, reason=first_line(error))
+        return tasks.failed_on_device(error)
     times = [Measurement.of(one) for one in found]
-    medians, beside = [one.median_us for one in times], len(sources) + len(others)
+    beside = len(sources) + len(calls)
+    for name, time in zip(calls, times[len(sources) : beside], strict=True):
+        providers[name] = replace(providers[name], time=time)
     return Called(
-        times=tuple(medians[: len(sources)]),
-        pytorch=medians[-1] if len(times) > beside else None,
-        providers=dict(zip(others, times[len(sources) : beside], strict=True)),
+        times=tuple(one.median_us for one in times[: len(sources)]),
+        pytorch=times[-1] if len(times) > beside else None,
+        providers=providers,
     )

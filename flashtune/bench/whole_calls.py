@@ -5,20 +5,18 @@ A training step is the forward and its gradients, since kernels serve both or ne
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from flashtune.core.code.launching import LoadedKernel
-from flashtune.core.records.results import PROVIDERS
-from flashtune.core.system.errors import FlashtuneError
 from flashtune.dispatch import api, varlen
 from flashtune.dispatch.call.parse import Options
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.explanation import Explanation
-from flashtune.tuner.timing.baseline import backend_name, pytorch_call
+from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 
 Call = Callable[[], object]
@@ -91,29 +89,6 @@ def training_step(inputs: Inputs, **words: Any) -> Call:
         return torch.autograd.grad(out, leaves, dout)
 
     return step
-
-
-def providers_calls(inputs: Inputs) -> dict[str, Call]:
-    """Calls, or training steps, of each provider that serves these inputs, by its name, after a first run of each.
-
-    Left out is PyTorch's own choice, which races anyway, its math backend where another takes the call, and FlexAttention, which compiles
-    for longer than a candidate may. Packed sequences have no other provider than `attention_varlen` itself.
-    """
-    if inputs.problem.features.dropout or inputs.problem.features.packed:
-        return {}
-    framework = pytorch_call(inputs, step=True)
-    made = attention_call if inputs.problem.direction == "fwd" else training_step
-    left_out = {"flex", "" if framework is None else backend_name(framework)}
-    found: dict[str, Call] = {}
-    for name in PROVIDERS:
-        if name in left_out or (name == "math" and (found or framework is not None)):
-            continue
-        call = made(inputs, implementation=name)
-        # Libraries fail variously where a GPU or a head size isn't theirs; a broken GPU shows at the next call.
-        with suppress(FlashtuneError, RuntimeError, AssertionError, NotImplementedError):
-            call()
-            found[name] = call
-    return found
 
 
 def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float, beside: Sequence[Call] = ()) -> list[list[float]]:

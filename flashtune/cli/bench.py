@@ -81,7 +81,7 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
         if isinstance(called, Failed):
             messages().print(f"{problem.label()}: no whole calls: {called.reason}")
         else:
-            calls = {"tuned": called.times[0], **({"default": called.pytorch} if called.pytorch is not None else {})}
+            calls = {"tuned": called.times[0], **({"default": called.pytorch.median_us} if called.pytorch is not None else {})}
     times = {name: time.median_us for name, time in reply.times.items()}
     return {
         "problem": problem.label(),

@@ -2,9 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -19,6 +20,9 @@ from flashtune.core.system.folders import cache_dir, refused, wanted_cache_dir
 from flashtune.core.system.secrets import mask_secrets, mask_url
 from flashtune.core.system.versions import LOWEST, not_run, too_old
 from flashtune.core.system.words import counted
+
+if TYPE_CHECKING:
+    from flashtune.core.records.results import TuningRecord
 
 
 @click.command()
@@ -170,6 +174,29 @@ def _databases() -> list[dict[str, Any]]:
     return found
 
 
+def _providers(gpu: str, records: Sequence["TuningRecord"]) -> str:
+    """Providers of these records that are wrong here, and those whose verdicts are of other versions, in words for the check of records."""
+    from flashtune.core.pytorch import devices
+    from flashtune.core.records.versions import holding
+    from flashtune.db.library import Library
+    from flashtune.tuner.search.requalify import suspects
+
+    said = ""
+    wrong = {
+        one.provider: one
+        for (slug, _), findings in Library.default().wrong.items()
+        for one in findings
+        if slug == gpu and holding((one,), one.origin, devices.versions_of(one.provider), None)
+    }
+    for name, one in wrong.items():
+        said += f"; {name} is wrong here and doesn't serve such calls ({one.reason})"
+    doubted = [why for record in records for why in suspects(record)]
+    if doubted:
+        causes = ", ".join(f"{why} ({counted(number, 'record')})" for why, number in Counter(doubted).items())
+        said += f"; {causes}: suspects, which serve, and `flashtune verify --requalify` checks them again"
+    return said
+
+
 def _records() -> list[dict[str, Any]]:
     """Measured records that serve on this machine's GPUs and were made with other versions or cards, by what differs."""
     from flashtune.db.library import Library
@@ -197,5 +224,6 @@ def _records() -> list[dict[str, Any]]:
             counts = {part: sum(part in one for one in apart) for part in SURROUNDINGS}
             causes = [f"{part} ({count}; here {getattr(here, SURROUNDINGS[part])})" for part, count in counts.items() if count]
             said += f"; {away} made with another {', '.join(causes)}: they serve, and `flashtune verify --requalify` times them again"
+        said += _providers(target.slug, records)
         found.append(_check("records", True, said))
     return found

@@ -151,12 +151,14 @@ def _tuned(
 def _write(destination: Path, report: "ModelReport", licence: str | None) -> int:
     """Add the report's records to the model's database, with a card beside it, and take over what the file had better; returns its number
     of records. Raises NoKernelFound where there are none to add."""
+    from flashtune.db.library import Library
     from flashtune.db.merging import add, best_of_each
 
     if not report.records:
         raise NoKernelFound("no kernel was found for any of the model's calls: PyTorch serves them all")
     added = {record.key: record for record in report.records.values()}
-    merged = add(added.values(), destination, passed_over=unservable, bits=BITS)
+    wrong = [one for same in Library.default().wrong.values() for one in same]
+    merged = add(added.values(), destination, passed_over=unservable, bits=BITS, wrong=wrong)
     best = best_of_each(merged.kept)
     report.records = {problem: best[record.key] for problem, record in report.records.items()}
     report.database = destination

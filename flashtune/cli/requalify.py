@@ -28,7 +28,7 @@ def run_requalify(
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import cores, local_gpu, provenance
     from flashtune.tuner.search.evaluation import MeasuredEvaluation
-    from flashtune.tuner.search.requalify import RACE_S, VERDICTS, elsewhere, requalified, worst_first
+    from flashtune.tuner.search.requalify import RACE_S, VERDICTS, elsewhere, requalified, suspects, worst_first
 
     began = time.monotonic()
     gpu = local_gpu()
@@ -43,8 +43,10 @@ def run_requalify(
         raise NoKernelFound(f"no measured records of {target.slug} match, so nothing was timed: loosen the filters, or search first")
     chosen = worst_first(records, here)[:most]
     away = sum(bool(elsewhere(record, here)) for record in chosen)
+    doubted = sum(bool(suspects(record)) for record in chosen)
     messages().print(
-        f"timing {counted(len(chosen), 'record')} again on {gpu.name}; {away} from elsewhere (other torch, Triton, driver or card)"
+        f"timing {counted(len(chosen), 'record')} again on {gpu.name}; {away} from elsewhere (other torch, Triton, driver or card), "
+        f"{doubted} with verdicts on other versions of a library"
     )
     found: list[Requalified] = []
     with ExitStack() as stack:

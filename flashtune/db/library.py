@@ -19,7 +19,19 @@ from flashtune.core.records.results import Bits, Finding, TuningRecord
 from flashtune.core.system.errors import FlashtuneError
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError, signature
-from flashtune.db.preference import Findings, by_key, by_preference, foremost, key_order, latest, refuted, serve_all, worth_keeping
+from flashtune.db.preference import (
+    Findings,
+    Wrong,
+    by_key,
+    by_preference,
+    foremost,
+    key_order,
+    latest,
+    refuted,
+    serve_all,
+    worth_keeping,
+    wrong_providers,
+)
 from flashtune.db.records import FileChanged, FileRecords
 
 if TYPE_CHECKING:
@@ -95,13 +107,23 @@ class Library(Mapping[ProblemKey, list[TuningRecord]]):
         return dict.fromkeys(sorted(found, key=key_order))
 
     @functools.cached_property
-    def findings(self) -> Findings:
-        """Kernels that failed when records of any layer were timed again."""
+    def _found(self) -> list[Finding]:
+        """Findings of all layers, with the origins of the records that they refute."""
         found: list[Finding] = []
         for place, layer in enumerate(self.layers):
             for one in self._of(place, lambda records: getattr(records, "findings", ())):
                 found.append(replace(one, origin="" if layer.own else layer.origin or one.origin))
-        return latest(found)
+        return found
+
+    @functools.cached_property
+    def findings(self) -> Findings:
+        """Kernels that failed when records of any layer were timed again."""
+        return latest(self._found)
+
+    @functools.cached_property
+    def wrong(self) -> Wrong:
+        """Providers that were wrong in a run of any layer."""
+        return wrong_providers(self._found)
 
     @functools.cached_property
     def large(self) -> bool:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashtune.core.problems.problem import ProblemKey
-from flashtune.core.records.results import Bits, TuningRecord
+from flashtune.core.records.results import Bits, Finding, TuningRecord
 from flashtune.core.system.errors import DatabaseError, NoKernelFound
 from flashtune.db.card import check_card
 from flashtune.db.inspection import MissingDatabaseError, unfinished
 from flashtune.db.library import Library
-from flashtune.db.preference import ALL_REPEAT, by_key, key_order, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, key_order, serve_all, with_verdicts, worth_keeping
 from flashtune.db.store import sqlite_path
 from flashtune.db.writing import write_file
 
@@ -39,7 +39,8 @@ def merge(
 
     Of several records of a key the one with the largest speedup over PyTorch in its own run is kept (`preference`, as in a library);
     ties go to the database that is named first. Where its kernel isn't bitwise repeatable, the best record of a repeatable one is kept
-    beside it, for deterministic calls (`worth_keeping`). Records that are `passed_over` lose to the next. The file is written atomically;
+    beside it, for deterministic calls (`worth_keeping`). Providers that any of them found wrong stay so (`with_verdicts`). Records that are
+    `passed_over` lose to the next. The file is written atomically;
     `replace` allows it to replace another tuned database, but not one of these.
 
     Raises NoKernelFound where there is nothing to write, and DatabaseError where the destination can't be written to.
@@ -51,7 +52,9 @@ def merge(
     # Not Path.resolve, which raises for circular links.
     if any(os.path.realpath(path) == os.path.realpath(target) for path in sources):
         raise DatabaseError(f"{target} is one of the databases to merge: write to another path")
-    found = merged((record for location in locations for record in Library.of(location).winners()), passed_over, bits)
+    libraries = [Library.of(location) for location in locations]
+    wrong = [one for library in libraries for same in library.wrong.values() for one in same]
+    found = merged((record for library in libraries for record in library.winners()), passed_over, bits, wrong)
     if not found.kept:
         raise NoKernelFound("these databases hold no record that could be served: search first, or name others")
     write_file(target, [record.as_result() for record in found.kept], replace=replace)
@@ -59,14 +62,20 @@ def merge(
 
 
 def held(path: Path) -> list[TuningRecord]:
-    """Records of a file that others are to be added to; none where it is missing or empty.
+    """Records of a file that others are to be added to; raises as `_held` does."""
+    return _held(path)[0]
+
+
+def _held(path: Path) -> tuple[list[TuningRecord], list[Finding]]:
+    """Records of a file that others are to be added to, and the providers that were wrong; none where it is missing or empty.
 
     Raises DatabaseError where it is damaged, another file than its card names, or being written.
     """
     try:
-        found = Library.of(path).winners()
+        library = Library.of(path)
+        found = library.winners(), [one for same in library.wrong.values() for one in same]
     except MissingDatabaseError:
-        return []
+        return [], []
     check_card(path)
     if unfinished(path):
         raise DatabaseError(f"{path} is being written by another process: wait until it ends, or choose another path")
@@ -74,13 +83,20 @@ def held(path: Path) -> list[TuningRecord]:
 
 
 def add(
-    records: Iterable[TuningRecord], path: Path, *, passed_over: Callable[[TuningRecord], object] = serve_all, bits: Bits = ALL_REPEAT
+    records: Iterable[TuningRecord],
+    path: Path,
+    *,
+    passed_over: Callable[[TuningRecord], object] = serve_all,
+    bits: Bits = ALL_REPEAT,
+    wrong: Iterable[Finding] = (),
 ) -> Merged:
-    """Write the best of each key among these records and those of a file to the file, which is made where it is missing.
+    """Write the best of each key among these records and those of a file to the file, which is made where it is missing; `wrong` are
+    findings about providers beside the file's own.
 
     What is passed over stays, unlike in a `merge`: another version may serve it. Raises as `held` does.
     """
-    found = merged([*records, *held(path)], passed_over, bits)
+    own, of_file = _held(path)
+    found = merged([*records, *own], passed_over, bits, [*wrong, *of_file])
     write_file(path, [record.as_result() for record in (*found.kept, *found.passed_over)], replace=True)
     return found
 
@@ -93,8 +109,10 @@ def best_of_each(kept: Iterable[TuningRecord]) -> dict[ProblemKey, TuningRecord]
     return found
 
 
-def merged(records: Iterable[TuningRecord], passed_over: Callable[[TuningRecord], object], bits: Bits) -> Merged:
-    """The best of each key among these records, the earlier of equal ones."""
+def merged(
+    records: Iterable[TuningRecord], passed_over: Callable[[TuningRecord], object], bits: Bits, wrong: Iterable[Finding] = ()
+) -> Merged:
+    """The best of each key among these records, the earlier of equal ones, with what was found of `wrong` providers."""
     kept, lost, refused = [], [], []
     found = by_key(records)
     for key in sorted(found, key=key_order):
@@ -105,6 +123,7 @@ def merged(records: Iterable[TuningRecord], passed_over: Callable[[TuningRecord]
             continue
         runs = [_run(record) for record in stay]
         lost += [(record, stay[-1] if bits.repeats(record) else stay[0]) for record in found[key] if _run(record) not in runs]
+    kept = with_verdicts(kept, wrong)
     return Merged(kept=tuple(kept), lost=tuple(lost), passed_over=tuple(refused))
 
 

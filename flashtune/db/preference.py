@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
+from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import ProblemKey
-from flashtune.core.records.results import REQUALIFIED, Bits, Finding, Outcome, TuningRecord
+from flashtune.core.records.results import PROVIDERS, REQUALIFIED, Bits, Fate, Finding, Outcome, TuningRecord
 from flashtune.db.rows import moment
 
 FEWEST_SAMPLES, WIDEST_SPREAD = 10, 0.5
@@ -127,8 +128,21 @@ Findings = Mapping[tuple[str, str, str], Finding]
 
 def latest(findings: Iterable[Finding]) -> Findings:
     """The latest finding about each kernel, of each database."""
-    ordered = sorted(findings, key=lambda one: _seconds(one.found_at))
+    ordered = sorted((one for one in findings if one.versions is None), key=lambda one: _seconds(one.found_at))
     return {(one.gpu, one.variant_id, one.origin): one for one in ordered}
+
+
+Wrong = Mapping[tuple[str, str], tuple[Finding, ...]]
+"""Findings of wrong providers by GPU and variant, the latest first."""
+
+
+def wrong_providers(findings: Iterable[Finding]) -> Wrong:
+    """The findings about providers, which hold for their versions (flashtune.core.records.versions.holding)."""
+    found: dict[tuple[str, str], tuple[Finding, ...]] = {}
+    for one in sorted(findings, key=lambda one: -_seconds(one.found_at)):
+        if one.versions is not None:
+            found[one.gpu, one.variant_id] = (*found.get((one.gpu, one.variant_id), ()), one)
+    return found
 
 
 def refutation(findings: Findings, gpu: str, variant_id: str, record: TuningRecord | None = None) -> str:
@@ -190,6 +204,26 @@ def worth_keeping(same: Sequence[TuningRecord], passed_over: Callable[[TuningRec
     served = [record for record in same if not passed_over(record)]
     first, repeating = sorted(served, key=order)[:1], [record for record in served if bits.repeats(record)][:1]
     return first if first == repeating else first + repeating
+
+
+def with_verdicts(kept: Iterable[TuningRecord], wrong: Iterable[Finding]) -> list[TuningRecord]:
+    """Kept records with these findings among their providers, each beside a record of its kernel spec, or else of its GPU: the fastest run
+    may be older than the one in which a provider was wrong."""
+    found = list(kept)
+    variants = {
+        place: {Variant(template=name, spec=record.problem.spec(), config=Config.of()).id for name in PROVIDERS}
+        for place, record in enumerate(found)
+    }
+    told = {replace(one, origin="") for one in wrong}
+    # In one order, whichever database was named first.
+    for one in sorted(told, key=lambda one: (one.gpu, one.variant_id, one.found_at, one.reason, str(one.versions))):
+        places = [place for place, record in enumerate(found) if record.key.gpu == one.gpu]
+        place = next((place for place in places if one.variant_id in variants[place]), next(iter(places), None))
+        if place is not None:
+            outcome = Outcome.of_provider(one.provider, one.variant_id, versions=one.versions, fate=Fate.CORRECTNESS, reason=one.reason)
+            record = found[place]
+            found[place] = replace(record, providers=tuple(dict.fromkeys((*record.providers, outcome))))
+    return found
 
 
 def key_order(key: ProblemKey) -> tuple[Any, ...]:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashtune.core.problems.problem import ProblemKey
-from flashtune.core.records.results import PROVIDERS, REQUALIFIED, Finding, Outcome, SearchResult, TuningRecord, fastest_in_graphs
+from flashtune.core.records.results import PROVIDERS, REQUALIFIED, Fate, Finding, Outcome, SearchResult, TuningRecord, fastest_in_graphs
 from flashtune.db import rows
 from flashtune.db.inspection import row_named
-from flashtune.db.values import LARGEST, TEXT_LENGTH, Row, read_key
+from flashtune.db.values import LARGEST, Row, read_key
 
 Values = Sequence[Any]
 Execute = Callable[[str, Mapping[str, object]], Sequence[Values]]
@@ -39,14 +39,20 @@ _WINNERS = f"""
     WHERE ranked.place = 1 ORDER BY run.id DESC
 """
 _FALLBACKS = f"{_FIRST_OF_EACH_RUN} WHERE ranked.place = 1"
+_OF_PROVIDERS = f"candidate.template IN {PROVIDERS}"
+_WRONG = f"trial.fate = '{Fate.CORRECTNESS}' AND {_OF_PROVIDERS}"
 _CALLED = f"SELECT {', '.join(_TRIAL)} FROM {_TRIALS} WHERE trial.call_us IS NOT NULL AND {_OF_RUNS}"
 
 
-_FAILURE = ("trial.id", "trial.variant_id", "trial.fate", "trial.reason", "problem.gpu", "run.created_at")
+_FAILURE = (
+    *("trial.id", "trial.variant_id", "trial.fate", "trial.reason", "problem.gpu", "run.created_at"),
+    *("candidate.template", "candidate.config", "provenance.torch", "provenance.triton", "provenance.driver"),
+)
 _FAILURES = f"""
-    run JOIN problem ON problem.id = run.problem_id JOIN trial ON trial.run_id = run.id
-    WHERE run.ended_by = '{REQUALIFIED}' AND trial.median_us IS NULL
+    {_RUNS} JOIN trial ON trial.run_id = run.id JOIN candidate ON candidate.id = trial.candidate_id
+    WHERE trial.median_us IS NULL AND {{which}}
 """
+_ANY_PROVIDER = f"SELECT 1 FROM candidate WHERE {_OF_PROVIDERS} LIMIT 1"
 
 
 class Found(NamedTuple):
@@ -122,14 +128,17 @@ def _in_graphs_of(winner: Outcome, called: Sequence[Row]) -> Outcome | None:
 
 
 def findings(execute: Execute, name: str) -> list[Finding]:
-    """Kernels that failed in runs that timed records again; raises DatabaseError as `records` does."""
+    """Kernels that failed in runs that timed records again, and providers that were wrong in any; raises DatabaseError as `records`
+    does."""
+    which = [f"run.ended_by = '{REQUALIFIED}' AND NOT {_OF_PROVIDERS}"]
+    # All trials are looked at for providers, whose candidates hardly any database has.
+    which += [_WRONG] if execute(_ANY_PROVIDER, {}) else []
     found = []
-    for values in execute(f"SELECT {', '.join(_FAILURE)} FROM {_FAILURES}", {}):
-        row = _row(_FAILURE, values)
-        with row_named(name, "trial", row.values["id"]):
-            cause = f"{row.one_of('fate', rows.FATES)}: {row.text('reason', limit=TEXT_LENGTH, empty=True)}"
-            fixed = {"gpu": row.word("gpu"), "variant_id": row.word("variant_id"), "found_at": rows.read_created_at(row)}
-            found.append(Finding(**fixed, reason=cause, origin=name))
+    for one in which:
+        for values in execute(f"SELECT {', '.join(_FAILURE)} FROM {_FAILURES.format(which=one)}", {}):
+            row = _row(_FAILURE, values)
+            with row_named(name, "trial", row.values["id"]):
+                found.append(rows.read_finding(row, name))
     return found
 
 

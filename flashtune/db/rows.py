@@ -13,6 +13,7 @@ from flashtune.core.gpu import limits
 from flashtune.core.problems.config import RUNNING, Config, settles
 from flashtune.core.problems.lengths import LAWS, Lengths
 from flashtune.core.problems.problem import Features, Problem, ProblemKey
+from flashtune.core.records import versions
 from flashtune.core.records.results import (
     PROVIDERS,
     SOURCES,
@@ -21,6 +22,7 @@ from flashtune.core.records.results import (
     Conditions,
     Ending,
     Fate,
+    Finding,
     Measurement,
     Outcome,
     Provenance,
@@ -263,8 +265,10 @@ def read_outcome(row: Row) -> Outcome:
     if not row.missing("call_us") and source != "measured":
         raise RowError("call_us", f"is set, but the trial's source is {source}")
     name = row.values["template"]
-    if name in PROVIDERS and (row.missing("call_us") or (row.json("config", TEXT_LENGTH) and name != "flex")):
-        raise RowError("template", f"is {name}, which has measured times of whole calls alone, and no config")
+    if name in PROVIDERS and fate.timed and row.missing("call_us"):
+        raise RowError("template", f"is {name}, of which whole calls are timed, and there is no such time")
+    if name in PROVIDERS and name != "flex" and not versions.is_versions(row.json("config", TEXT_LENGTH)):
+        raise RowError("template", f"is {name}, whose config holds versions alone")
     return Outcome(
         template=row.text("template", limit=NAME_LENGTH, pattern=IDENTIFIER),
         template_hash=row.word("template_hash"),
@@ -283,9 +287,27 @@ def read_outcome(row: Row) -> Outcome:
     )
 
 
+def read_finding(row: Row, origin: str) -> Finding:
+    """Finding of a failed trial in a database of this name, with the template and the config of its candidate and its run's versions."""
+    cause = row.text("reason", limit=TEXT_LENGTH, empty=True)
+    fate, known = Fate(row.one_of("fate", FATES)), None
+    if row.values["template"] in PROVIDERS:
+        run = {name: row.text(name, limit=_TEXTS[name], empty=True) for name in ("torch", "triton", "driver")}
+        known = versions.known_by(_read_config(row), **run)
+    return Finding(
+        gpu=row.word("gpu"),
+        variant_id=row.word("variant_id"),
+        found_at=read_created_at(row),
+        reason=cause if known is not None else f"{fate}: {cause}",
+        origin=origin,
+        provider="" if known is None else str(row.values["template"]),
+        versions=known,
+    )
+
+
 def outdated(outcome: Outcome) -> bool:
     """True for options of FlexAttention, which earlier versions tuned in runs of their own: such runs aren't read."""
-    return outcome.template == "flex" and bool(outcome.config.items)
+    return outcome.template == "flex" and not versions.is_versions(outcome.config.as_dict())
 
 
 def fallback_of(outcome: Outcome, row: Row | None) -> Outcome | None:

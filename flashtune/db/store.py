@@ -17,7 +17,7 @@ from flashtune.core.records.results import Bits, Finding, SearchResult, TuningRe
 from flashtune.core.system.errors import DatabaseError, NoKernelFound
 from flashtune.core.system.secrets import mask_url
 from flashtune.db import queries
-from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, latest, refuted, serve_all, worth_keeping
+from flashtune.db.preference import ALL_REPEAT, by_key, foremost, key_order, latest, refuted, serve_all, with_verdicts, worth_keeping
 from flashtune.db.server import Server
 from flashtune.db.sqlite_file import SqliteFile
 from flashtune.db.writing import ResultRows, write_file
@@ -136,8 +136,9 @@ class Store:
         """
         if winners_only:
             found = by_key(self.winners(**where))
-            kept = (worth_keeping(found[key], passed_over, bits) for key in sorted(found, key=key_order))
-            results = [record.as_result() for same in kept for record in same]
+            kept = [record for key in sorted(found, key=key_order) for record in worth_keeping(found[key], passed_over, bits)]
+            wrong = [one for one in self.findings() if one.provider]
+            results = [record.as_result() for record in with_verdicts(kept, wrong)]
         else:
             results = sorted(self.results(**where), key=lambda result: key_order(result.problem.key(result.gpu)))
         if not results:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from flashtune.core.code.binaries import Manifest
+from flashtune.core.problems.config import Config
 from flashtune.core.records.results import Baseline, CompileFacts, Fate, Measurement
 
 
@@ -111,15 +112,28 @@ class Raced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
-    """Median microseconds of a whole call, host included: of each requested candidate, and of PyTorch where it has the problem.
+class Judged:
+    """Verdict on another provider, with the `versions` of what decides its numbers: `CORRECT` with its largest error over its tolerance and
+    the time of its whole calls, unless it wasn't timed, `CORRECTNESS` with the smallest wrong case, `CONSTRAINT` where it refuses the
+    problem, `RUNTIME` where it fails."""
 
-    `providers` are times of others by name.
+    fate: Fate
+    versions: Config
+    reason: str = ""
+    error: float | None = None
+    time: Measurement | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """Median microseconds of a whole call, host included, of each requested candidate, and the time of PyTorch's where it has the problem.
+
+    `providers` are verdicts on others by name.
     """
 
     times: tuple[float, ...]
-    pytorch: float | None
-    providers: Mapping[str, Measurement] = field(default_factory=dict)
+    pytorch: Measurement | None
+    providers: Mapping[str, Judged] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

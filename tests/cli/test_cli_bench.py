@@ -25,7 +25,7 @@ class OnTheGpu:
     """Stands in for `Workers` on an H200 where all is well but for whole calls, if they are to fail."""
 
     limits = Limits()
-    called: Called | Failed = Called(times=(125.0,), pytorch=150.0)
+    called: Called | Failed = Called(times=(125.0,), pytorch=Measurement.of([150.0]))
 
     def __init__(self, **_: object) -> None:
         pass

@@ -12,9 +12,10 @@ from commands import flashtune
 
 from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
-from flashtune.core.problems.config import Config
+from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Direction
-from flashtune.core.records.results import Ending, SearchResult, TuningRecord
+from flashtune.core.records.results import Ending, Fate, Outcome, SearchResult, TuningRecord
+from flashtune.core.records.versions import versions_in
 from flashtune.core.system.errors import DatabaseError, InputError, NoKernelFound
 from flashtune.db.card import card_path, check_card, checked_licence, write_card
 from flashtune.db.library import Library
@@ -342,3 +343,45 @@ def test_adding_to_a_missing_or_empty_file_writes_it(made: bool, tmp_path: Path)
         path.touch()
     add(records, path)
     assert len(Library.of(path).winners()) == 1
+
+
+def judged_wrong(us: float | None, **versions: str) -> Outcome:
+    """An outcome of a library, with a time where it is right."""
+    id = Variant(template="fa4", spec=samples.problem().spec(), config=Config.of()).id
+    words: dict[str, Any] = {} if us is not None else {"fate": Fate.CORRECTNESS, "reason": "n1x77: output is off by 9 tolerances"}
+    return Outcome.of_provider("fa4", id, None if us is None else samples.times(us), versions=Config.of(versions), **words)
+
+
+@pytest.mark.parametrize("way", ["merge", "merge, the other first", "export", "add"])
+def test_a_wrong_provider_stays_wrong_though_a_run_in_which_it_was_right_is_kept(tmp_path: Path, way: str) -> None:
+    fast = samples.result(samples.outcome("fast", 50.0, rank=1), judged_wrong(20.0, torch="2.11.0"))
+    slow = samples.result(samples.outcome("slow", 90.0, rank=1), judged_wrong(None, torch="2.12.0"))
+    alone = samples.result(judged_wrong(None, torch="2.13.0"), framework_us=None)
+    a, b = samples.write(tmp_path / "a.sqlite", (fast,)), samples.write(tmp_path / "b.sqlite", (slow, alone))
+    out = tmp_path / "out.sqlite"
+    if way == "export":
+        both = samples.write(tmp_path / "both.sqlite", (fast, slow, alone))
+        with Store.open(both, writable=False) as store:
+            store.export(out, winners_only=True)
+    elif way == "add":
+        add(Library.of(a).winners(), samples.write(out, (slow, alone)))
+    else:
+        merge([a, b] if way == "merge" else [b, a], out)
+    # Once more, so that what was carried over is carried on.
+    merge([out], tmp_path / "again.sqlite")
+    for path in (out, tmp_path / "again.sqlite"):
+        library = Library.of(path)
+        [record] = library.winners()
+        assert record.outcome.variant_id == "fast" and record.provider_times() == {"fa4": 20.0}
+        [found] = library.wrong.values()
+        assert {one.versions["torch"] for one in found if one.versions} == {"2.12.0", "2.13.0"}
+        assert {one.reason for one in found} == {"n1x77: output is off by 9 tolerances"}
+
+
+def test_a_database_of_before_has_no_versions_of_providers_but_those_of_its_runs(tmp_path: Path) -> None:
+    path = samples.write(tmp_path / "a.sqlite", (samples.result(samples.outcome("a", 50.0), judged_wrong(20.0)),))
+    [record] = Library.of(path).winners()
+    [one] = record.providers
+    assert versions_in(record, one) == Config.of(torch="2.11.0", triton="3.6.0", driver="575.57")
+    with pytest.raises(InputError, match="is fa4, whose config holds versions alone"), Store.open(path, writable=True) as store:
+        store.save(samples.result(judged_wrong(20.0, BLOCK_M="64")))

@@ -97,7 +97,7 @@ def test_what_is_wrong_is_not_measured(
 
     monkeypatch.setattr("pretended_gpu.by_the_book", spoilt)
     timed["kernel"] = 1.0
-    with dispatch.use(confirm=True), pytest.warns(RuntimeWarning, match="flash_fwd differs from PyTorch at a call, and isn't measured"):
+    with dispatch.use(confirm=True), pytest.warns(RuntimeWarning, match="flash_fwd is wrong at a call, and isn't measured"):
         assert_right(attend())
     record = Library.of(own_database).best(PROBLEM.key("h200"))
     assert record is not None and record.outcome.template == "math"

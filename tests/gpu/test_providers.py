@@ -1,5 +1,7 @@
-"""Attention that others provide, on a GPU: every one that is installed, named by a caller, and what a first call measures and keeps."""
+"""Attention that others provide, on a GPU: every one that is installed, named by a caller; what a first call measures and keeps; and
+verdicts on them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,18 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from flashtune import dispatch
+from flashtune.bench.providers import judged_providers
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.problems.tolerances import TOLERANCES
-from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS
+from flashtune.core.pytorch.surroundings import Poisoned
+from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS, Fate
 from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
 from flashtune.dispatch.decisions import confirming
 from flashtune.dispatch.providers.libraries import PROVIDERS as PROVIDERS_HERE
 from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.tuner.verify.correctness import Verifier
+from flashtune.tuner.verify.inputs import make_inputs
 
 SHAPE = (2, 4, 384, 64)
 
@@ -160,3 +167,35 @@ def test_a_first_call_is_measured_and_kept(
         bound(dispatch.attention(q, k, v, **words), wanted, TOLERANCES["bf16"].relative_norm)
     assert len(Library.of(own_database).records()) == 1
     dispatch.reload()
+
+
+JUDGED = {
+    "plain": Problem(batch=2, heads=8, kv_heads=8, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16"),
+    "causal": Problem(batch=1, heads=8, kv_heads=2, n_q=2000, n_kv=2000, d=128, d_v=128, dtype="fp16", features=Features(causal=True)),
+    "decode": Problem(batch=8, heads=28, kv_heads=4, n_q=1, n_kv=900, d=128, d_v=128, dtype="bf16"),
+    "bias": Problem(batch=1, heads=4, kv_heads=4, n_q=704, n_kv=704, d=64, d_v=64, dtype="bf16", features=Features(mask="bias")),
+}
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("kind", JUDGED)
+def test_providers_pass_what_kernels_pass(kind: str, direction: Any) -> None:
+    """A wrong one is a finding about it, or a bound to be calibrated: the message has the case and by how many tolerances."""
+    problem = replace(JUDGED[kind], direction=direction)
+    made = make_inputs(problem, device="cuda", seed=5)
+    found, calls = judged_providers(made, Verifier(problem, device="cuda", seed=5, full_size=made))
+    print({name: (str(one.fate), one.error, one.reason) for name, one in found.items()})
+    assert not {name: one.reason for name, one in found.items() if one.fate is Fate.CORRECTNESS}
+    assert all(found[name].fate is Fate.CORRECT for name in calls)
+
+
+def test_what_is_written_beside_an_output_is_found() -> None:
+    """A tensor of that size is given a freed place between two that stay."""
+    kernel = torch.cuda._compile_kernel('extern "C" __global__ void beyond(float* x, int n) { x[n + threadIdx.x] = 0.0f; }', "beyond")
+    size = 128 * 1024
+    for past, seen in ((0, "memory beside its outputs"), (-32, "")):
+        poisoned = Poisoned([size], torch.float32, torch.device("cuda"))
+        out = torch.empty(size, device="cuda")
+        assert out.isnan().all(), "it lies in poisoned memory"
+        kernel(grid=(1, 1, 1), block=(32, 1, 1), args=(out, size + past))
+        assert poisoned.changed() == seen

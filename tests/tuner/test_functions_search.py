@@ -288,7 +288,7 @@ def stand_in(file: Path, spoilt: bool) -> Callable[..., None]:
 def test_candidates_are_compared_with_the_functions_themselves(file: Path) -> None:
     problem = coded(file, score="rows")
     verifier = Verifier(problem, device="cpu", seed=1, full_size=make_inputs(problem, device="cpu", seed=1), thorough=True)
-    sizes = [case.inputs.problem for case, _ in verifier._small.checks]
+    sizes = [case.inputs.problem for case, _ in verifier.small.checks]
     assert all(one.n_q <= problem.n_q and one.n_kv <= problem.n_kv and one.heads <= problem.heads for one in sizes)
     assert verifier.verdict(stand_in(file, spoilt=False)).reason == ""
     assert "off by" in verifier.verdict(stand_in(file, spoilt=True)).reason

@@ -200,7 +200,7 @@ def stand_in(
 def test_each_sequence_is_compared_with_its_own_functions(mask: str, direction: Any, file: Path) -> None:
     problem = coded(file, replace(SMALL, direction=direction), mask=mask)
     verifier = Verifier(problem, device="cpu", seed=1, full_size=make_inputs(problem, device="cpu", seed=1), thorough=True)
-    for case, _ in verifier._small.checks:
+    for case, _ in verifier.small.checks:
         assert len(case.inputs.sequences) <= problem.batch, "a captured tensor has no more sequences"
         assert max(map(max, case.inputs.sequences)) <= problem.longest[1] == 30
     assert verifier.verdict(stand_in(problem), repeats=False).reason == ""

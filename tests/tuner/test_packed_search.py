@@ -99,7 +99,7 @@ def test_each_sequence_is_compared_with_its_own_oracle_beside_poisoned_ones() ->
     full = make_inputs(SMALL, device="cpu", seed=1)
     assert len(full.parts()) == 3 and [part.problem.n_kv for part, _ in full.parts()] == [n for _, n in full.sequences]
     verifier = Verifier(SMALL, device="cpu", seed=1, full_size=full, thorough=True)
-    poisoned = [case.inputs.poisoned for case, _ in verifier._small.checks if case.inputs.poisoned]
+    poisoned = [case.inputs.poisoned for case, _ in verifier.small.checks if case.inputs.poisoned]
     assert len(poisoned) == 2 and not poisoned[0] & poisoned[1], "every sequence is compared once, and poisoned once"
     assert verifier.verdict(stand_in(), repeats=False).reason == ""
 
@@ -257,11 +257,11 @@ def test_explain_names_the_packed_record(direction: Direction, tmp_path: Path) -
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_whole_calls_of_packed_sequences_are_timed(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(SMALL, direction=direction, features=Features(causal=True, packed=True))
-    monkeypatch.setattr(tasks, "inputs_on_device", lambda *_: make_inputs(problem, device="cpu", seed=1))
+    monkeypatch.setattr(tasks, "inputs_on_device", lambda *_: (make_inputs(problem, device="cpu", seed=1), None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timed = time_calls([], problem, H200, 1, 0.01)
     assert isinstance(timed, Called), timed
-    assert timed.pytorch is not None and timed.pytorch > 0 and not timed.providers, "no other provider takes packed sequences"
+    assert timed.pytorch is not None and timed.pytorch.median_us > 0 and not timed.providers, "no other provider takes packed sequences"
 
 
 def test_a_whole_call_with_gradients_is_pytorchs() -> None:

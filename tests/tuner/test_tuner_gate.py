@@ -194,7 +194,7 @@ def test_exponents_relative_to_a_rounded_maximum_are_told_where_scores_are_huge(
 
 def crowds_of(verifier: Verifier, launch: Launch) -> list[Any]:
     """The cases of a verifier whose heads differ, after a launch."""
-    found = [(case, wanted) for case, wanted in verifier._small.checks if case.titles]
+    found = [(case, wanted) for case, wanted in verifier.small.checks if case.titles]
     for case, _ in found:
         correctness.run(launch, case.inputs)
     return found

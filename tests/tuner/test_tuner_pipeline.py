@@ -16,6 +16,7 @@ from planted import PATIENT, PLANTED_PROBLEM, HereAndNow, Listener, planted_fami
 from simulated import NoWatch
 from staged_searches import PROVENANCE, Staged, plan, problems, run, staged
 
+from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Problem
 from flashtune.core.records.results import PROVIDERS, Fate, Measurement, Outcome, TuningRecord
 from flashtune.core.system.errors import EnvironmentProblem, NoKernelFound
@@ -27,7 +28,7 @@ from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish import winners
 from flashtune.tuner.publish.winners import Winners
-from flashtune.tuner.replies import Called, Failed, MachineCode
+from flashtune.tuner.replies import Called, Failed, Judged, MachineCode
 from flashtune.tuner.search import evaluation, problem
 from flashtune.tuner.search import plan as planning
 from flashtune.tuner.search.stopping import PATIENCE
@@ -139,8 +140,9 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
         return replace(rounds, times=(*rounds.times, (300.0,) * 9), backend="cudnn")
 
     def calls(sources: list[Any], problem: Problem, target: Any, seed: int, budget_s: float) -> Called | Failed:
-        providers = {"flash": Measurement.of([250.0] * 5)}
-        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), pytorch=310.0, providers=providers)
+        providers = {"flash": Judged(fate=Fate.CORRECT, versions=Config.of(torch="2.11.0"), error=0.5, time=Measurement.of([250.0] * 5))}
+        times = tuple(simulated.time_us(source) + 7 for source in sources)
+        return Called(times=times, pytorch=Measurement.of([310.0]), providers=providers)
 
     def none(*_: Any) -> Called | Failed:
         return Failed(fate=Fate.RUNTIME, reason="no memory")
@@ -157,7 +159,7 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
     assert record is not None and record.fastest(lambda name: True) is None and record.providers[0].rank is None
     slowest = max(called.values(), key=lambda outcome: outcome.call_us or 0.0).variant_id
     [by_calls] = run(
-        plan(1, calls=lambda sources, *rest: Called(times=tuple(9.0 if slowest in s.stem else 99.0 for s in sources), pytorch=1.0))
+        plan(1, calls=lambda sources, *_: Called(times=tuple(9.0 if slowest in s.stem else 99.0 for s in sources), pytorch=None))
     )
     assert by_calls.best is not None and by_calls.best.variant_id == slowest and by_calls.best.call_us == 9.0
     assert sorted(outcome.rank for outcome in by_calls.outcomes if outcome.rank) == [1, 2, 3][: len(called)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flashtune.core.pytorch.private import FORWARD_AD, FakeTensor, hooks_by_dictionary, peek_interpreter_stack, sdpa, vmapped
+from flashtune.core.records.faults import wrong_everywhere
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -132,12 +133,18 @@ def transformed() -> bool:
 vmapped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def sound_backends(mask: torch.Tensor | None) -> list[SDPBackend] | None:
-    """The backends with correct gradients; None for all.
+# At import, since compilers trace what reads them.
+UNSOUND = {masked: wrong_everywhere(torch.__version__, "bwd", masked=masked) for masked in (False, True)}
+"""Faults of backends' gradients with a mask, and without one, by name."""
+_SOUND = {
+    masked: [backend for name, backend in BACKENDS.items() if name not in wrong] if wrong.keys() & BACKENDS.keys() else None
+    for masked, wrong in UNSOUND.items()
+}
 
-    With a mask cuDNN's dQ can be NaN (torch 2.11 on Hopper, pytorch #196678: keys that are no multiple of its tile, an LSE below -88.7).
-    """
-    return None if mask is None else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+def sound_backends(mask: torch.Tensor | None) -> list[SDPBackend] | None:
+    """The backends with correct gradients, as far as faults on every GPU are known (flashtune.core.records.faults); None for all."""
+    return _SOUND[mask is not None]
 
 
 @functools.cache

@@ -14,6 +14,9 @@ import torch
 
 from flashtune.core.gpu.cards import Facts
 from flashtune.core.gpu.target import Target, described_by_driver, find_target, know, targets
+from flashtune.core.problems.config import Config
+from flashtune.core.records import versions
+from flashtune.core.records.checked import NAME_LENGTH, tidy
 from flashtune.core.records.results import Provenance
 from flashtune.core.system.errors import InputError
 
@@ -97,13 +100,41 @@ class Here(NamedTuple):
 @functools.cache
 def here(index: int) -> Here:
     """Versions on the machine of a GPU."""
-    triton = driver = ""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        triton = importlib.metadata.version("triton")
+    return Here(triton=_installed("triton"), driver=_driver(), gpu_name=torch.cuda.get_device_name(index))
+
+
+def _installed(package: str) -> str:
+    """Version of a package; empty where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver; empty where there is none."""
     with suppress(OSError):
         found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", _DRIVER.read_text())
-        driver = found[1] if found is not None else ""
-    return Here(triton=triton, driver=driver, gpu_name=torch.cuda.get_device_name(index))
+        return found[1] if found is not None else ""
+    return ""
+
+
+def torch_release() -> str:
+    """Version of PyTorch without its build."""
+    return versions.release(torch.__version__)
+
+
+@functools.cache
+def versions_of(provider: str) -> Config:
+    """Versions here of all that decides what a provider computes, by the words of flashtune.core.records.versions; parts that aren't
+    here are left out. Read once per process."""
+    found = {"torch": torch_release(), "cuda": torch.version.cuda or torch.version.hip or "", "driver": _driver()}
+    if provider == "cudnn":
+        number = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+        found["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}" if number else ""
+    found |= {name: _installed(versions.TITLES[name]) for name in versions.PACKAGES.get(provider, ())}
+    # As the database keeps them.
+    return Config.of({name: tidy(version, NAME_LENGTH) for name, version in found.items() if version})
 
 
 def differing(provenance: Provenance, machine: Here) -> tuple[str, ...]:

@@ -122,11 +122,15 @@ class Outcome:
     """Rank in the closing A/B timing, ties broken by the fixed rule: 1 is the winner."""
 
     @classmethod
-    def of_provider(cls, name: str, variant_id: str, time_us: Measurement) -> "Outcome":
-        """Outcome of another provider's whole calls."""
+    def of_provider(
+        cls, name: str, variant_id: str, time_us: Measurement | None = None, *, versions: Config | None = None, **found: Any
+    ) -> "Outcome":
+        """Outcome of another provider: its whole calls' time where it is right, else the fate and the reason that are `found`. Its config
+        are the `versions` of what decides its numbers (flashtune.core.records.versions)."""
         words: dict[str, Any] = {"template": name, "template_hash": variant_id, "variant_id": variant_id}
-        words |= {"config": Config.of(), "call_us": time_us.median_us}
-        return cls(**words, fate=Fate.CORRECT, source="measured", measurement=time_us, finalist=True)
+        words |= {"config": versions or Config.of(), "source": "measured", "fate": Fate.CORRECT, "measurement": time_us}
+        words |= {} if time_us is None else {"call_us": time_us.median_us, "finalist": True}
+        return cls(**words | found)
 
 
 GRAPH_GAIN = 0.02
@@ -195,7 +199,8 @@ REQUALIFIED = "requalified"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Kernel that failed when a record was timed again: its variant on a GPU, the time of that run (ISO 8601), and the cause."""
+    """Kernel that failed when a record was timed again, or provider that was wrong: its variant on a GPU, the time of that run (ISO 8601),
+    and the cause."""
 
     gpu: str
     variant_id: str
@@ -203,6 +208,10 @@ class Finding:
     reason: str
     origin: str = ""
     """The origin of the records that it refutes, those of the database that holds it; empty for records of every database."""
+    provider: str = ""
+    """The name of a provider that was wrong; empty for a kernel."""
+    versions: Config | None = None
+    """A provider's versions (flashtune.core.records.versions), with which alone it was found wrong; None for a kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

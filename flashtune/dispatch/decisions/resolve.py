@@ -11,13 +11,16 @@ from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import DECODE_ROWS, Problem
 from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.attention import UNSOUND
 from flashtune.core.records.results import TuningRecord
+from flashtune.core.records.versions import TITLES
 from flashtune.dispatch.call.call import Call, PerHead, trained_as
 from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.call.parse import cannot_serve
 from flashtune.dispatch.decisions import backwards
 from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.explanation import Explanation, explained
+from flashtune.dispatch.decisions.soundness import instead_of_torchs, sound_ones, warn_of_suspect, warn_of_wrong
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.plans.forward import Fallback, KernelPlan
 from flashtune.dispatch.plans.launch import Code
@@ -64,21 +67,47 @@ def candidates(
     by_bucket: bool = False,
     ours: bool = False,
 ) -> Iterator[Candidate]:
+    """Plans for a call as `_candidates` orders them, each of which says who doesn't serve since it is wrong; before PyTorch's own choice
+    comes another backend where that choice is wrong."""
+    told: list[str] = []
+    tensors, problem = (q, k, v, mask), call.problem
+    if problem is not None and torch_only is not None:
+        problem = trained_as(problem) if torch_only in GRADIENTS else None
+    for one in _candidates(memo, call, tensors, torch_only, per_head, told, by_bucket, ours):
+        instead = instead_of_torchs(memo, call, problem, tensors, per_head) if one.kind == "framework" and not ours else None
+        if instead is not None:
+            yield provided_by(memo, call, problem, instead[0], tensors, per_head, functools.partial(telling, one.said, told, *instead))
+        yield one._replace(said=functools.partial(telling, one.said, told)) if told else one
+
+
+def telling(said: Callable[[], Explanation], told: Sequence[str], name: str = "", why: str = "") -> Explanation:
+    """An explanation with what was `told` of those who don't serve; of the backend of a name in PyTorch's place, and why."""
+    found, told = said(), tuple(dict.fromkeys((*told, *[why] * bool(why))))
+    own = f"; PyTorch's own choice is wrong for such calls, so {PROVIDERS[name].title} serves in its place" if name else ""
+    words: dict[str, Any] = {"kind": "provider", "provider": name} if name else {}
+    return replace(found, reason="; ".join((found.reason + own, *told)), refused=(*told, *found.refused), **words)
+
+
+def _candidates(
+    memo: Memo, call: Call, tensors: Tensors, torch_only: str | None, per_head: PerHead | None, told: list[str], by_bucket: bool, ours: bool
+) -> Iterator[Candidate]:
     """Plans for a call, best first; the last is always PyTorch's.
 
     `torch_only` is the reason why only PyTorch can serve, if there is one. A kernel that refuses these strides or pointers, or that failed
     before, excludes the other tuned ones of its family; the family's default is still tried, since it may accept them. With `by_bucket` a
-    decode step begins with the choice for its length bucket. With `ours` kernels serve wherever they can, measured or not.
+    decode step begins with the choice for its length bucket. With `ours` kernels serve wherever they can, measured or not. Findings about
+    providers that would serve otherwise are `told`.
     """
     problem = call.problem
     torch_only = torch_only or call.out_of_reach
     if torch_only in GRADIENTS and problem is not None:
         if not (ours or GRADIENTS[torch_only]):
-            yield from _by_provider(memo, call, trained_as(problem), (q, k, v, mask), per_head)
-        why = yield from _trained(memo, call, problem, (q, k, v, mask), GRADIENTS[torch_only], ours=ours)
+            yield from _by_provider(memo, call, trained_as(problem), tensors, per_head, told)
+        why = yield from _trained(memo, call, problem, tensors, GRADIENTS[torch_only], ours=ours)
         torch_only = f"{torch_only}, and {why}"
-        if call.mask_kind != "none" and call.device.type == "cuda":
-            torch_only += " (without cuDNN, whose gradients can be NaN under a mask)"
+        if call.device.type == "cuda":
+            unsound = UNSOUND[call.mask_kind != "none"]
+            torch_only += "".join(f" (without {TITLES.get(name, name)}, whose {fault.wrong})" for name, fault in unsound.items())
     fused = call.fused_by_torch and not ours
     if torch_only is None and problem is not None and call.torch_draws and not memo.pinned:
         # A forward without gradients may be recomputed with them, and has to drop the same pairs.
@@ -91,14 +120,14 @@ def candidates(
         if devices.INTERPRETING:
             memo.warn_of_missing()
         if not ours:
-            yield from _by_provider(memo, call, problem, (q, k, v, mask), per_head)
-        yield from by_rank(memo, call, problem, (q, k, v, mask), framework_serves=fused, by_bucket=by_bucket)
+            yield from _by_provider(memo, call, problem, tensors, per_head, told)
+        yield from by_rank(memo, call, problem, tensors, framework_serves=fused, by_bucket=by_bucket)
         return
     memo.warn_of_missing()
     gpu = devices.slug_here(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
     said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
-    yield Candidate(plan=TorchPlan.of(call, q, k, v, mask), kind="framework", said=said)
+    yield Candidate(plan=TorchPlan.of(call, *tensors), kind="framework", said=said)
 
 
 def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, torch_only: str | None, name: str) -> Iterator[Candidate]:
@@ -119,6 +148,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
         return
     why: str | None = None
     if name in PROVIDERS:
+        warn_of_wrong(memo, call, name)
         found = provided_by(memo, call, call.problem, name, tensors, per_head, functools.partial(said, kind="provider", provider=name))
         yield found
         why = None if found.variant is None else memo.kernels.failure(found.variant, call.device)
@@ -131,13 +161,15 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
     raise cannot_serve(name, str(why))
 
 
-def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None) -> Iterator[Candidate]:
-    """Plan of the provider that was the fastest for a problem of a call, where one was."""
+def _by_provider(
+    memo: Memo, call: Call, problem: Problem, tensors: Tensors, per_head: PerHead | None, told: list[str]
+) -> Iterator[Candidate]:
+    """Plan of the provider that was the fastest for a problem of a call, where one was; findings about faster ones are `told`."""
     target, _, pool = memo.surroundings(call.device, problem)
     if memo.pinned or call.dropout_p or not isinstance(pool, Pool):
         return
 
-    def provided(name: str) -> bool:
+    def takes(name: str) -> bool:
         variant = variant_of(name, problem)
         failed = variant is not None and memo.kernels.failure(variant, call.device) is not None
         return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
@@ -149,6 +181,7 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
         if (alike, target.slug) not in memo.deciding:
             memo.deciding[alike, target.slug] = deciding_record(pool, alike, target)
         record = memo.deciding[alike, target.slug]
+    provided = sound_ones(memo, problem, target, record, takes, told)
     found = provider_choice(record, problem, target, provided, framework_serves=call.fused_by_torch)
     if found is None:
         return
@@ -156,6 +189,8 @@ def _by_provider(memo: Memo, call: Call, problem: Problem, tensors: Tensors, per
     if found.provider is None:
         yield Candidate(TorchPlan.of(call, *tensors), "framework", said)
     else:
+        if found.record is not None:
+            warn_of_suspect(memo, found.record, found.provider)
         yield provided_by(memo, call, problem, found.provider, tensors, per_head, said)
 
 
@@ -287,10 +322,16 @@ def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanati
         ranked = ranking(problem, target, records, families(), unmeasured=memo.unmeasured)
         return explained(next(one for one in ranked if isinstance(one, Choice)), problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
-    deciding, installed = deciding_record(pool, problem, target), lambda name: PROVIDERS[name].missing() is None
+    deciding, told = deciding_record(pool, problem, target), list[str]()
+    installed = sound_ones(memo, problem, target, deciding, lambda name: PROVIDERS[name].missing() is None, told)
     other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
-    if other is not None:
-        return explained(other, problem, target, refused)
+    found = explained(other, problem, target, refused) if other is not None else _by_kernels(memo, problem, target, pool)
+    return telling(lambda: found, told) if told else found
+
+
+def _by_kernels(memo: Memo, problem: Problem, target: Target, pool: Pool) -> Explanation:
+    """Explanation of the kernel that serves `problem`, or of PyTorch."""
+    refused: list[str] = []
     if problem.direction == "bwd":
         chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:

@@ -241,9 +241,10 @@ def _start_triton() -> None:
     assert triton_driver.active
 
 
-def inputs_on_device(problem: Problem, target: Target, seed: int) -> "Inputs":
-    """Inputs of a problem in this process, made where it has none."""
-    return _ready(problem, target, seed).inputs
+def inputs_on_device(problem: Problem, target: Target, seed: int) -> "tuple[Inputs, Verifier]":
+    """Inputs of a problem in this process with its verifier, made where it has none."""
+    bench = _ready(problem, target, seed)
+    return bench.inputs, bench.verifier
 
 
 def _loaded(source: Source) -> tuple["LoadedKernel", Callable[..., None]]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Problem
-from flashtune.core.records.results import Baseline, Conditions, Measurement, Outcome
+from flashtune.core.records.results import Baseline, Conditions, Fate, Measurement, Outcome
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Failed, Raced, Spent
+from flashtune.tuner.replies import Called, Failed, Raced, Spent
 from flashtune.tuner.search.evaluation import Evaluation
 from flashtune.tuner.timing.racing import fallback_ahead, first_by_calls, ranked, to_call
 
@@ -45,8 +45,8 @@ def closed(
     if baseline is not None and called is not None:
         for candidate, call_us in zip(timed, called.times, strict=False):
             outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
-        baseline = replace(baseline, call_us=called.pytorch)
-        others = tuple(Outcome.of_provider(name, _named(name, problem), time_us) for name, time_us in called.providers.items())
+        baseline = replace(baseline, call_us=called.pytorch.median_us if called.pytorch else None)
+        others = verdicts(called, problem)
         ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
         ranks = fallback_ahead(ranks, medians, wide)
     return Closing(
@@ -64,6 +64,16 @@ def time_of(outcome: Outcome) -> Measurement:
     return outcome.measurement
 
 
-def _named(provider: str, problem: Problem) -> str:
-    """Variant id of a provider for a problem."""
-    return Variant(template=provider, spec=problem.spec(), config=Config.of()).id
+def verdicts(called: Called, problem: Problem) -> tuple[Outcome, ...]:
+    """Outcomes of the other providers; one that is right and wasn't timed, since it is PyTorch's own choice, has none."""
+    return tuple(
+        Outcome.of_provider(
+            *(name, Variant(template=name, spec=problem.spec(), config=Config.of()).id, one.time),
+            versions=one.versions,
+            fate=one.fate,
+            reason=one.reason,
+            max_error=one.error,
+        )
+        for name, one in called.providers.items()
+        if one.time is not None or one.fate is not Fate.CORRECT
+    )

@@ -15,6 +15,7 @@ from flashtune.core.problems.problem import Problem, ProblemKey
 from flashtune.core.records.results import (
     PROVIDERS,
     REQUALIFIED,
+    Baseline,
     CompileFacts,
     Ending,
     Fate,
@@ -23,13 +24,14 @@ from flashtune.core.records.results import (
     SearchResult,
     TuningRecord,
 )
+from flashtune.core.records.versions import known_by, suspicion
 from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.db.preference import made
 from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.replies import Failed, Spent, Timed
-from flashtune.tuner.search.closing import closed
+from flashtune.tuner.search.closing import closed, verdicts
 from flashtune.tuner.search.evaluation import Evaluation
 
 RUNNERS_UP = 3
@@ -75,25 +77,44 @@ def elsewhere(record: TuningRecord, here: Provenance) -> tuple[str, ...]:
     return tuple(word for word, name in SURROUNDINGS.items() if getattr(record.provenance, name) != getattr(here, name))
 
 
+def suspects(record: TuningRecord) -> tuple[str, ...]:
+    """Verdicts on a record's providers that were made with other versions than those installed here, one with each provider's name."""
+    if not record.providers:
+        return ()
+    # Imports PyTorch, which other records don't need.
+    from flashtune.core.pytorch import devices
+
+    return tuple(why for one in record.providers if (why := suspicion(record, one, devices.versions_of(one.template))))
+
+
 def worst_first(records: Sequence[TuningRecord], here: Provenance) -> list[TuningRecord]:
-    """Records in the order of suspicion: surroundings that differ, doubts about their race, the spread of their times, age."""
+    """Records in the order of suspicion: surroundings and versions of providers that differ, doubts about their race, the spread of their
+    times, age."""
 
     def trust(record: TuningRecord) -> tuple[object, ...]:
         conditions, time = record.provenance.conditions, record.outcome.measurement
         doubts = len(conditions.doubts) - conditions.power_limited if conditions else 1
-        return -len(elsewhere(record, here)), -doubts, -(time.noise if time else 1.0), made(record)
+        away = len(elsewhere(record, here)) + len(suspects(record))
+        return -away, -doubts, -(time.noise if time else 1.0), made(record)
 
     return sorted(records, key=trust)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A record whose kernels are being compiled: candidates to race and failures by now, the record's own kernel first."""
+    """A record whose kernels are being compiled: candidates to race and failures by now, the record's own kernel first, and providers
+    that were wrong in earlier runs."""
 
     record: TuningRecord
     racing: Mapping[Candidate, Outcome]
     failed: Sequence[Outcome]
+    wrong: Sequence[Outcome]
     timing: Evaluation
+
+    def kept(self, found: Sequence[Outcome]) -> tuple[Outcome, ...]:
+        """Stored verdicts on wrong providers that these don't replace, since they are of other versions, or nothing was found of them."""
+        judged = {(one.template, one.config) for one in found}
+        return tuple(one for one in self.wrong if (one.template, one.config) not in judged)
 
 
 def requalified(
@@ -148,7 +169,13 @@ def _begun(
             facts[candidate] = outcome.facts if triton == here.triton else None
     timing = evaluation(record.problem)
     timing.compile(facts)
-    return _Entry(record=record, racing=racing, failed=failed, timing=timing)
+    wrong = [
+        replace(one, config=known_by(one.config, torch=run.torch, triton=run.triton, driver=run.driver))
+        for result in stored.get(record.key, ())
+        for one in result.outcomes
+        if (run := result.provenance) and one.template in PROVIDERS and one.fate is Fate.CORRECTNESS
+    ]
+    return _Entry(record=record, racing=racing, failed=failed, wrong=list(dict.fromkeys(wrong)), timing=timing)
 
 
 def _contenders(record: TuningRecord, results: Sequence[SearchResult]) -> list[tuple[Outcome, str]]:
@@ -188,10 +215,9 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
     record, timing = entry.record, entry.timing
     failed, right = list(entry.failed), dict[Candidate, Outcome]()
     reason = f"{failed[0].fate}: {failed[0].reason}" if failed else ""
-    if record.outcome.template in PROVIDERS:
-        why = f"its run had no kernel, and {record.outcome.template} serves it"
-        return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)
     timing.prepare()
+    if record.outcome.template in PROVIDERS:
+        return _providers_alone(entry, here)
     for candidate, outcome in entry.racing.items():
         reply, found = _timed(candidate, outcome, record, timing)
         if not isinstance(reply, Failed):
@@ -210,12 +236,12 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
     result = SearchResult(
         gpu=record.key.gpu,
         problem=record.problem,
-        outcomes=tuple(failed),
+        outcomes=(*failed, *closing.providers, *entry.kept(closing.providers)),
         provenance=replace(here, conditions=closing.conditions),
         ending=Ending(reason=REQUALIFIED),
     )
     if closing.baseline is not None:
-        timed = replace(result, outcomes=(*closing.outcomes.values(), *failed, *closing.providers), baseline=closing.baseline)
+        timed = replace(result, outcomes=(*closing.outcomes.values(), *result.outcomes), baseline=closing.baseline)
         return _compared(record, timed, next(iter(closing.outcomes)) == known, reason)
     if known not in right:
         return Requalified(record=record, verdict="failed", was=record.relative_time, result=result, reason=reason)
@@ -223,6 +249,33 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
     # Other kernels that failed still don't serve.
     more = result if failed else None
     return Requalified(record=record, verdict="undecided", was=record.relative_time, result=more, reason=f"no verdict on its kernel: {why}")
+
+
+def _providers_alone(entry: _Entry, here: Provenance) -> Requalified:
+    """The verdict on a record without a kernel, whose providers are checked and timed beside PyTorch again."""
+    record = entry.record
+    called = entry.timing.call(())
+    if called is None:
+        why = f"its run had no kernel, and whole calls of {record.outcome.template} could not be timed"
+        return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)
+    outcomes = verdicts(called, record.problem)
+    baseline = None
+    if record.baseline is not None and called.pytorch is not None:
+        baseline = Baseline(backend=record.baseline.backend, measurement=called.pytorch, call_us=called.pytorch.median_us)
+    result = SearchResult(
+        gpu=record.key.gpu,
+        problem=record.problem,
+        outcomes=(*outcomes, *entry.kept(outcomes)),
+        provenance=here,
+        baseline=baseline,
+        ending=Ending(reason=REQUALIFIED),
+    )
+    reason = next(
+        (f"{one.template}: {one.fate}: {one.reason}" for one in outcomes if one.template == record.outcome.template and one.reason), ""
+    )
+    if result.best is None or baseline is None:
+        return Requalified(record=record, verdict="failed", was=record.relative_time, result=result, reason=reason)
+    return _compared(record, result, result.best.template == record.outcome.template, reason)
 
 
 def _timed(candidate: Candidate, outcome: Outcome, record: TuningRecord, timing: Evaluation) -> tuple[Timed | Failed, Outcome]:

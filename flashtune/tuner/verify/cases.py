@@ -28,12 +28,14 @@ class Case:
 
     `titles` names the contents of each key head of the first batch, where they differ. `few_sms` are the multiprocessors of an extra
     launch, None for no such launch. `repeats` is True where two launches must be bitwise equal, if the family guarantees that.
+    `beyond_float32` marks scores of which only kernels of ours promise the right softmax.
     """
 
     inputs: Inputs
     titles: tuple[str, ...] = ()
     few_sms: int | None = FEW_SMS
     repeats: bool = False
+    beyond_float32: bool = False
 
 
 def small_problems(problem: Problem, batch: int) -> list[Problem]:
@@ -158,7 +160,8 @@ def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: 
         found.append(Case(inputs=extreme))
     if problem.direction == "fwd" and problem.dtype in ("bf16", "fp16"):
         found.append(replace(crowd(problem, WITHIN_FLOAT32, device=device, seed=seed), repeats=True))
-        found.append(crowd(problem, BEYOND_FLOAT32 + huge(problem), device=device, seed=seed))
+        beyond = crowd(problem, BEYOND_FLOAT32 + huge(problem), device=device, seed=seed)
+        found.append(replace(beyond, beyond_float32=True))
     else:
         # In a backward dS, rounded as in every kernel, meets raised keys in sums that cancel.
         found.append(replace(crowd(problem, ("random",) * 12, device=device, seed=seed), repeats=True))

@@ -5,8 +5,9 @@ compared with PyTorch's operations in float32, so that every tile is checked. To
 decision 0007.
 """
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -213,13 +214,15 @@ def _sum(one: Bound, other: Bound) -> Bound:
     return Bound(atol=one.atol + other.atol, rtol=one.rtol + other.rtol, relative_norm=norm)
 
 
-def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = ()) -> Verdict:
+def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = (), given: Container[str] | None = None) -> Verdict:
     """Compare the written operands with the expected values; unwritten elements fail. The GPU is synchronised once.
 
-    `titles` name the contents of each key head, for the reason.
+    `titles` name the contents of each key head, for the reason; `given` are the operands that there are, by default all.
     """
     p = inputs.problem
     label, written = p.label(), () if inputs.poisoned else p.contract.written
+    if given is not None:
+        written, wanted = tuple(one for one in written if one.name in given), [one for one in wanted if one.operand.name in given]
     unwritten = [torch.isnan(without_repeats(inputs.operands[operand.name])).any()[None].double() for operand in written]
     made = [
         (want, name, ratio) for want in wanted for name, ratio in want.ratios((want.part or inputs).operands[want.operand.name]).items()
@@ -268,7 +271,7 @@ def differs(launch: Launch, inputs: Inputs, sms: int | None = None) -> str:
     return ""
 
 
-def _everything(inputs: Inputs) -> list[Wanted]:
+def everything(inputs: Inputs) -> list[Wanted]:
     """Expected values of all rows, but of poisoned sequences."""
     wanted = []
     for part, batches in inputs.parts():
@@ -276,16 +279,29 @@ def _everything(inputs: Inputs) -> list[Wanted]:
     return wanted
 
 
+def at_full_size(inputs: Inputs, seed: int, *, thorough: bool) -> list[Wanted]:
+    """Expected values of a few places in float64, and with `thorough` of whole outputs in float32."""
+    wanted: list[Wanted] = []
+    for part, batches in some_parts(inputs, seed):
+        p = part.problem
+        wanted += stacked(p, oracle(part, places(p, seed, batches)), part=part)
+        if thorough:
+            wanted += stacked(p, oracle(part, whole(p, seed, batches), torch.float32), block=SLICE_ROWS, part=part)
+    return wanted
+
+
 class SmallCases:
     """Small problems that candidates of a spec are checked on, at any N, with their expected values.
 
-    Remembers the texts that passed, so that none is checked again at another N.
+    Remembers the texts that passed, so that none is checked again at another N. `of_calls` are the cases as whole calls compute them
+    (flashtune.tuner.verify.calls).
     """
 
     def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> None:
         made = cases(problem, device=device, seed=seed, thorough=thorough)
-        self.checks: Checks = [(case, _everything(case.inputs)) for case in made]
+        self.checks: Checks = [(case, everything(case.inputs)) for case in made]
         self.passed: dict[str, float] = {}
+        self.of_calls: Checks | None = None
 
     @staticmethod
     def serving(problem: Problem, seed: int) -> Hashable:
@@ -311,34 +327,30 @@ class Verifier:
         small: SmallCases | None = None,
     ) -> None:
         self._thorough = torch.device(device).type == "cuda" if thorough is None else thorough
-        self._small = small or SmallCases(problem, device=device, seed=seed, thorough=self._thorough)
-        self._full: Checks = []
+        self.small = small or SmallCases(problem, device=device, seed=seed, thorough=self._thorough)
+        self.full: Checks = []
+        self.of_calls: Checks | None = None
+        self.wanted = functools.partial(at_full_size, seed=seed, thorough=self._thorough)
         if full_size is not None:
-            wanted: list[Wanted] = []
-            for part, batches in some_parts(full_size, seed):
-                p = part.problem
-                wanted += stacked(p, oracle(part, places(p, seed, batches)), part=part)
-                if self._thorough:
-                    wanted += stacked(p, oracle(part, whole(p, seed, batches), torch.float32), block=SLICE_ROWS, part=part)
-            self._full = [(Case(inputs=full_size, few_sms=None, repeats=True), wanted)]
+            self.full = [(Case(inputs=full_size, few_sms=None, repeats=True), self.wanted(full_size))]
 
     def verdict(self, launch: Launch, *, repeats: bool = True, text: str = "") -> Verdict:
         """First failure, or the largest error of all checks; `repeats` is True where the family guarantees identical bits every time.
 
         Of equal non-empty `text`s only the first that passes is run on the small cases.
         """
-        passed = self._small.passed.get(text)
-        small = Verdict(error=passed) if passed is not None else self._checked(launch, self._small.checks, repeats)
+        passed = self.small.passed.get(text)
+        small = Verdict(error=passed) if passed is not None else self._checked(launch, self.small.checks, repeats)
         if small.reason:
             return small
         if text:
-            self._small.passed[text] = small.error
-        full = self._checked(launch, self._full, repeats)
+            self.small.passed[text] = small.error
+        full = self._checked(launch, self.full, repeats)
         return full if full.reason else Verdict(error=max(small.error, full.error))
 
     def rehearse(self) -> None:
         """Compare once without a launch, so that the first candidate doesn't wait for lazy loading and allocation on the GPU."""
-        for case, wanted in [*self._small.checks, *self._full]:
+        for case, wanted in [*self.small.checks, *self.full]:
             run(_nothing, case.inputs)
             compare(case.inputs, wanted, case.titles)
             if self._thorough and case.repeats:

@@ -16,15 +16,13 @@ from flashtune.core.problems.parameters import PER_HEAD, CallParameters, per_hea
 from flashtune.core.problems.passes import Place
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch.dtypes import TORCH_DTYPES
+from flashtune.core.pytorch.surroundings import GUARD
 from flashtune.tuner.functions import FunctionTensors, of_hash
 
 SOFTCAP = 20.0
 """Soft cap of generated inputs: small enough to bend scores of random data."""
 
 DROPOUT_P = 0.1
-
-_GUARD = 256
-"""Poisoned elements before and after every tensor, a multiple of 16 bytes so that TMA's alignment holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +148,8 @@ def without_repeats(x: torch.Tensor) -> torch.Tensor:
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Uninitialised contiguous tensor with NaN on both sides of it in memory."""
     size = prod(shape)
-    buffer = torch.full((size + 2 * _GUARD,), float("nan"), dtype=dtype, device=device)
-    return buffer[_GUARD : _GUARD + size].view(shape)
+    buffer = torch.full((size + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
+    return buffer[GUARD : GUARD + size].view(shape)
 
 
 def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:

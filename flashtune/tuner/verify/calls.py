@@ -1,0 +1,123 @@
+"""Checks of whole calls that others compute, on the cases that kernels pass: what they return, what else they write, and what they don't.
+
+Decision 0016 says what becomes of a provider that fails one.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashtune.core.pytorch.surroundings import Kept, Poisoned
+from flashtune.tuner.verify.cases import Case
+from flashtune.tuner.verify.correctness import Checks, Verdict, Verifier, Wanted, compare, everything
+from flashtune.tuner.verify.inputs import Inputs
+
+RUNS = 2
+"""Calls on each case, each in memory that was poisoned anew: what one leaves unwritten, another may have written before."""
+
+
+NOTHING = 1e-9
+"""Largest element of gradients that are 0 but for the oracle's rounding."""
+
+
+class RefusedError(Exception):
+    """Signal that a provider doesn't take a case, with the reason; `failed` is True where it says so by an exception of its own."""
+
+    def __init__(self, reason: str, *, failed: bool = False) -> None:
+        super().__init__(reason)
+        self.failed = failed
+
+
+Run = Callable[[Inputs], Mapping[str, Tensor]]
+"""Function that computes the written operands of some inputs that a provider gives, by name; raises RefusedError where it takes no such
+call."""
+
+
+def judged(run: Run, verifier: Verifier, text: str) -> Verdict:
+    """The smallest case on which a provider of this name is wrong, or its largest error; small cases that it refuses are left out.
+
+    These are those of a kernel spec, so that one that passed them at another N isn't run on them again.
+    """
+    passed = verifier.small.passed
+    if text not in passed:
+        verifier.small.of_calls = verifier.small.of_calls or of_calls(verifier.small.checks, everything)
+        found = _checked(run, verifier.small.of_calls)
+        if found.reason:
+            return found
+        passed[text] = found.error
+    verifier.of_calls = verifier.of_calls or of_calls(verifier.full, verifier.wanted)
+    found = _checked(run, verifier.of_calls, refusable=False)
+    return found if found.reason else Verdict(error=max(found.error, passed[text]))
+
+
+def of_calls(checks: Checks, wanted: Callable[[Inputs], list[Wanted]]) -> Checks:
+    """Checks for whole calls of others, the smallest first: with scores that float32 holds, and gradients of the output alone, since others
+    return no LSE. A backward's oracles are made anew for that."""
+    found: Checks = []
+    for case, values in checks:
+        inputs = case.inputs
+        if case.beyond_float32:
+            continue
+        if "dlse" in inputs.operands:
+            inputs = replace(inputs, operands={**inputs.operands, "dlse": torch.zeros_like(inputs.operands["dlse"])})
+            values = [_without_norm_of_nothing(one) for one in wanted(inputs)]
+        found.append((replace(case, inputs=inputs), values))
+    return sorted(found, key=lambda check: check[0].inputs.problem.batch * check[0].inputs.problem.heads * check[0].inputs.problem.n_kv)
+
+
+def _without_norm_of_nothing(wanted: Wanted) -> Wanted:
+    """Gradients that cancel, as those of queries that see one key, have no norm that an error could be a share of."""
+    if float(wanted.values.abs().max()) > NOTHING:
+        return wanted
+    return replace(wanted, bound=replace(wanted.bound, relative_norm=None))
+
+
+def _checked(run: Run, checks: Checks, *, refusable: bool = True) -> Verdict:
+    worst = 0.0
+    for case, wanted in checks:
+        try:
+            found = _on_case(run, case, wanted)
+        except RefusedError:
+            if not refusable:
+                raise
+            continue
+        if found.reason:
+            return found
+        worst = max(worst, found.error)
+    return Verdict(error=worst)
+
+
+def _on_case(run: Run, case: Case, wanted: list[Wanted]) -> Verdict:
+    inputs, worst = case.inputs, 0.0
+    p, label = inputs.problem, inputs.problem.label()
+    kept = Kept(_read(inputs))
+    sizes = [math.prod(operand.shape(p)) for operand in p.contract.written if operand.axes[-1].startswith("d")]
+    for turn in range(RUNS):
+        poisoned = Poisoned(sizes, inputs.q.dtype, inputs.q.device)
+        try:
+            found = run(inputs)
+        except RefusedError as error:
+            if not turn:
+                raise
+            raise RuntimeError(f"{label}: it fails at the second call: {error}") from error
+        if where := kept.changed() or poisoned.changed():
+            return Verdict(error=math.inf, reason=f"{label}: it writes into the {where}, or beside it")
+        for name, x in found.items():
+            if x.shape != inputs.operands[name].shape:
+                return Verdict(error=math.inf, reason=f"{label}: its {name} has the shape {tuple(x.shape)}")
+        seen = replace(inputs, operands={**inputs.operands, **found})
+        verdict = compare(seen, [replace(one, part=None) for one in wanted], case.titles, given=found.keys())
+        if verdict.reason:
+            return verdict
+        worst = max(worst, verdict.error)
+    return Verdict(error=worst)
+
+
+def _read(inputs: Inputs) -> dict[str, Tensor]:
+    """Tensors that a call reads, by titles for messages."""
+    found = {operand.title: inputs.operands[operand.name] for operand in inputs.problem.contract.operands if not operand.written}
+    found |= {} if inputs.parameters.mask is None else {"mask": inputs.parameters.mask}
+    return found | inputs.parameters.per_head()
