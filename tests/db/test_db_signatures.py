@@ -59,7 +59,7 @@ def test_the_signer_of_an_export_is_known_and_nobody_else(signed: Path, trusted:
 
 
 @pytest.mark.parametrize(
-    "fault", ["a byte", "another signature", "another authority", "no bundle", "no signature", "a huge bundle", "nonsense"]
+    "fault", ["a byte", "another signature", "another authority", "no bundle", "no signature", "a huge bundle", "nonsense", "a deep bundle"]
 )
 def test_what_was_changed_is_refused_in_a_sentence_and_is_never_opened(
     fault: str, signed: Path, here: Sigstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,6 +81,8 @@ def test_what_was_changed_is_refused_in_a_sentence_and_is_never_opened(
             bundle.write_text(json.dumps(held | {"messageSignature": None}))
         case "a huge bundle":
             bundle.write_text(" " * (signature.MOST_BYTES + 1))
+        case "a deep bundle":
+            bundle.write_text("[" * 200_000)
         case "nonsense":
             held["verificationMaterial"]["certificate"]["rawBytes"] = "AAAA"
             bundle.write_text(json.dumps(held))
@@ -88,6 +90,22 @@ def test_what_was_changed_is_refused_in_a_sentence_and_is_never_opened(
     with pytest.raises(DatabaseError, match=r"(isn't what|is no signature|there is no).*: .*") as caught:
         check_signature(signed, ANN, config=config)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_the_public_keys_that_came_with_the_package_trust_no_other_authority(signed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sigstore.errors import TUFError
+    from sigstore.models import ClientTrustConfig
+
+    public = ClientTrustConfig.production
+
+    def offline(offline: bool = False) -> ClientTrustConfig:
+        if not offline:
+            raise TUFError("no network")
+        return public(offline=True)
+
+    monkeypatch.setattr(ClientTrustConfig, "production", offline)
+    with pytest.raises(DatabaseError, match=r"isn't what ann@here\.test signed"):
+        check_signature(signed, ANN)
 
 
 def test_without_the_package_or_the_service_signing_says_so_and_the_rest_goes_on(

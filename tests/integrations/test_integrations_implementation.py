@@ -101,6 +101,7 @@ def test_calls_by_any_name_are_served_forward_and_backward(name: str, calls: lis
         assert calls == ["attention"] * 3
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_what_pytorchs_kernels_do_otherwise_is_theirs(calls: list[str]) -> None:
     q, k, v = drawn()
     torch.manual_seed(4)
