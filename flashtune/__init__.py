@@ -1,3 +1,25 @@
 """flashtune: find the fastest attention kernel for your GPU and your shapes, and ship that knowledge."""
 
 __version__ = "0.1.0"
+
+
+def offer() -> None:
+    """Offer `FLASHTUNE` to torch.nn.attention.activate_flash_attention_impl, which PyTorch has from 2.13 on.
+
+    PyTorch calls it when it is imported itself (the entry point `torch.backends`), and `flashtune.dispatch` where the package isn't
+    installed; nothing else is imported or changed before somebody activates it.
+    """
+    from torch.nn import attention
+
+    register = getattr(attention, "register_flash_attention_impl", None)
+    if register is not None:
+        register("FLASHTUNE", register_fn=_activated)
+
+
+def _activated() -> object:
+    """Attention of this process, served from now on until `remove` is called."""
+    import pkgutil
+
+    # By its name: everybody imports this module, and nobody above it shall come along.
+    found: object = pkgutil.resolve_name("flashtune.integrations.implementation:Activated")()
+    return found

@@ -200,6 +200,7 @@ def _providers(gpu: str, records: Sequence["TuningRecord"]) -> str:
 def _records() -> list[dict[str, Any]]:
     """Measured records that serve on this machine's GPUs and were made with other versions or cards, by what differs."""
     from flashtune.db.library import Library
+    from flashtune.db.preference import claimed
     from flashtune.tuner.machine import local_gpus, provenance
 
     # Targets can't be hashed.
@@ -218,8 +219,11 @@ def _records() -> list[dict[str, Any]]:
             return found
         apart = [elsewhere(record, here) for record in records]
         said = f"{counted(len(records), 'measured record')} of {target.slug}"
-        if failed := sum(bool(record.refuted) for record in records):
+        waiting = sum(map(claimed, records))
+        if failed := sum(bool(record.refuted) for record in records) - waiting:
             said += f"; the kernels of {failed} fail here and don't serve (flashtune show)"
+        if waiting:
+            said += f"; {counted(waiting, 'candidate')} of strangers don't serve until `flashtune verify --requalify` has raced them"
         if away := sum(map(bool, apart)):
             counts = {part: sum(part in one for one in apart) for part in SURROUNDINGS}
             causes = [f"{part} ({count}; here {getattr(here, SURROUNDINGS[part])})" for part, count in counts.items() if count]

@@ -10,6 +10,7 @@ import click
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.options import db_option_beside, json_option, record_filters
 from flashtune.cli.records import predicted_only, servable
+from flashtune.cli.signing import TRUST_CONFIG, file_at
 from flashtune.core.system.errors import InputError, NoKernelFound
 from flashtune.core.system.secrets import mask_url
 from flashtune.core.system.words import counted
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
 @click.option("--predicted", is_flag=True, help="With --hub: predicted records serve, too.")
 @click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
+@click.option("--sign", "signed", is_flag=True, help="Sign the file as yourself by Sigstore, in PATH.sigstore.json beside it.")
+@TRUST_CONFIG
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
 @json_option
 def export(
@@ -37,6 +40,8 @@ def export(
     all_trials: bool,
     predicted: bool,
     licence: str | None,
+    signed: bool,
+    trust_config: Path | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -44,7 +49,7 @@ def export(
     bitwise repeatable, the best record of a repeatable kernel is kept beside it, for deterministic calls.
 
     Users load it over their own database with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed.
-    Winners that this version can't serve are named and left out.
+    Winners that this version can't serve are named and left out. `flashtune verify --db PATH --identity ID` checks a signature.
 
     With --hub DIR in place of PATH, the winning forwards become a folder that kernels.get_local_kernel loads, and get_kernel once it is
     uploaded: their text, a table, and a launcher that needs torch and triton alone. DIR must be empty, or of an earlier export.
@@ -52,23 +57,30 @@ def export(
     if (destination is None) == (folder is None):
         raise InputError("export writes one thing: give PATH for a database, or --hub DIR for a folder of kernels")
     if folder is not None:
-        if all_trials or force:
-            raise InputError(f"{'--all-trials' if all_trials else '--force'} is for databases: leave it out with --hub")
+        for option, given in {"--all-trials": all_trials, "--force": force, "--sign": signed, "--trust-config": trust_config}.items():
+            if given:
+                raise InputError(f"{option} is for databases: leave it out with --hub")
         export_hub(folder, location, filters, predicted=predicted, licence=licence, as_json=as_json)
         return
     if predicted:
         raise InputError("--predicted is for --hub: a database keeps its predicted records, marked as such")
     assert destination is not None, "one of both is given"
     from flashtune.db.library import overlay_path
+    from flashtune.db.signature import sign
     from flashtune.db.store import Store
     from flashtune.templates import BITS, unservable
 
-    wanted = licence_for(destination, licence, force=force)
+    if trust_config is not None and not signed:
+        raise InputError("--trust-config says by which Sigstore to sign: give --sign, too")
+    wanted = licence_for(destination, licence, force=force, signed=signed)
     with Store.open(location or overlay_path(), writable=False) as store:
         if not all_trials:
             servable(store.records(passed_over=unservable, **filters))
         rows = store.export(destination, winners_only=not all_trials, replace=force, passed_over=unservable, bits=BITS, **filters)
     found, words = written(destination, wanted, rows)
+    if signed:
+        signature = sign(file_at(destination), trust_config)
+        found, words = found | {"signature": str(signature)}, f"{words}, signed in {signature.name}"
     if as_json:
         print_json(found)
     else:
@@ -107,14 +119,16 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
         messages().print(f"left out: {counted(len(records) - len(kept), 'predicted record')} (--predicted lets them serve)")
 
 
-def licence_for(destination: str, licence: str | None, *, force: bool) -> str | None:
-    """The checked licence of the card to write beside a file; raises InputError where there is none and an older card would stay. An
-    existing file is refused later, without `force`."""
+def licence_for(destination: str, licence: str | None, *, force: bool, signed: bool = False) -> str | None:
+    """The checked licence of the card to write beside a file; raises InputError where there is none and an older card would stay, or an
+    older signature. An existing file is refused later, without `force`."""
     from flashtune.db.card import checked_licence, refuse_stale_card, refuse_taken_card
+    from flashtune.db.signature import refuse_stale_signature
     from flashtune.db.store import sqlite_path
 
     path = sqlite_path(destination)
     if path is not None and (force or not os.path.exists(path) or os.path.getsize(path) == 0):
+        refuse_stale_signature(path, replace=signed and force)
         if licence is None:
             refuse_stale_card(path)
         else:

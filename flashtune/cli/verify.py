@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from flashtune.cli.console import console, messages, print_json
 from flashtune.cli.functions import FUNCTIONS, register_functions
 from flashtune.cli.options import db_option, json_option, record_filters, seconds_of
+from flashtune.cli.signing import TRUST_CONFIG, verified
 from flashtune.core.records.results import Fate
 from flashtune.core.system.errors import EnvironmentProblem, InputError, NoKernelFound
 from flashtune.core.system.words import counted
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     "--requalify", is_flag=True, help="Time this GPU's records again, worst suspects first, and store what is found in place of them."
 )
 @click.option("--budget", metavar="TIME", help="Wall time after which --requalify begins no further record: 90s, 10m, 1h.")
+@click.option("--identity", metavar="ID", help="Check instead that --db is, to the byte, the file that ID signed: an e-mail, or a URI.")
+@click.option("--issuer", metavar="URL", help="With --identity: only as this service confirms it.")
+@TRUST_CONFIG
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @FUNCTIONS[0]
 @FUNCTIONS[1]
@@ -44,6 +49,9 @@ def verify(
     sample: int | None,
     requalify: bool,
     budget: str | None,
+    identity: str | None,
+    issuer: str | None,
+    trust_config: Path | None,
     seed: int,
     score_mod: str | None,
     mask_mod: str | None,
@@ -59,7 +67,16 @@ def verify(
     own, or --db): where another kernel is faster, or PyTorch, that serves from then on. A kernel that no longer compiles, fails or is
     wrong doesn't serve any more, in the shipped database either, until it is measured again. Where the machine is at fault (memory that
     others use, a process that was killed), the record stays: `undecided`. --sample and --budget bound the work.
+
+    With --identity nothing runs, and no record is read: exit code 3 unless the file is what ID signed (`export --sign`).
     """
+    if identity is not None:
+        if requalify or sample is not None or any(filters.values()):
+            raise InputError("--identity checks a file's signature alone: check its records by another call")
+        verified(location, identity, issuer=issuer, config=trust_config, as_json=as_json)
+        return
+    if issuer is not None or trust_config is not None:
+        raise InputError(f"{'--issuer' if issuer is not None else '--trust-config'} says whose signature counts: give --identity, too")
     if budget is not None and not requalify:
         raise InputError("--budget bounds what --requalify times: give both, or bound the records that are checked by --sample")
     register_functions(score_mod, mask_mod)

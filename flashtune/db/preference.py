@@ -1,6 +1,7 @@
 """Preference among records of one key: the same rule for a database, for layers of databases and for dispatch."""
 
 import functools
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,17 @@ _RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
 _COLUMNS = attrgetter(*(field.name for field in fields(ProblemKey)))
 
 
+CLAIMED = "claimed"
+"""Reason of a run whose times are a stranger's word: its kernels race on this machine before one of them serves."""
+
+UNRACED = "a stranger says how fast it is: `flashtune verify --requalify` on its GPU races it"
+
+
+def claimed(record: TuningRecord) -> bool:
+    """True for a record that is a candidate alone."""
+    return record.ending is not None and record.ending.reason == CLAIMED
+
+
 def preference(record: TuningRecord) -> tuple[object, ...]:
     """Sort key that puts the best record of a key first.
 
@@ -38,9 +50,11 @@ def preference(record: TuningRecord) -> tuple[object, ...]:
     (`TuningRecord.relative_time`). So measured records with a ratio go first, of these those with enough evidence, then those of the
     newest torch and Triton, since ratios to an older torch may not hold for today's; then the lowest ratio wins. Measured records
     without PyTorch's time follow, the newest first; last predictions, the newest first, because a later cost model supersedes an
-    earlier one. Ties go to the smaller variant id, so that
+    earlier one; and last of all candidates. Ties go to the smaller variant id, so that
     two machines choose alike. What can't be true, a date ahead of now or a version that doesn't exist, counts as the oldest.
     """
+    if claimed(record):
+        return 3, record.relative_time or math.inf, record.outcome.variant_id
     age = -made(record)
     layer = -record.precedence
     if record.outcome.source == "predicted":
@@ -158,7 +172,9 @@ def refutation(findings: Findings, gpu: str, variant_id: str, record: TuningReco
 
 
 def refuted(record: TuningRecord, findings: Findings) -> TuningRecord:
-    """Record with the cause of its kernel's later failure, and without kernels beside it that failed."""
+    """Record with the cause of its kernel's later failure, or that nobody raced it here, and without kernels beside it that failed."""
+    if claimed(record):
+        return replace(record, refuted=UNRACED)
 
     def failed(outcome: Outcome | None) -> str:
         return "" if outcome is None else refutation(findings, record.key.gpu, outcome.variant_id, record)

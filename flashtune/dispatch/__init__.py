@@ -1,5 +1,6 @@
 """Run time: `attention` by the best kernel known for this GPU and these sizes, and `explain` for the reason of the choice."""
 
+from flashtune import offer
 from flashtune.core.system.collector import held_off
 
 with held_off():
@@ -11,6 +12,8 @@ with held_off():
     from flashtune.dispatch.flex import explain_flex, flex_attention
     from flashtune.dispatch.jagged import attention_jagged
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
+
+offer()
 
 __all__ = [
     "Explanation",

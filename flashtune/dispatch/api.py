@@ -107,8 +107,9 @@ def attention(
         block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa, return_lse and
             implementation are taken.
         implementation: who serves, whatever the records say: "flashtune" (kernels of ours), "torch" (PyTorch's own choice), its backends
-            "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4) or "fa2" (flash-attn). Under
-            torch.compile PyTorch's are traced as its own operation, and so are calls that name "flex", "fa4" or "fa2".
+            "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4), "fa2" (flash-attn), "cudnn_fe"
+            (nvidia-cudnn-frontend, heads to 512) or "ffpa" (ffpa-attn, heads from 320 to 1024). Under torch.compile PyTorch's are traced
+            as its own operation, and so are calls that name another.
 
     flashtune.dispatch.policy.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and
     gradients, on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel

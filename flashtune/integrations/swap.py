@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from flashtune import dispatch
@@ -44,9 +45,7 @@ def _enter() -> None:
     with _lock:
         if _users == 0:
             _before = F.scaled_dot_product_attention
-            _ours = F.scaled_dot_product_attention = _substitute(_before)
-            # torch.jit.script looks up PyTorch's operation by the function's id.
-            scripted()[id(_ours)] = "aten::scaled_dot_product_attention"
+            _ours = F.scaled_dot_product_attention = _substitute(_before, _inside)
         _users += 1
 
 
@@ -71,11 +70,30 @@ def _inside() -> bool:
 _inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _substitute(before: Callable[..., Any]) -> Callable[..., Any]:
-    """Function for torch.nn.functional while anybody is inside: ours for those who are, `before` for the rest."""
+def for_compilers() -> Callable[[], None]:
+    """Have torch.compile trace dispatch.attention in place of PyTorch's function, in all threads, until the result is called."""
+    serving = [True]
+    before = F.scaled_dot_product_attention
+    ours = F.scaled_dot_product_attention = _substitute(before, lambda: serving[0] and torch.compiler.is_compiling())
+
+    def leave() -> None:
+        global _before
+        serving[0] = False
+        with _lock:
+            scripted().pop(id(ours), None)
+            if F.scaled_dot_product_attention is ours:
+                F.scaled_dot_product_attention = before
+            if _before is ours:
+                _before = before
+
+    return leave
+
+
+def _substitute(before: Callable[..., Any], serves: Callable[[], bool]) -> Callable[..., Any]:
+    """Function for torch.nn.functional, and for torch.jit.script: ours where it `serves`, else `before`."""
 
     def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *others: Any, **words: Any) -> Any:
-        if _inside():
+        if serves():
             try:
                 return dispatch.attention(query, key, value, attn_mask, *others, **words)
             except (InputError, InputTypeError):
@@ -88,4 +106,6 @@ def _substitute(before: Callable[..., Any]) -> Callable[..., Any]:
 
     # Pickle stores it by name, like PyTorch's own.
     scaled_dot_product_attention.__module__, scaled_dot_product_attention.__qualname__ = F.__name__, "scaled_dot_product_attention"
+    # torch.jit.script looks up PyTorch's operation by the function's id.
+    scripted()[id(scaled_dot_product_attention)] = "aten::scaled_dot_product_attention"
     return scaled_dot_product_attention

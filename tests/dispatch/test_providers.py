@@ -1,5 +1,6 @@
 """Attention that others provide: named by callers, by records, and by what the first call of a key measures."""
 
+import importlib.metadata
 import inspect
 import json
 import sys
@@ -334,7 +335,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]
     package.flash_attn_func, cute.flash_attn_func = fa2, fa4  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    monkeypatch.setattr(providers.importlib.metadata, "version", lambda name: "9.9")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
     for name in ("fa4", "fa2"):
         PROVIDERS[name].__dict__.pop("_found", None)
         monkeypatch.setattr(PROVIDERS[name], "devices", ("cpu",))
@@ -420,6 +421,109 @@ def test_a_named_library_that_fails_is_one_sentence_and_is_tried_once(
     with pytest.warns(RuntimeWarning, match="fa4 with .* failed on cpu"), pytest.raises(InputError, match="Unsupported compute capability"):
         dispatch.attention(q, q, q, implementation="fa4")
     assert len(tried) == 1
+
+
+@pytest.fixture
+def large_heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Arguments that fakes of cuDNN's frontend and FFPA get, with the signatures of their releases 1.32 and 0.2.4, on the CPU."""
+    given: list[dict[str, Any]] = []
+
+    def computed(q: Any, k: Any, v: Any, scale: float, causal: bool, last: bool) -> torch.Tensor:
+        band = Band(right=0, diagonal=k.shape[2] - q.shape[2] if last else 0) if causal else Band()
+        return reference.attention(q, k, v, scale=scale, band=band, dtype=torch.float32)[0]
+
+    def sdpa(
+        query: Any, key: Any, value: Any, *, scale: Any = None, is_causal: bool = False, causal_bottom_right: bool = False,
+        window_left: int = -1, window_right: int = -1, sinks: Any = None, seq_len_q: Any = None, seq_len_kv: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        given.append({"lse": return_lse})
+        out = computed(query, key, value, scale, is_causal, causal_bottom_right)
+        # Without the LSE it has no gradients.
+        return (out, out.new_zeros(out.shape[:3])) if return_lse else out.detach()
+
+    def ffpa_attn_func(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None,
+        enable_gqa: bool = False, **kwargs: object,
+    ) -> Any:  # fmt: skip
+        given.append(kwargs)
+        assert enable_gqa == (query.shape[1] != key.shape[1]) and kwargs.keys() == {"backend"}
+        return computed(query, key, value, scale, is_causal, last=True)
+
+    for path, name, function in (("cudnn.sdpa.fwd.torch_op", "sdpa", sdpa), ("ffpa_attn", "ffpa_attn_func", ffpa_attn_func)):
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            module = ModuleType(".".join(parts[:count]))
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(module, name, function)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
+    for name in ("cudnn_fe", "ffpa"):
+        PROVIDERS[name].__dict__.pop("_found", None)
+        monkeypatch.setattr(PROVIDERS[name], "devices", ("cpu",))
+        monkeypatch.setitem(PROVIDERS[name].__dict__, "takes", PROVIDERS[name].takes | {"float32 or float64"})
+    dispatch.reload()
+    yield given
+    for name in ("cudnn_fe", "ffpa"):
+        PROVIDERS[name].__dict__.pop("_found", None)
+    dispatch.reload()
+
+
+LAST = {"is_causal": True, "causal_alignment": "bottom_right"}
+
+
+@pytest.mark.parametrize("d", [320, 512, 1024])
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, LAST])
+@pytest.mark.parametrize("name", ["cudnn_fe", "ffpa"])
+def test_libraries_for_large_heads_mean_what_the_callers_do(
+    name: str, words: dict[str, Any], d: int, large_heads: list[dict[str, Any]]
+) -> None:
+    rows, keys = (512, 520) if d == 1024 else (5, 12)
+    leaves = [drawn(1, heads, n, d, seed=heads + n).requires_grad_() for heads, n in ((2, rows), (1, keys), (1, keys))]
+    called = partial(dispatch.attention, *leaves, enable_gqa=True, scale=0.02, implementation=name, **words)
+    why = {("cudnn_fe", 1024): "head sizes up to 512, not 1024"}.get((name, d))
+    if name == "ffpa" and words and words is not LAST:
+        why = "a diagonal that doesn't end at the last key"
+    if why is not None:
+        with pytest.raises(InputError, match=why):
+            called()
+        assert not large_heads
+        return
+    found = called()
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = dispatch.attention(*wide, enable_gqa=True, scale=0.02, **words)
+    close(found, wanted)
+    for one, other in zip(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(wanted.sum(), wide), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        close(called(), wanted)
+    assert large_heads[-1] == ({"lse": False} if name == "cudnn_fe" else {"backend": "triton" if d == 1024 else "cutedsl"})
+    if name == "ffpa":
+        before = len(large_heads)
+        torch.use_deterministic_algorithms(True)
+        try:
+            close(called(), wanted)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert len(large_heads) == before, "its gradients repeat in no order"
+
+
+def test_libraries_for_large_heads_get_no_call_that_they_would_mean_otherwise(large_heads: list[dict[str, Any]]) -> None:
+    for name, (n_q, n_kv, d, d_v), words, said in [
+        ("cudnn_fe", (9, 9, 512, 512), {"window": (3, 0)}, "no band but the causal one"),
+        ("cudnn_fe", (9, 5, 512, 512), LAST, "no band but the causal one"),
+        ("cudnn_fe", (9, 9, 516, 516), {}, "multiples of 8, not 516"),
+        ("cudnn_fe", (9, 9, 512, 512), {"deterministic": True}, "repeatable gradients"),
+        ("ffpa", (9, 9, 512, 512), {"window": (3, 0), "causal_alignment": "bottom_right"}, "no band but the causal one"),
+        ("ffpa", (9, 9, 512, 320), {}, "one head size from 320 to 1024, not 512 and 320"),
+        ("ffpa", (9, 9, 256, 256), {}, "one head size from 320 to 1024, not 256 and 256"),
+        ("ffpa", (9, 9, 330, 330), {}, "multiples of 64, not 330"),
+        ("ffpa", (9, 600, 640, 640), {}, "at least 512 queries and keys, not 9 and 600"),
+    ]:
+        query, key, value = drawn(1, 2, n_q, d), drawn(1, 2, n_kv, d), drawn(1, 2, n_kv, d_v)
+        with pytest.raises(InputError, match=said):
+            dispatch.attention(query, key, value, implementation=name, **words)
+    assert not large_heads
 
 
 @pytest.mark.parametrize("words", [*BANDS, {"is_causal": True}, {"window": (3, 4)}])

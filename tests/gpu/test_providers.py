@@ -83,6 +83,25 @@ def test_a_named_implementation_is_right_with_gradients_or_says_why_not(name: st
         bound(dispatch.attention(q, k, v, implementation=name, **words), wanted, allowed.relative_norm)
 
 
+@pytest.mark.parametrize("name", ["cudnn_fe", "ffpa"])
+@pytest.mark.parametrize("case", ["plain", "causal", "chunk"])
+@pytest.mark.parametrize("d", [320, 512, 1024])
+def test_large_heads_are_right_with_gradients_or_refused(name: str, case: str, d: int) -> None:
+    words, n_q = CASES[case], 640
+    q, k, v = inputs(1, 4, n_q, d, n_kv=640 if case == "causal" else 768)
+    with torch.no_grad():
+        found = answered(name, q, k, v, **words)
+    dout = normal(1, 4, n_q, d, seed=9)
+    wanted, gradients = exact({"q": q, "k": k, "v": v}, dout, words)
+    allowed = TOLERANCES["bf16"]
+    if found is not None:
+        bound(found, wanted, allowed.relative_norm)
+    trained = answered(name, q, k, v, **words)
+    if trained is not None:
+        for one, other in zip(torch.autograd.grad(trained, [q, k, v], dout), gradients.values(), strict=True):
+            bound(one, other, allowed.gradient_norm)
+
+
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [64, 80, 100, 128])

@@ -247,6 +247,32 @@ def test_doctor_counts_the_records_from_elsewhere_and_names_the_command(shipped:
     assert "the kernels of 2 fail here and don't serve" in said()
 
 
+def test_a_strangers_candidates_race_before_one_of_them_serves(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is slower than its word, one serves a length that nobody else has, one is wrong."""
+    mine = samples.write(tmp_path / "mine.sqlite", (stored(640, 50.0, 90.0),))
+
+    def says(n: int, config: Config) -> SearchResult:
+        claim = replace(samples.outcome(variant(n, config), 5.0, finalist=True, rank=1), config=config)
+        return samples.result(claim, framework_us=PYTORCH_US, of=samples.problem(n))
+
+    other = samples.write(tmp_path / "other.sqlite", (says(640, SECOND), says(256, FIRST), says(320, SECOND)))
+    own = tmp_path / "own.sqlite"
+    assert flashtune("merge", str(mine), str(other), "--out", str(own), "--trust", str(mine)).exit_code == 0
+    monkeypatch.setattr(machine, "local_gpus", lambda: (SimpleNamespace(name="NVIDIA H200", target=TARGET),))
+    assert "2 candidates of strangers don't serve until" in flashtune("doctor", "--json").stdout
+    assert served(640) == ("exact", FIRST) and served(256)[0] != "exact" and served(320)[0] != "exact"
+    times = {(640, FIRST): 50.0, (640, SECOND): 60.0, (256, FIRST): 70.0, (320, SECOND): -1.0, (1024, FIRST): 60.0, (1024, SECOND): 62.0}
+    rows = requalify(monkeypatch, times)
+    assert {row["problem"].split("-")[0][1:] for row in rows[:2]} == {"256", "320"}, "the worst suspects come first"
+    assert {row["problem"].split("-")[0][1:]: row["verdict"] for row in rows} == {
+        "640": "confirmed",
+        "1024": "confirmed",
+        "256": "updated",
+        "320": "failed",
+    }
+    assert served(640) == ("exact", FIRST) and served(256) == ("exact", FIRST) and served(320)[0] != "exact"
+
+
 def test_of_a_wrong_winner_the_runner_up_takes_the_place(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = requalify(monkeypatch, {(n, config): us for n in (640, 1024) for config, us in ((FIRST, -1.0), (SECOND, 63.0))})
     assert [(row["verdict"], row["reason"]) for row in rows] == [("updated", "correctness: off")] * 2

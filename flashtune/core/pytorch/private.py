@@ -1,6 +1,7 @@
 """PyTorch's private names, each with what does its work in a version without it: all that the package uses of them."""
 
 import contextlib
+import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -154,6 +155,18 @@ def decompositions(operations: Any) -> dict[Any, Any]:
     """PyTorch's decompositions of operations; without them traces keep these, and PyTorch serves."""
     # Looked up late, since it brings the compiler.
     return dict(found("torch._decomp.get_decompositions", lambda _: {})(operations))
+
+
+def kernel_of(operator: Any, keys: Sequence[str]) -> Callable[..., Any] | None:
+    """PyTorch's own kernel of an operator, of the first of these dispatch keys that has one; None where it can't be called."""
+    has, call = found("torch._C._dispatch_has_kernel_for_dispatch_key", lambda *_: False), getattr(operator, "_op_dk", None)
+    own = next((one for one in keys if has(operator.name(), one)), None)
+    return None if own is None or call is None else functools.partial(call, getattr(C.DispatchKey, own))
+
+
+def end(library: torch.library.Library) -> None:
+    """Take a library's kernels out of PyTorch's dispatcher; without PyTorch's function for it they go with the library."""
+    getattr(library, "_destroy", lambda: None)()
 
 
 def overloaded_among(tensors: tuple[Any, ...]) -> list[Any]:

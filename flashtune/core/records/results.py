@@ -13,8 +13,9 @@ from flashtune.core.system.secrets import mask_command_line
 Source = Literal["measured", "predicted"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 
-PROVIDERS = ("flash", "cudnn", "efficient", "math", "flex", "fa4", "fa2")
-"""Names of providers: PyTorch's backends, FlexAttention, flash-attn-4 and flash-attn; an outcome of one has its name as `template`."""
+PROVIDERS = ("flash", "cudnn", "efficient", "math", "flex", "fa4", "fa2", "cudnn_fe", "ffpa")
+"""Names of providers: PyTorch's backends, FlexAttention, flash-attn-4, flash-attn, cuDNN's frontend and FFPA; an outcome of one has its
+name as `template`."""
 
 IMPLEMENTATIONS = ("flashtune", "torch", *PROVIDERS)
 """Names by which a caller may choose who serves: kernels of ours, PyTorch's own choice of a backend, or a provider."""

@@ -16,7 +16,7 @@ from flashtune.core.problems.problem import DECODE_ROWS, Features, ProblemKey
 from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
 from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.core.system.errors import InputError
-from flashtune.db.preference import Findings, by_key, preference, raced_for_same_bits, refutation
+from flashtune.db.preference import Findings, by_key, claimed, preference, raced_for_same_bits, refutation
 from flashtune.templates.family import ConstraintCache, Family, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
@@ -134,7 +134,8 @@ class Pool:
     def _of(self, key: ProblemKey) -> list["_Entry"]:
         """Records of a key, sorted as ties are."""
         if key not in self._known:
-            records = self._rows[key]
+            # Candidates of strangers don't serve before they have raced.
+            records = [record for record in self._rows[key] if not claimed(record)]
             places = _ranks(records)
             entries = [
                 _Entry(

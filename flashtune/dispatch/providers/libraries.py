@@ -1,14 +1,10 @@
-"""Attention that others provide, behind one interface: PyTorch's backends by name, FlexAttention, flash-attn-4 and flash-attn.
+"""Attention that others provide, behind one interface: PyTorch's backends by name, FlexAttention and libraries.
 
 Records name a provider; the name is looked up in `PROVIDERS` here and nowhere else, so that a database can't name code.
 """
 
 import contextlib
-import functools
-import importlib
-import importlib.metadata
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,75 +15,40 @@ from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch.attention import compiled_flex
 from flashtune.core.pytorch.flex import band_mod, flex_arguments, soft_cap_mod
-from flashtune.core.pytorch.private import C
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.call import Call, PerHead
 from flashtune.dispatch.call.parse import cannot_serve
+from flashtune.dispatch.providers.cudnn_frontend import CudnnFrontend
+from flashtune.dispatch.providers.ffpa import Ffpa
+from flashtune.dispatch.providers.library import Library, on_its_device
 from flashtune.dispatch.providers.provider import AT_THE_START, FUNCTIONS, OTHER_BANDS, Function, Provider, ProviderPlan, Tensors
 from flashtune.dispatch.providers.torch_backends import TorchBackend, choice
 
 
-def found_in(package: str, module: str, name: str, wanted: Sequence[str]) -> tuple[Callable[..., Any] | None, str | None]:
-    """A library's function with the `wanted` parameters, or None and the reason, with the remedy."""
-    try:
-        # Packages share a namespace, so that an import alone doesn't tell which one is installed.
-        version = importlib.metadata.version(package)
-        function = getattr(importlib.import_module(module), name)
-        known = inspect.signature(function).parameters
-    except Exception as error:
-        # The import compiles and loads libraries, whose errors are of any type.
-        absent = isinstance(error, ModuleNotFoundError)
-        why = "it isn't installed" if absent else f"its import fails ({type(error).__name__}: {str(error).strip()[:100]})"
-        return None, f"{why}: pip install {package}"
-    lacking = [one for one in wanted if one not in known]
-    return (function, None) if not lacking else (None, f"its version {version} has no {lacking[0]}: pip install -U {package}")
-
-
-class FlashAttn(Provider):
+class FlashAttn(Library):
     """flash-attn-4 or flash-attn, which take (B, N, H, D): their diagonal ends at the last key, and windows have two sides."""
 
     takes = frozenset({OTHER_BANDS, "a soft cap"})
     wanted: tuple[str, ...] = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
-    """Parameters of its function that are passed: a version without them doesn't fit."""
 
     def __init__(self, name: str, title: str, package: str, module: str, unbounded: int | None, sinks: str = "") -> None:
         """`unbounded` is its value for a side of a window without a bound, `sinks` the parameter that takes attention sinks."""
-        super().__init__(name, title)
-        self.package, self._module, self._unbounded, self._sinks = package, module, unbounded, sinks
+        super().__init__(name, title, package, module, "flash_attn_func")
+        self._unbounded, self._sinks = unbounded, sinks
         if sinks:
             self.wanted, self.takes = (*self.wanted, sinks), self.takes | {"sinks"}
 
-    @functools.cached_property
-    def _found(self) -> tuple[Callable[..., Any] | None, str | None]:
-        """Its function, or None and the reason."""
-        return found_in(self.package, self._module, "flash_attn_func", self.wanted)
-
-    def missing(self) -> str | None:
-        """As the base class."""
-        return self._found[1]
-
-    def refusal(self, call: Call, tensors: Tensors, per_head: PerHead | None) -> str | None:
-        """As the base class; head sizes that it lacks on this GPU show when it is called."""
-        why = super().refusal(call, tensors, per_head)
-        return f"it takes head sizes in multiples of 8, not {call.d} and {call.d_v}" if why is None and (call.d | call.d_v) % 8 else why
-
     def function(self, call: Call) -> Function:
         """As the base class; tensors are handed over as they lie in memory."""
-        compute, why = self._found
-        if compute is None:
-            raise InputError(f"{self.title} can't be used: {why}")
+        compute, named = self.computes(), self._sinks
         left, right = (self._unbounded if side is None else side for side in (call.band.left, call.band.right))
         words: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.band.left is None and call.band.right == 0}
         if call.band.bounded and not words["causal"]:
             words["window_size"] = left, right
         if call.softcap:
             words["softcap"] = call.softcap
-        index, named = call.device.index, self._sinks
 
         def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-            if index is not None and C._cuda_getDevice() != index:
-                with torch.cuda.device(index):
-                    return run(query, key, value, sinks)
             more: dict[str, Any] = {} if sinks is None else {named: sinks}
             if torch.are_deterministic_algorithms_enabled():
                 more["deterministic"] = True
@@ -95,7 +56,7 @@ class FlashAttn(Provider):
             out: Tensor = found[0] if isinstance(found, tuple) else found
             return out.transpose(1, 2)
 
-        return run
+        return on_its_device(call, run)
 
 
 class Flex(Provider):
@@ -125,6 +86,8 @@ PROVIDERS: Mapping[str, Provider] = {
         Flex("flex", "PyTorch's FlexAttention"),
         FlashAttn("fa4", "FlashAttention-4", "flash-attn-4", "flash_attn.cute", None, "learnable_sink"),
         FlashAttn("fa2", "FlashAttention-2", "flash-attn", "flash_attn", -1),
+        CudnnFrontend("cudnn_fe", "cuDNN's frontend", "nvidia-cudnn-frontend", "cudnn.sdpa.fwd.torch_op", "sdpa"),
+        Ffpa("ffpa", "FFPA", "ffpa-attn", "ffpa_attn", "ffpa_attn_func"),
     )
 }
 """Providers by the names of flashtune.core.records.results.PROVIDERS."""

@@ -120,10 +120,11 @@ def _nearest(problem: Problem, target: Target, records: Sequence[TuningRecord]) 
 
 
 def stored(space: SearchSpace, problem: Problem, records: Iterable[TuningRecord]) -> Candidate | None:
-    """Config of the measured record of exactly this problem's key, as it was raced, where it keeps the constraints; the first of several
+    """Config of the measured record that serves exactly this problem's key, as it was raced, where it keeps the constraints; the first
     counts."""
     key = problem.key(space.target.slug)
-    measured = next((record for record in records if record.key == key and record.outcome.source == "measured"), None)
+    served = (record for record in records if record.outcome.source == "measured" and not record.refuted)
+    measured = next((record for record in served if record.key == key), None)
     if measured is None:
         return None
     candidate = _refitted(space, measured)

@@ -26,7 +26,7 @@ from flashtune.core.records.results import (
 )
 from flashtune.core.records.versions import known_by, suspicion
 from flashtune.core.system.errors import EnvironmentProblem, InputError
-from flashtune.db.preference import made
+from flashtune.db.preference import claimed, made
 from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
@@ -88,14 +88,14 @@ def suspects(record: TuningRecord) -> tuple[str, ...]:
 
 
 def worst_first(records: Sequence[TuningRecord], here: Provenance) -> list[TuningRecord]:
-    """Records in the order of suspicion: surroundings and versions of providers that differ, doubts about their race, the spread of their
-    times, age."""
+    """Records in the order of suspicion: a stranger's, surroundings and versions of providers that differ, doubts about their race, the
+    spread of their times, age."""
 
     def trust(record: TuningRecord) -> tuple[object, ...]:
         conditions, time = record.provenance.conditions, record.outcome.measurement
         doubts = len(conditions.doubts) - conditions.power_limited if conditions else 1
         away = len(elsewhere(record, here)) + len(suspects(record))
-        return -away, -doubts, -(time.noise if time else 1.0), made(record)
+        return not claimed(record), -away, -doubts, -(time.noise if time else 1.0), made(record)
 
     return sorted(records, key=trust)
 
