@@ -144,8 +144,8 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
     flashtune search --gpu-name h200 --d 128 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
-    flashtune search --d 64 --n 4096 --mask-mod masks.py:dilated --score-mod masks.py:relative
-    flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod masks.py:prefix_lm
+    flashtune search --d 64 --n 4096 --mask-mod examples/masks.py:dilated --score-mod examples/masks.py:relative
+    flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod examples/masks.py:prefix_lm
 
     With --calls FILE, problems without a record on this GPU come first, then those with a predicted record, then the others; problems
     that no template serves are named and left out.
