@@ -15,9 +15,9 @@ TRUNK, BRANCH = 4096, 1024  # drawn with 16, 24
 START = 1024  # drawn with 20
 
 # What a function reads by index: one number of each token, sequence or head.
-document = torch.arange(N) // (3 * START)
+document = torch.bucketize(torch.arange(N), torch.tensor([START, 5 * START // 2]), right=True)
 prefix = torch.full((64,), START)
-length = torch.full((64,), 40 * START // 20)
+length = torch.full((64,), 2 * START)
 stem = torch.arange(N) % BRANCH < BRANCH // 2
 slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1) / HEADS)
 table = torch.zeros(HEADS, 257)

@@ -128,13 +128,43 @@ def measured(problem: Problem, gpu: str) -> bool:
 def test_the_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "shipping.md").read_text()
     # tests/tuner/test_export_hub.py runs the one about hub folders.
-    snippet, _ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    snippet, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "model").mkdir()
     shutil.copy(shipped_path(), tmp_path / "model" / "tuned.sqlite")
     monkeypatch.chdir(tmp_path)
     served: list[object] = []
     exec(snippet, {"model": lambda tokens: served.append(dispatch.explain_problem(BF16, "h200").origin), "tokens": None})
     assert served == [str(tmp_path / "model" / "tuned.sqlite")] and dispatch.explain_problem(BF16, "h200").origin == "shipped"
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_a_folder_with_a_database_is_loaded_as_the_page_says(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(library)
+    text = (ROOT / "docs" / "shipping.md").read_text()
+    (snippet,) = (one for one in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if f"from {library} " in one)
+    monkeypatch.chdir(tmp_path)
+    if library == "transformers":
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained("my-model")
+    else:
+        from diffusers import DDPMPipeline, DDPMScheduler, UNet2DConditionModel
+
+        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",), "block_out_channels": (8,)}
+        unet = UNet2DConditionModel(8, layers_per_block=1, norm_num_groups=4, cross_attention_dim=8, attention_head_dim=4, **blocks)
+        DDPMPipeline(unet, DDPMScheduler()).save_pretrained("my-model")
+    shutil.copy(shipped_path(), tmp_path / "my-model" / "tuned.sqlite")
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    try:
+        assert dispatch.explain_problem(BF16, "h200").origin == str(tmp_path / "my-model" / "tuned.sqlite")
+        if library == "transformers":
+            assert found["model"].config._attn_implementation == found["tuned"].register()
+        else:
+            assert all(type(one).__name__ == "TunedProcessor" for one in found["pipeline"].unet.attn_processors.values())
+    finally:
+        found["layer"].remove()
 
 
 def served_by_a_row(problem: Problem, target: Target) -> bool:

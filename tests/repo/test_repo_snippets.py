@@ -1,0 +1,59 @@
+"""Snippets of the documents: every one runs on a machine without a GPU, and prints what the page says."""
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r'^```(python|text title="Output")\n(.*?)^```', re.MULTILINE | re.DOTALL)
+ELSEWHERE = {"shipping.md", "README.md"}
+"""Pages whose snippets take a model or a folder, which tests/repo/test_repo_docs.py gives them."""
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "```python" in page.read_text() and page.name not in ELSEWHERE]
+
+
+def run(text: str) -> list[tuple[str, str]]:
+    """What the snippets of a page print beside what the page says; they share their variables, as on a console."""
+    # PyTorch looks for the variables of functions in their module.
+    module = sys.modules["snippets"] = ModuleType("snippets")
+    printed, pairs = "", []
+    try:
+        for kind, block in BLOCK.findall(text):
+            if kind == "python":
+                out = io.StringIO()
+                with contextlib.redirect_stdout(out):
+                    exec(compile(block, "<page>", "exec"), vars(module))
+                printed += out.getvalue()
+            else:
+                pairs.append((printed, block))
+                printed = ""
+    finally:
+        del sys.modules["snippets"]
+    return [*pairs, (printed, "")] if printed else pairs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
+def test_a_pages_snippets_run_and_print_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("FLASHTUNE_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pairs = run(page.read_text())
+    assert pairs, "a page whose snippets show nothing proves little"
+    assert [printed for printed, _ in pairs] == [said for _, said in pairs]
+
+
+def test_many_pages_have_snippets() -> None:
+    assert len(PAGES) >= 7
+
+
+def test_a_snippet_that_prints_something_else_or_fails_would_be_noticed() -> None:
+    assert run('```python\nprint(1)\n```\n\n```text title="Output"\n2\n```\n') == [("1\n", "2\n")]
+    assert run("```python\nprint(1)\n```\n") == [("1\n", "")]
+    with pytest.raises(NameError):
+        run("```python\nmissing\n```\n")
