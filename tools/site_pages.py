@@ -196,6 +196,9 @@ def rows_template() -> str:
     return (ROOT / "examples" / "own_template" / "rows.py.jinja").read_text().rstrip()
 
 
+BOOSTS = {"install": 2, "quickstart": 2, "environment": 3, "commands": 2, "guides/": 1.5, "decisions/": 0.4, "contributing": 0.4, "constants": 0.4}
+"""Weights of pages in the site's search, by how their places begin; that of others is 1."""
+
 MARKERS = {"commands": commands, "gallery": gallery, "chart": home_chart, "rows": rows_template}
 """Makers of the parts of pages, by their markers."""
 
@@ -268,6 +271,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """The hook of MkDocs for each page."""
     place = page.file.src_uri
+    page.meta["search"] = {"boost": next((weight for start, weight in BOOSTS.items() if place.startswith(start)), 1)}
     source = next((path for path, included in INCLUDED.items() if included == place), f"docs/{place}")
     markdown = drawn(linked(markdown.replace("<!-- version -->", version()), source, config.repo_url or None))
     for name, make in MARKERS.items():
