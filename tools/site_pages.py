@@ -196,7 +196,10 @@ def rows_template() -> str:
     return (ROOT / "examples" / "own_template" / "rows.py.jinja").read_text().rstrip()
 
 
-BOOSTS = {"install": 2, "quickstart": 2, "environment": 3, "commands": 2, "guides/": 1.5, "decisions/": 0.4, "contributing": 0.4, "constants": 0.4}
+BOOSTS = {
+    **{"install": 2, "quickstart": 2, "environment": 3, "commands": 2, "guides/": 1.5},
+    **{"decisions/": 0.4, "contributing": 0.4, "constants": 0.4},
+}
 """Weights of pages in the site's search, by how their places begin; that of others is 1."""
 
 MARKERS = {"commands": commands, "gallery": gallery, "chart": home_chart, "rows": rows_template}
