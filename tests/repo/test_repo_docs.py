@@ -16,6 +16,7 @@ from benchmarks.cases.archive import folder
 from flashtune import dispatch
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.versions import RUNS
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.decisions import backwards
 from flashtune.dispatch.decisions.context import Memo, Settings
@@ -219,6 +220,12 @@ def test_the_changelogs_newest_entry_is_this_version() -> None:
     newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest[1] == flashtune.__version__
+
+
+def test_the_citation_is_of_this_version_and_the_metadata_name_the_versions_of_python_that_were_run() -> None:
+    assert f"\nversion: {flashtune.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert {run.python for run in RUNS} <= {line.rpartition(" :: ")[2] for line in named}
 
 
 def test_every_dependency_has_its_reason_written_down() -> None:

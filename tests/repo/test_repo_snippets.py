@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from test_repo_commands import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r'^```(python|text title="Output")\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -46,6 +48,22 @@ def test_a_pages_snippets_run_and_print_what_it_says(page: Path, tmp_path: Path,
     pairs = run(page.read_text())
     assert pairs, "a page whose snippets show nothing proves little"
     assert [printed for printed, _ in pairs] == [said for _, said in pairs]
+
+
+def test_the_notebook_prints_what_is_stored_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads((ROOT / "examples" / "first.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    blocks, commands = [], []
+    for cell in cells:
+        text, said = "".join(cell["source"]), "".join(line for output in cell["outputs"] for line in output["text"])
+        if text.startswith("!flashtune "):
+            # tests/cli has searches; here one takes half a minute.
+            commands.append(text.removeprefix("!flashtune ").strip())
+        else:
+            blocks.append(f'```python\n{text}\n```\n```text title="Output"\n{said}```\n')
+    pairs = run("".join(blocks))
+    assert len(pairs) >= 3 and all(printed == said for printed, said in pairs)
+    assert [parsed(command)[0] for command in commands] == ["search", "show"]
 
 
 def test_many_pages_have_snippets() -> None:
