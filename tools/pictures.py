@@ -117,7 +117,7 @@ def ranks(labels: Mapping[str, str], edges: Sequence[Edge]) -> dict[str, int]:
     return found
 
 
-WIDTH, GAP, ROW, LETTER, LEADING = 640, 34, 24, 7.0, 17
+WIDTH, GAP, ROW, LETTER, LEADING = 460, 34, 24, 7.0, 17
 
 
 def diagram(text: str) -> str:
@@ -125,16 +125,20 @@ def diagram(text: str) -> str:
     labels, edges = read(text)
     rank = ranks(labels, edges)
     rows = [[name for name in labels if rank[name] == row] for row in range(max(rank.values()) + 1)]
-    lines = {name: textwrap.wrap(html.unescape(label), 56 // max(1, len(rows[rank[name]]))) for name, label in labels.items()}
+    lines = {
+        name: textwrap.wrap(html.unescape(label), 44 // len(rows[rank[name]]), break_long_words=False) for name, label in labels.items()
+    }
     middle: dict[str, float] = {}
     top: dict[int, float] = {}
     tall = {row: ROW + LEADING * (max(len(lines[name]) for name in names) - 1) for row, names in enumerate(rows)}
     place = 8.0
+    half = {name: max(map(len, lines[name])) * LETTER / 2 + 12 for name in labels}
     for row, names in enumerate(rows):
         top[row], place = place, place + tall[row] + GAP
-        for index, name in enumerate(names):
-            middle[name] = WIDTH * (index + 1) / (len(names) + 1)
-    half = {name: max(map(len, lines[name])) * LETTER / 2 + 12 for name in labels}
+        x = (WIDTH - sum(2 * half[name] for name in names) - GAP * (len(names) - 1)) / 2
+        for name in names:
+            middle[name] = x + half[name]
+            x += 2 * half[name] + GAP
     boxes, words = [], []
     for name in labels:
         row = rank[name]

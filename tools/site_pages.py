@@ -73,7 +73,7 @@ def _option(words: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "&#42;")
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;<wbr>").replace("*", "&#42;")
 
 
 def _help(text: str) -> Iterator[str]:
