@@ -134,7 +134,7 @@ def search(
 ) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
-    On the named GPU, candidates are compiled, checked against a float64 oracle and timed: records are `measured`.
+    On the named GPU, candidates are compiled, checked against attention in float64 and timed: records are `measured`.
     On a machine without a GPU they are compiled for the named GPU and ranked by a cost model: records are `predicted`.
 
     \b
