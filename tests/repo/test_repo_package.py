@@ -5,12 +5,15 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from flashtune import dispatch
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.dispatch.policy.offers import Offer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_dispatch_and_attention_are_found_in_the_package_which_imports_neither_by_itself() -> None:
@@ -31,6 +34,11 @@ def test_a_name_that_isnt_there_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="'atention'"):
         flashtune.atention  # noqa: B018
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    assert set(re.findall(r"^::: flashtune\.dispatch\.(\w+)$", pages, re.MULTILINE)) == set(dispatch.__all__) - {"Use"}
 
 
 def arguments_of(function: object) -> list[str]:
