@@ -73,7 +73,8 @@ def _option(words: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;<wbr>").replace("*", "&#42;")
+    escaped = html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;<wbr>").replace("*", "&#42;")
+    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", lambda found: f"`{found[0]}`", escaped)
 
 
 def _help(text: str) -> Iterator[str]:

@@ -4,13 +4,17 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from click.testing import CliRunner
 from test_repo_commands import parsed
+
+from flashtune.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r'^```(python|text title="Output")\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -66,8 +70,26 @@ def test_the_notebook_prints_what_is_stored_in_it(tmp_path: Path, monkeypatch: p
     assert [parsed(command)[0] for command in commands] == ["search", "show"]
 
 
+CONSOLE = [
+    (page.name, command, said)
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    # tests/repo/test_repo_background.py has that page's.
+    if page.name != "background.md"
+    for command, said in re.findall(r"^```console\n\$ flashtune ([^\n]+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "command", "said"), CONSOLE, ids=lambda given: given if given.endswith(".md") else "")
+def test_a_command_prints_what_the_page_says(page: str, command: str, said: str) -> None:
+    printed = CliRunner().invoke(main, shlex.split(command)).stdout
+    lines = said.splitlines()
+    assert lines[-1] != "..." or len(lines) > 2
+    shown = lines[:-1] if lines[-1] == "..." else lines
+    assert [line.rstrip() for line in printed.splitlines()][: len(shown)] == shown
+
+
 def test_many_pages_have_snippets() -> None:
-    assert len(PAGES) >= 7
+    assert len(PAGES) >= 9 and CONSOLE
 
 
 def test_a_snippet_that_prints_something_else_or_fails_would_be_noticed() -> None:
