@@ -198,7 +198,7 @@ def rows_template() -> str:
 
 
 BOOSTS = {
-    **{"install": 2, "quickstart": 2, "environment": 3, "commands": 2, "guides/": 1.5},
+    **{"install": 3, "quickstart": 2, "environment": 3, "commands": 2, "guides/": 1.5},
     **{"decisions/": 0.4, "contributing": 0.4, "constants": 0.4},
 }
 """Weights of pages in the site's search, by how their places begin; that of others is 1."""

@@ -24,7 +24,7 @@ PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "```python" i
 
 
 def run(text: str) -> list[tuple[str, str]]:
-    """What the snippets of a page print beside what the page says; they share their variables, as on a console."""
+    """Texts that a page's snippets print, each beside what the page says; snippets share their variables, as on a console."""
     # PyTorch looks for the variables of functions in their module.
     module = sys.modules["snippets"] = ModuleType("snippets")
     printed, pairs = "", []
