@@ -18,7 +18,7 @@ START = 1024  # drawn with 20
 document = torch.bucketize(torch.arange(N), torch.tensor([START, 5 * START // 2]), right=True)
 prefix = torch.full((64,), START)
 length = torch.full((64,), 2 * START)
-stem = torch.arange(N) % BRANCH < BRANCH // 2
+stem = (torch.arange(N) - TRUNK) % BRANCH < BRANCH // 3
 slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1) / HEADS)
 table = torch.zeros(HEADS, 257)
 
@@ -77,15 +77,18 @@ def neighbourhood(b, h, q_idx, kv_idx):
 
 def tree(b, h, q_idx, kv_idx):
     """Branches that share a trunk, each with a stem and leaves that don't see each other (tree decoding)."""
-    own = ((q_idx - TRUNK) // BRANCH == (kv_idx - TRUNK) // BRANCH) & (stem[kv_idx] | (q_idx // BLOCK == kv_idx // BLOCK))
-    return (q_idx >= kv_idx) & ((kv_idx < TRUNK) | own)
+    same_branch = (q_idx - TRUNK) // BRANCH == (kv_idx - TRUNK) // BRANCH
+    same_leaf = q_idx // BLOCK == kv_idx // BLOCK
+    return (q_idx >= kv_idx) & ((kv_idx < TRUNK) | (same_branch & (stem[kv_idx] | same_leaf)))
 
 
 def block_diffusion(b, h, q_idx, kv_idx):
     """Noised tokens before clean ones, in blocks: noised blocks see themselves and earlier clean ones, clean blocks are causal."""
     noised, of_noised = q_idx < N // 2, kv_idx < N // 2
     block, of_block = q_idx % (N // 2) // BLOCK, kv_idx % (N // 2) // BLOCK
-    return (noised & of_noised & (block == of_block)) | (~of_noised & torch.where(noised, block > of_block, block >= of_block))
+    own = noised & of_noised & (block == of_block)
+    clean = torch.where(noised, block > of_block, block >= of_block)
+    return own | (~of_noised & clean)
 
 
 def alibi(score, b, h, q_idx, kv_idx):

@@ -157,11 +157,12 @@ def gallery() -> str:
 
     timed = {(row["case"], row["d"]): row for row in json.loads((folder() / MASKS_RUN).read_text())["rows"]}
     drawn = masks_drawn()
-    parts = []
+    head = MASKS.read_text().partition("import torch\n")[2].partition("\n\n\n")[0].strip()
+    parts = ["## Numbers and tensors", "", "The functions below read these:", "", "```python", head, "```", ""]
     for name, function in functions_of(masks()).items():
         if name == "alibi":
             parts += ["## Scores", "", "A score function takes the score of a pair and returns the one that the softmax takes.", ""]
-        elif not parts:
+        elif name == "causal":
             parts += ["## Masks", "", "A mask function returns True for each pair of a query and a key that it sees.", ""]
         sentence, options = runs(name)
         text = inspect.cleandoc(function.__doc__ or "")
@@ -198,7 +199,7 @@ def rows_template() -> str:
 
 
 BOOSTS = {
-    **{"install": 3, "quickstart": 2, "environment": 3, "commands": 2, "guides/": 1.5},
+    **{"install": 3, "quickstart": 2, "masks-and-scores": 2, "shipping": 2, "environment": 3, "commands": 2, "guides/": 1.5},
     **{"decisions/": 0.4, "contributing": 0.4, "constants": 0.4},
 }
 """Weights of pages in the site's search, by how their places begin; that of others is 1."""
