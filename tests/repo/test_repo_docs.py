@@ -168,6 +168,18 @@ def test_a_folder_with_a_database_is_loaded_as_the_page_says(library: str, tmp_p
         found["layer"].remove()
 
 
+@pytest.mark.parametrize("name", ["your-gpu.md", "guides/packed.md", "guides/paged.md"])
+def test_gains_in_guides_are_figures_of_the_benchmarks_page(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
+    figures = re.findall(r"\b\d+\.\d+\b(?! \(cuDNN|\.\d)", text.split("## What it gains")[-1])
+    assert len(figures) >= 2 and not [figure for figure in figures if figure not in BENCHMARKS.read_text()]
+
+
+def test_the_home_page_counts_the_shipped_records() -> None:
+    assert f"{len(SHIPPED):,} measured records" in (ROOT / "docs" / "index.md").read_text()
+    assert {row.outcome.source for row in SHIPPED} == {"measured"}
+
+
 def served_by_a_row(problem: Problem, target: Target) -> bool:
     if problem.direction == "bwd":
         return backwards.gradient_choice(MEMO, problem, target)[0] is not None
