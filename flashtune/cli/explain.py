@@ -15,8 +15,10 @@ from flashtune.core.problems.problem import MAX_HEAD_DIM, unfit_head
 @db_option
 @json_option
 def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | None, as_json: bool) -> None:
-    """Show what would serve a call, and why: the exact record, one near in N, near in GPU or of other features (stand_in), a predicted
-    one, the default config, framework (PyTorch) or provider (a named backend or another library).
+    """Say what would run a call, and why.
+
+    The first line ends in how near the record is: exact, near_n (other lengths), near_gpu (a related GPU), stand_in (other features or
+    heads), predicted, or default (a config without a record). framework is PyTorch, provider a named backend or another library.
 
     \b
     flashtune explain --gpu-name h200 --n 3000 --d 128 --causal

@@ -19,11 +19,11 @@ from flashtune.core.system.secrets import mask_secrets
 COMMANDS = {
     "search": "Find the fastest kernel for your shapes and store it.",
     "model": "Tune the attention of one model, and show what the model gains.",
-    "show": "List the best known configuration of every problem.",
-    "explain": "Show the record that would serve a call, and why.",
+    "show": "List the best records.",
+    "explain": "Say what would run a call, and why.",
     "bench": "Time tuned kernels against PyTorch's backends on this GPU.",
     "profile": "Show where attention's time and bytes go.",
-    "verify": "Check every record of a database against the oracle on this GPU.",
+    "verify": "Check records for correctness on this machine, or time them again.",
     "generate": "Render the winners of a database to source files.",
     "export": "Write a compact database to ship with a model.",
     "merge": "Merge databases into one that holds the best records of every key.",
@@ -175,7 +175,7 @@ def main() -> None:
     \b
     flashtune search --gpu-name h200 --d 128     tune this GPU (or predict for another)
     flashtune show                               list known records
-    flashtune explain --n 4096 --d 128           show the record that would serve a call, and why
+    flashtune explain --n 4096 --d 128           say what would run a call, and why
 
     Exit codes: 0 done, 1 a check failed (such as verify), 2 bad input, 3 a database can't be used,
     4 this machine lacks something, 5 no correct kernel was found, 130 interrupted.

@@ -59,12 +59,11 @@ def model(
 ) -> None:
     """Tune the attention of the model at PATH: a folder of transformers or diffusers, or its config.json.
 
-    The model is built (with random weights where the folder has none), its attention calls are recorded for each workload, those without
-    a record are searched, and the winners are added to one file beside the weights, with a card; of each kind of call on each GPU the file
-    keeps the best. On the GPU the whole model is then checked against eager attention in float32, and timed with PyTorch's attention, with
-    each of its backends, and with ours.
+    The model is built, with random weights where the folder has none. Its attention calls are recorded for each workload, and those
+    without a record are searched. The best record for each kind of call and GPU goes to one file beside the weights, with a card.
 
-    On a machine without a GPU the records are predicted, and nothing is checked or timed.
+    On the GPU the whole model is then checked against eager attention in float32. It is timed with PyTorch's attention, with each of its
+    backends, and with ours. On a machine without a GPU the records are predicted, and nothing is checked or timed.
 
     \b
     flashtune model ./llama-3-8b

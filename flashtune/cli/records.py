@@ -36,13 +36,13 @@ NAMED = 5
 NARROW = 100
 """Width in characters below which a table leaves out the doubts behind a record's source."""
 
-COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs framework", "as calls", "source", "config")
+COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs PyTorch", "as calls", "source", "config")
 """Columns of a table; some are left out where no record has a value."""
-SPARED = ("call us", "as calls", "TFLOP/s", "B x H", "vs framework")
+SPARED = ("call us", "as calls", "TFLOP/s", "B x H", "vs PyTorch")
 """Columns that a narrow terminal lacks, in the order in which they are left out: problems that are cut look alike."""
 WHOLE = 1 << 16
 """Width of what is printed in full, so that the terminal may break lines."""
-WORDS = ("B x H", "template", "vs framework", "source", "config")
+WORDS = ("B x H", "template", "vs PyTorch", "source", "config")
 
 
 def record_row(record: TuningRecord) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         "us": f"{r.median_us:.1f}" if measured else f"~{r.median_us:.0f}",
         "call us": "" if r.outcome.call_us is None else f"{r.outcome.call_us:.{1 if r.outcome.call_us < 100 else 0}f}",
         "TFLOP/s": f"{r.tflops:.0f}",
-        "vs framework": ""
+        "vs PyTorch": ""
         if r.baseline is None
         else f"{_times(r.baseline.measurement.median_us / r.median_us)} {r.baseline.backend}{faster}",
         "as calls": _times(r.framework_call_us / r.outcome.call_us) if r.framework_call_us and r.outcome.call_us else "",

@@ -134,7 +134,7 @@ def search(
 ) -> None:
     """Find the fastest kernel for each problem on a GPU, and store it.
 
-    On the named GPU, candidates are compiled, checked against a float64 oracle and timed: records are `measured`.
+    On the named GPU, candidates are compiled, checked against attention in float64 and timed: records are `measured`.
     On a machine without a GPU they are compiled for the named GPU and ranked by a cost model: records are `predicted`.
 
     \b
@@ -144,8 +144,8 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
     flashtune search --gpu-name h200 --d 128 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
-    flashtune search --d 64 --n 4096 --mask-mod masks.py:dilated --score-mod masks.py:relative
-    flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod masks.py:prefix_lm
+    flashtune search --d 64 --n 4096 --mask-mod examples/masks.py:dilated --score-mod examples/masks.py:relative
+    flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod examples/masks.py:prefix_lm
 
     With --calls FILE, problems without a record on this GPU come first, then those with a predicted record, then the others; problems
     that no template serves are named and left out.

@@ -41,7 +41,10 @@ def show(
     wide: bool,
     as_json: bool,
 ) -> None:
-    """List the best known configuration of every problem: your own database over the shipped one, or only that of --db.
+    """List the best records: your own database over the shipped one, or only that of --db.
+
+    us is the kernel's time in microseconds (~: predicted), call us that of a whole call, and vs PyTorch PyTorch's time over the kernel's,
+    with PyTorch's backend. as calls is the same ratio for whole calls, by which calls are decided.
 
     \b
     flashtune show

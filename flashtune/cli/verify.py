@@ -57,18 +57,19 @@ def verify(
     mask_mod: str | None,
     as_json: bool,
 ) -> None:
-    """Check every record's kernel against the float64 oracle: on this GPU, or in Triton's interpreter where there is none.
+    """Check every record's kernel against attention in float64: on this GPU, or in Triton's interpreter where there is none.
 
-    Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here
-    (another architecture's, Gluon kernels without a GPU, or functions that --score-mod and --mask-mod don't name) are counted as skipped.
+    Exit code 1 when a record is wrong, 4 when none could be checked here, 5 when there is none. Records that can't be checked here are
+    counted as skipped: another architecture's, Gluon kernels without a GPU, and functions that --score-mod and --mask-mod don't name.
 
-    With --requalify, on a GPU, each of its measured records races again with the runners-up of its key and PyTorch, some seconds a key.
-    Records from elsewhere (another torch, Triton, driver or card) come first. What is found takes a record's place in the database (your
-    own, or --db): where another kernel is faster, or PyTorch, that serves from then on. A kernel that no longer compiles, fails or is
-    wrong doesn't serve any more, in the shipped database either, until it is measured again. Where the machine is at fault (memory that
-    others use, a process that was killed), the record stays: `undecided`. --sample and --budget bound the work.
+    With --requalify, on a GPU, each of its measured records is timed again, beside the runners-up of its problem and PyTorch. That takes
+    some seconds a record; --sample and --budget bound it. Records from elsewhere (another torch, Triton, driver or card) come first.
 
-    With --identity nothing runs, and no record is read: exit code 3 unless the file is what ID signed (`export --sign`).
+    What is found replaces the record in your own database, or --db. If another kernel is faster, or PyTorch, that runs from then on. A
+    kernel that no longer compiles, fails or is wrong isn't used any more, also where the shipped database has it, until it is measured
+    again. If the machine is at fault (memory that others use, a process that was killed), the record stays: `undecided`.
+
+    With --identity nothing runs, and no record is read. Exit code 3 unless the file is what ID signed (`export --sign`).
     """
     if identity is not None:
         if requalify or sample is not None or any(filters.values()):

@@ -75,54 +75,63 @@ def attention(
 ) -> Any:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
-    query (..., Hq, N_q, D), key (..., Hkv, N_kv, D), value (..., Hkv, N_kv, D_v), of two or more dimensions; leading ones
-    broadcast. Returns the output (..., Hq, N_q, D_v). A boolean `attn_mask` attends where it is True, a floating one is added to
-    the scores; either broadcasts to (..., Hq, N_q, N_kv), and kernels never expand it in memory. torch.nn.attention.bias.CausalBias is
-    causal without a mask. Rows with nothing to attend to give 0; to kernels a bias below -1.1e38 (finfo.min of float32 and bfloat16) is
-    -inf, so that a row with no other gives 0, too, where PyTorch's own operations give the mean of the values.
+    Tensors have two or more dimensions, and leading ones broadcast. Rows with nothing to attend to give 0.
 
-    Beyond PyTorch:
+    Args:
+        query: (..., Hq, N_q, D).
+        key: (..., Hkv, N_kv, D).
+        value: (..., Hkv, N_kv, D_v).
+        attn_mask: a boolean mask attends where it is True, a floating one is added to the scores. It broadcasts to (..., Hq, N_q, N_kv);
+            kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask. To kernels a bias below -1.1e38
+            (finfo.min of float32 and bfloat16) is -inf: a row with no other gives 0, where PyTorch's operations give the values' mean.
+        dropout_p: rate of dropped probabilities, from 0 to 1.
+        is_causal: hide the keys right of the diagonal.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        enable_gqa: allow Hq to be a multiple of Hkv.
         window: W, or (left, right) with None or -1 for unbounded: query i sees keys i - left .. i + right. `is_causal` sets right to 0.
         softcap: c > 0 turns each score s into c tanh(s / c), before masks and bias; kernels come within 3e-6 c of it.
         causal_alignment: where the diagonal of `is_causal` and `window` starts if N_q != N_kv: "top_left" as in PyTorch, or
             "bottom_right" as in flash-attn, which aligns the last query with the last key.
-        return_lse: return (output, lse) with lse the natural logarithm of the softmax's denominator, float32 (..., Hq, N_q), -inf for
-            rows with nothing to attend to; it is that before dropout.
+        return_lse: return (output, lse). The lse is the natural logarithm of the softmax's denominator before dropout, float32
+            (..., Hq, N_q), -inf for rows with nothing to attend to.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.problems.reference.dropout_keep with
-            offset 0). None samples from PyTorch's generator, and the call is served as it would be in training: recomputing it from the
-            same generator state, with gradients or without, reproduces its mask. Masks of kernels differ from PyTorch's.
+            offset 0). None samples from PyTorch's generator; computing the call again from the same generator state, with gradients or
+            without, gives the same mask. Masks of kernels differ from PyTorch's.
         allow_tf32: allow kernels to multiply float32 inputs as TF32.
-        alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn: the score of query i and key j loses slope |i + shift - j|, after
+        alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn. The score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
-        q_descale, k_descale, v_descale: factors of torch.float8_e4m3fn inputs: a number or a float32 tensor
-            for all, or one for each head, (H,) or (B, H), with the key's heads for k and v; those of q and k must be above 0, which
-            isn't checked in tensors. The output is bfloat16. A number is written to the device at its first call: factors that
-            change from call to call, or under CUDA graphs, should be tensors.
-        sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit per query head (finite or -inf) that joins each
-            softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where it
-            is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
+        q_descale: factor of torch.float8_e4m3fn queries: a number or a float32 tensor for all, or one for each head, (H,) or (B, H). It
+            must be above 0, which isn't checked in tensors. The output is bfloat16. A number is written to the device at its first call:
+            factors that change from call to call, or under CUDA graphs, should be tensors.
+        k_descale: the same for keys, by the heads of the key.
+        v_descale: the same for values, by the heads of the key; any number.
+        sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit of each query head (finite or -inf) that joins
+            each softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where
+            it is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
         deterministic: gradients are bitwise repeatable, as torch.use_deterministic_algorithms requires of all operations. Kernels that
-            accumulate in no fixed order don't serve them then; where PyTorch does, it uses its math backend, with memory for all scores.
-        score_mod: scores as a function, (score, b, h, q_idx, kv_idx) to a score, as in `flashtune.dispatch.flex.flex_attention`.
+            accumulate in no fixed order don't run them then. Where PyTorch does, it uses its math backend, with memory for all scores.
+        score_mod: scores as a function, (score, b, h, q_idx, kv_idx) to a score, as in `flex_attention`.
         block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa, return_lse and
             implementation are taken.
-        implementation: who serves, whatever the records say: "flashtune" (kernels of ours), "torch" (PyTorch's own choice), its backends
-            "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4), "fa2" (flash-attn), "cudnn_fe"
-            (nvidia-cudnn-frontend, heads to 512) or "ffpa" (ffpa-attn, heads from 320 to 1024). Under torch.compile PyTorch's are traced
-            as its own operation, and so are calls that name another.
+        implementation: who runs the call, whatever the records say: "flashtune" (kernels of ours), "torch" (PyTorch's own choice), its
+            backends "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4), "fa2" (flash-attn),
+            "cudnn_fe" (nvidia-cudnn-frontend, heads to 512) or "ffpa" (ffpa-attn, heads from 320 to 1024). Under torch.compile PyTorch's
+            are traced as its own operation, and so are calls that name another.
 
-    flashtune.dispatch.policy.choose.rank defines which kernel serves a call. PyTorch's own operations serve it, with every feature and
-    gradients, on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, where sdpa_kernel
-    excludes flash attention, and wherever no kernel does. A call whose gradient is needed is served by kernels, forward and backward, where
-    a backward record (`flashtune search --direction bwd`) was measured on the GPU's architecture, or where `use(unmeasured=True)` allows
-    unmeasured ones; else PyTorch serves it, without cuDNN where there is a mask, since its gradients can be NaN there. `explain` says
-    which. A bias, slopes and sinks get gradients where they require them, of their own sizes, summed in float32 over broadcast dimensions;
-    those of a bias or of slopes come from records of backwards that compute them. Kernels have first derivatives alone. Features that
-    PyTorch lacks (softcap, return_lse, seed) take memory for all scores in its operations; ALiBi and sinks have paths of their own
-    (flashtune.dispatch.plans.pytorch).
+    Returns:
+        The output (..., Hq, N_q, D_v), and with `return_lse` (output, lse).
 
-    Raises InputError (a ValueError) or InputTypeError (a TypeError), both RuntimeErrors like PyTorch's, for arguments that make no sense,
-    and for an implementation that can't serve the call.
+    Raises:
+        InputError: for arguments that make no sense, and for an implementation that can't run the call.
+        InputTypeError: for arguments of a wrong type.
+
+    flashtune.dispatch.policy.choose.rank defines which kernel runs a call. PyTorch's operations run it, with every feature and gradients,
+    wherever no kernel does: on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, and where
+    sdpa_kernel excludes flash attention. Some features (softcap, return_lse, seed) then take memory for all scores.
+
+    If a gradient is needed, kernels run a call where a backward record was measured on the GPU's architecture, or where
+    `use(unmeasured=True)` allows unmeasured ones. Else PyTorch does, without cuDNN where there is a mask, since its gradients can be NaN
+    there. A bias, slopes and sinks get gradients of their own sizes. Kernels have first derivatives alone.
     """
     if score_mod is not None or block_mask is not None:
         _functions().refuse_arguments_of_attention(locals())
@@ -236,7 +245,10 @@ def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Ca
 
 @_with_signature_of(attention)
 def explain(*arguments: Any, **keywords: Any) -> Explanation:
-    """Explanation of the choice for the same call of `attention`; kernels are built, and none is launched. Raises as `attention` does."""
+    """Explanation of the choice for the same call of `attention`, whose arguments it takes; kernels are built, and none is launched.
+
+    Raises as `attention` does.
+    """
     bound = inspect.signature(attention).bind(*arguments, **keywords)
     bound.apply_defaults()
     kwargs = bound.arguments
@@ -301,12 +313,17 @@ def _plan_of(memo: Memo, call: Call, candidate: Candidate) -> Plan:
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:
-    """Explanation of the choice for `problem` on the GPU of this name, by the records alone; needs neither tensors nor a GPU.
+    """Explanation of the choice for a problem on a GPU, by the records alone; needs neither tensors nor a GPU.
 
     A backward under PyTorch's deterministic mode is explained by its repeatable kernel. A problem has no seed: with dropout the choice for
     calls without one is explained.
 
-    Raises InputError for an unknown GPU.
+    Args:
+        problem: the call without its data.
+        gpu: name of the GPU, such as "h200"; `flashtune doctor` lists them.
+
+    Raises:
+        InputError: for an unknown GPU.
     """
     target, memo = find_target(gpu), current()
     with memo.lock:

@@ -53,20 +53,27 @@ def flex_attention(
         scale: factor of scores before score_mod; None is 1/sqrt(E).
         enable_gqa: allow fewer key heads than query heads.
         return_lse: return (output, lse), lse (B, Hq, L) float32, the natural logarithm of the softmax's denominator.
-        kernel_options: options of PyTorch's kernels where these serve.
+        kernel_options: options of PyTorch's kernels where these run the call.
         return_aux: an AuxRequest, for (output, AuxOutput).
-        implementation: who serves, whatever the records say: "flashtune" (kernels of ours, measured or not) or "torch"; on a GPU "flex" is
-            PyTorch's flex_attention, too. Other names are refused, since their libraries take no functions. torch.compile traces PyTorch's.
+        implementation: who runs the call, whatever the records say: "flashtune" (kernels of ours, measured or not) or "torch"; on a GPU
+            "flex" is PyTorch's flex_attention, too. Other names are refused, since their libraries take no functions. torch.compile traces
+            PyTorch's.
 
-    The functions are traced once for all calls with equal code, sizes of captured tensors and numbers, and compiled into kernels whose
-    tiles without a visible pair are skipped; those that `attention` has built in take its kernels, and documents those of packed sequences.
-    PyTorch's flex_attention serves, compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for operations that
-    kernels lack; where it was faster in a search of these functions; and where only kernels with plain pointers could that no search
-    measured with them, unless FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. What it lacks on a CPU (gradients) is computed
-    by matrices of all scores. `explain_flex` says which.
+    Returns:
+        The output (B, Hq, L, Ev), or (output, lse), or (output, AuxOutput).
 
-    Raises InputError for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar, and for an
-    implementation that can't serve the call.
+    Raises:
+        InputError: for functions that branch on values, change tensors, read beyond a captured tensor or return no scalar, and for an
+            implementation that can't run the call.
+
+    The functions are traced once for all calls with equal code, sizes of captured tensors and numbers. They are compiled into kernels,
+    which skip tiles without a visible pair. If `attention` has the functions built in, its kernels run the call; documents are packed
+    sequences.
+
+    PyTorch's flex_attention runs the call, compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for
+    operations that kernels lack. It also does where it was faster in a search of these functions. Kernels with plain pointers that no
+    search measured with them run only if FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. What PyTorch lacks on a CPU
+    (gradients) is computed by matrices of all scores. `explain_flex` says which.
     """
     with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
@@ -144,7 +151,14 @@ def _untraceable(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -
 
 
 def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
-    """Explanation of the same call of `flex_attention`: its kernel and config, or the reason why PyTorch serves."""
+    """Explanation of the same call of `flex_attention`, whose arguments it takes: its kernel and config, or why PyTorch runs it.
+
+    Returns:
+        Who runs the call, and why.
+
+    Raises:
+        InputError: as `flex_attention` does.
+    """
     bound = _SIGNATURE.bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments

@@ -10,13 +10,23 @@ from flashtune.dispatch.varlen import attention_varlen
 
 
 def attention_jagged(query: Any, key: Any, value: Any, *, causal_alignment: str = "top_left", **words: Any) -> Tensor:
-    """Attention of sequences of different lengths as nested tensors: query (B, Hq, jagged, D), key (B, Hkv, jagged, D), value likewise.
+    """Attention of sequences of different lengths as nested tensors, as F.scaled_dot_product_attention takes them.
 
-    They have torch's layout `jagged`, and the third dimension is the ragged one, as F.scaled_dot_product_attention takes them. Returns the
-    output (B, Hq, jagged, D_v) with the lengths of the query; `words` are keywords of `attention_varlen`, but for those that return an LSE.
     Nothing is copied, and nothing waits for the device.
 
-    Raises InputError or InputTypeError for other tensors, and where sequences of the query have room that isn't used.
+    Args:
+        query: (B, Hq, jagged, D), of torch's layout `jagged`; the third dimension is the ragged one.
+        key: (B, Hkv, jagged, D).
+        value: (B, Hkv, jagged, D_v), with the offsets of the key.
+        causal_alignment: as in `attention`.
+        **words: keywords of `attention_varlen`, but for those that return an LSE.
+
+    Returns:
+        The output (B, Hq, jagged, D_v), with the lengths of the query.
+
+    Raises:
+        InputError: for tensors of other shapes, and where sequences of the query have room that isn't used.
+        InputTypeError: for tensors that aren't nested.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:

@@ -53,44 +53,62 @@ def attention_varlen(
 ) -> Any:
     """Attention of sequences that lie one after the other; each sees its own keys alone.
 
-    query (T_q, Hq, D), key (T_k, Hkv, D), value (T_k, Hkv, D_v). `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,), int32 or int64 on the
-    same device, begin with 0: sequence b has the rows cu[b] .. cu[b + 1] - 1, none if these are equal, so that lists may be padded to a
-    capacity with their last number. Rows from the last number on belong to no sequence: their output and gradients are 0, their LSE -inf.
-    `max_seqlen_q` and `max_seqlen_k` bound the lengths, and help to choose a kernel. Returns the output (T_q, Hq, D_v), and with
-    `return_lse` or a `return_aux` whose `lse` is True (output, LSE), the latter the natural logarithm of each softmax's denominator,
-    float32 (Hq, T_q).
+    It takes the arguments of torch.nn.attention.varlen.varlen_attn, and more. On a GPU kernels read lengths on the device: nothing waits
+    for it, and a CUDA graph may be replayed with other lengths.
 
-    As in torch.nn.attention.varlen.varlen_attn, `window_size` is (left, right) with -1 for unbounded, (-1, 0) is causal, and the last query
-    is on the diagonal of the last key; `seqused_k` (sequences,) is the number of keys that are used of each sequence, and Hq may be a
-    multiple of Hkv with `enable_gqa`. Kernels never split packed keys, so that the bits of a sequence don't depend on others, whatever
-    `num_splits` says. Beyond it, `is_causal`, `causal_alignment`, `softcap`, `dropout_p`, `seed`, `alibi_slopes` (Hq,) or (sequences, Hq),
-    `sinks` (Hq,), `allow_tf32` and `deterministic` are as in `attention`, but for the default of `causal_alignment`.
+    Args:
+        query: (T_q, Hq, D).
+        key: (T_k, Hkv, D); with `block_table` (blocks, page size, Hkv, D).
+        value: (T_k, Hkv, D_v); with `block_table` (blocks, page size, Hkv, D_v).
+        cu_seqlens_q: (sequences + 1,), int32 or int64, on the same device, beginning with 0. Sequence b has rows cu[b] .. cu[b + 1] - 1,
+            none if these are equal, so that lists may be padded to a capacity with their last number. Rows from the last number on belong
+            to no sequence: their output and gradients are 0, their LSE is -inf.
+        cu_seqlens_k: likewise for the keys; with `block_table` it may be None.
+        max_seqlen_q: bound of the lengths, which also helps to choose a kernel.
+        max_seqlen_k: likewise for the keys.
+        return_aux: an object whose `lse` is True, for (output, LSE), as varlen_attn takes it.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        window_size: (left, right) with -1 for unbounded; (-1, 0) is causal. The last query is on the diagonal of the last key.
+        enable_gqa: allow Hq to be a multiple of Hkv.
+        seqused_k: (sequences,), the number of keys that are used of each sequence.
+        block_table: (sequences, pages), int32 or int64: key and value are caches of pages of any size, and page p of sequence b is block
+            `block_table[b, p]`. Any strides will do without a copy: caches (blocks, Hkv, page size, D) are passed transposed. Lengths are
+            `seqused_k`, else those between `cu_seqlens_k`. Nothing else in the caches matters, nor do entries of pages that aren't used.
+            There is no dropout, and there are no gradients (decision 0014).
+        num_splits: with `block_table`, keys are split into so many parts, and the bits of a sequence depend on this number alone, not on
+            the batch, `max_seqlen_q` or `max_seqlen_k`. Without, or with 0, there are as many parts as keep the GPU busy. Packed keys are
+            never split, whatever it says, so that a sequence's bits don't depend on others.
+        k_descale: factor of keys in float8_e4m3fn or float8_e5m2 caches, float32 (Hkv,) or (sequences, Hkv), for any query dtype.
+        v_descale: likewise for values.
+        is_causal: hide the keys right of the diagonal.
+        causal_alignment: as in `attention`, but with "bottom_right" as its default.
+        softcap: as in `attention`.
+        dropout_p: as in `attention`.
+        seed: as in `attention`.
+        alibi_slopes: float32 (Hq,) or (sequences, Hq), as in `attention`.
+        sinks: (Hq,), as in `attention`.
+        return_lse: return (output, LSE). The LSE is the natural logarithm of each softmax's denominator, float32 (Hq, T_q).
+        allow_tf32: as in `attention`.
+        deterministic: as in `attention`.
+        score_mod: scores as a function, as `flex_attention` takes them. b is the number of a sequence, and positions count from the
+            sequence's own first query and key. Indices of captured tensors are compared with `max_seqlen_q` and `max_seqlen_k`. Captured
+            tensors that ask for gradients get them.
+        mask_mod: a mask as a function, likewise. Beside both are `scale`, `is_causal`, `window_size`, `seqused_k`, `enable_gqa`,
+            `allow_tf32` and `deterministic`; what else hides keys or changes scores is to be written into them.
+        implementation: who runs the call: "flashtune" (kernels of ours, measured or not), "torch" (each sequence is a call of PyTorch's,
+            whose lengths the host reads; under torch.compile one call of its flex_attention, which copies whole pages and has no dropout),
+            or for packed sequences "flash" (PyTorch's varlen_attn), "fa4" or "fa2", which return no LSE; beside functions "flex" on a GPU.
+            torch.compile traces PyTorch's flex_attention for all but "flashtune", and beside functions for any name.
 
-    With `block_table` (sequences, pages), int32 or int64, key (blocks, page size, Hkv, D) and value (blocks, page size, Hkv, D_v) are
-    caches, of any page size, and page p of sequence b is block `block_table[b, p]`. Any strides will do without a copy: caches (blocks,
-    Hkv, page size, D) are passed transposed. Lengths are `seqused_k`, else those between `cu_seqlens_k`, which may be None. Nothing else
-    in the caches matters, nor do entries of pages that aren't used. Caches may be float8_e4m3fn or float8_e5m2 for any query dtype, with
-    `k_descale` and `v_descale`, float32 (Hkv,) or (sequences, Hkv), by which they are multiplied. With `num_splits` keys are split into so
-    many parts, and the bits of a sequence depend on it alone, not on the batch, `max_seqlen_q` or `max_seqlen_k`; without, or with 0, into
-    as many as keep the GPU busy. There is no dropout and there are no gradients (decision 0014).
+    Returns:
+        The output (T_q, Hq, D_v), or (output, LSE).
 
-    `score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` are functions as `flex_attention` takes them, where b is
-    the number of a sequence and positions count from the sequence's own first query and key. Beside them are `scale`, `is_causal`,
-    `window_size`, `seqused_k`, `enable_gqa`, `allow_tf32` and `deterministic`; what else hides keys or changes scores is to be written
-    into them. Indices of captured tensors are compared with `max_seqlen_q` and `max_seqlen_k`. Gradients are those of query, key, value
-    and captured tensors of `score_mod` that ask for them.
+    Raises:
+        InputError: for arguments that make no sense, and for an implementation that can't run the call. Lengths aren't checked.
+        InputTypeError: for arguments of a wrong type.
 
-    On a GPU kernels read lengths on the device: nothing waits for it, and a CUDA graph may be replayed with other lengths. They serve
-    float16, bfloat16 and float32 with head sizes up to 256, and gradients of query, key, value and sinks. Elsewhere each sequence is a call
-    of `attention`, whose lengths are read by the host. `explain_varlen` says which.
-
-    `implementation` names who serves, as in `attention`: "flashtune" (kernels of ours, measured or not), "torch" (each sequence is a call
-    of PyTorch's, whose lengths are read by the host; under torch.compile one call of its flex_attention, which copies whole pages and has
-    no dropout), or for packed sequences "flash" (PyTorch's varlen_attn), "fa4" or "fa2", which return no LSE; beside functions "flex" on a
-    GPU. torch.compile traces PyTorch's flex_attention for all but "flashtune", and beside functions for any name.
-
-    Raises InputError or InputTypeError for arguments that make no sense, and for an implementation that can't serve the call; lengths
-    aren't checked.
+    Kernels take float16, bfloat16 and float32 with head sizes up to 256, and compute gradients of query, key, value and sinks. Elsewhere
+    each sequence is a call of `attention`, whose lengths the host reads. `explain_varlen` says which.
     """
     with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
@@ -147,7 +165,14 @@ def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: 
 
 
 def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
-    """Explanation of the choice for the same call of `attention_varlen`; no kernel is launched. Raises as that does."""
+    """Explanation of the choice for the same call of `attention_varlen`, whose arguments it takes; no kernel is launched.
+
+    Returns:
+        Who runs the call, and why.
+
+    Raises:
+        InputError: as `attention_varlen` does.
+    """
     bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments

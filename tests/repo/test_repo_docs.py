@@ -16,6 +16,7 @@ from benchmarks.cases.archive import folder
 from flashtune import dispatch
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.problem import Features, Problem
+from flashtune.core.system.versions import RUNS
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.decisions import backwards
 from flashtune.dispatch.decisions.context import Memo, Settings
@@ -128,13 +129,55 @@ def measured(problem: Problem, gpu: str) -> bool:
 def test_the_snippet_about_shipping_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "shipping.md").read_text()
     # tests/tuner/test_export_hub.py runs the one about hub folders.
-    snippet, _ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    snippet, *_ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "model").mkdir()
     shutil.copy(shipped_path(), tmp_path / "model" / "tuned.sqlite")
     monkeypatch.chdir(tmp_path)
     served: list[object] = []
     exec(snippet, {"model": lambda tokens: served.append(dispatch.explain_problem(BF16, "h200").origin), "tokens": None})
     assert served == [str(tmp_path / "model" / "tuned.sqlite")] and dispatch.explain_problem(BF16, "h200").origin == "shipped"
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_a_folder_with_a_database_is_loaded_as_the_page_says(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(library)
+    text = (ROOT / "docs" / "shipping.md").read_text()
+    (snippet,) = (one for one in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if f"from {library} " in one)
+    monkeypatch.chdir(tmp_path)
+    if library == "transformers":
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained("my-model")
+    else:
+        from diffusers import DDPMPipeline, DDPMScheduler, UNet2DConditionModel
+
+        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",), "block_out_channels": (8,)}
+        unet = UNet2DConditionModel(8, layers_per_block=1, norm_num_groups=4, cross_attention_dim=8, attention_head_dim=4, **blocks)
+        DDPMPipeline(unet, DDPMScheduler()).save_pretrained("my-model")
+    shutil.copy(shipped_path(), tmp_path / "my-model" / "tuned.sqlite")
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    try:
+        assert dispatch.explain_problem(BF16, "h200").origin == str(tmp_path / "my-model" / "tuned.sqlite")
+        if library == "transformers":
+            assert found["model"].config._attn_implementation == found["tuned"].register()
+        else:
+            assert all(type(one).__name__ == "TunedProcessor" for one in found["pipeline"].unet.attn_processors.values())
+    finally:
+        found["layer"].remove()
+
+
+@pytest.mark.parametrize("name", ["your-gpu.md", "guides/packed.md", "guides/paged.md"])
+def test_gains_in_guides_are_figures_of_the_benchmarks_page(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / name).read_text(), flags=re.DOTALL)
+    figures = re.findall(r"\b\d+\.\d+\b(?! \(cuDNN|\.\d)", text.split("## What it gains")[-1])
+    assert len(figures) >= 2 and not [figure for figure in figures if figure not in BENCHMARKS.read_text()]
+
+
+def test_the_home_page_counts_the_shipped_records() -> None:
+    assert f"{len(SHIPPED):,} measured records" in (ROOT / "docs" / "index.md").read_text()
+    assert {row.outcome.source for row in SHIPPED} == {"measured"}
 
 
 def served_by_a_row(problem: Problem, target: Target) -> bool:
@@ -189,6 +232,12 @@ def test_the_changelogs_newest_entry_is_this_version() -> None:
     newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest[1] == flashtune.__version__
+
+
+def test_the_citation_is_of_this_version_and_the_metadata_name_the_versions_of_python_that_were_run() -> None:
+    assert f"\nversion: {flashtune.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert {run.python for run in RUNS} <= {line.rpartition(" :: ")[2] for line in named}
 
 
 def test_every_dependency_has_its_reason_written_down() -> None:

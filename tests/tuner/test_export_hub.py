@@ -216,7 +216,7 @@ def test_a_table_that_says_what_its_kernels_are_not_gives_torchs_numbers_and_one
 
 def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> None:
     text = (TESTS.parent / "docs" / "shipping.md").read_text()
-    _, snippet = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    *_, snippet = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     exported(tmp_path / "my-attention", database)
     given = "import torch\nq = k = v = torch.randn(2, 2, 64, 32, dtype=torch.float16)\n"
     told = python(given + snippet, folder=tmp_path, environment={"TRITON_INTERPRET": "1"})

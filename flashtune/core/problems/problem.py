@@ -42,11 +42,23 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features(Flags):
-    """Features that are fused into the kernel beside softmax(scale QK^T) V.
+    """Features that are fused into the kernel beside softmax(scale query keyᵀ) value. All are off by default.
 
-    `alignment` says which corner the diagonal of `causal`, `window` and `alibi` starts from when N_q != N_kv: torch's
-    `is_causal` is top-left, flash-attn's is bottom-right. `window` is (left, right), None for unbounded. `mods` is the hash of a mask and a
-    score as code (KernelSpec.mods), which hold all that is fused in but a band of packed sequences; empty without.
+    Attributes:
+        causal: a query sees the keys up to the diagonal.
+        dropout: probabilities are dropped; one problem stands for all rates.
+        softcap: scores are capped; one problem stands for all caps.
+        tf32: fp32 inputs may be multiplied as TF32.
+        alibi: scores fall with the distance, by a slope of each head.
+        sinks: a logit of each head joins the softmax's denominator.
+        packed: sequences of different lengths lie one after the other.
+        dbias: a backward also computes the gradient of the bias.
+        dslopes: a backward also computes the gradient of ALiBi's slopes.
+        alignment: where the diagonal starts if the numbers of queries and keys differ: "top_left" (as `is_causal` of PyTorch) or
+            "bottom_right" (as in flash-attn).
+        window: (left, right), with None for unbounded.
+        mask: "none", "bool" or "bias".
+        mods: the hash of a mask and a score as code; empty without.
     """
 
     alignment: Alignment = "top_left"
@@ -209,9 +221,21 @@ class ProblemKey:
 class Problem(Sizes):
     """One attention call as a tuner sees it: sizes, element type and features, but no data and no GPU.
 
-    q is (batch, heads, n_q, d), k (batch, kv_heads, n_kv, d), v (batch, kv_heads, n_kv, d_v). Of packed sequences `batch` is their number,
-    `n_q` and `n_kv` are means, and `lengths` says how lengths differ: by default they are equal. Raises InputError for invalid sizes or
-    features.
+    Attributes:
+        batch: number of batches; of packed sequences, how many there are.
+        heads: query heads.
+        kv_heads: key and value heads, of which `heads` is a multiple.
+        n_q: query tokens; of packed sequences, their mean.
+        n_kv: key tokens; of packed sequences, their mean.
+        d: head size of query and key, up to 256.
+        d_v: head size of the value, up to 256.
+        dtype: "fp16", "bf16", "fp32" or "fp8".
+        features: what is computed beside softmax(scale query keyᵀ) value.
+        direction: "fwd" or "bwd".
+        lengths: how lengths of packed sequences differ; None means that they are equal.
+
+    Raises:
+        InputError: for sizes or features that make no problem.
     """
 
     features: Features = Features()

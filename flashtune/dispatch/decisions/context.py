@@ -268,31 +268,36 @@ def use(
     confirm: bool = False,
     plan: str | Path | None = None,
 ) -> Use:
-    """Serve the calls of this thread, or task of asyncio, from `database` (a path or URL) first: a model's own file, say.
+    """Put a database in force: calls of this thread, or task of asyncio, use its records first.
 
         with dispatch.use("model/tuned.sqlite"):
             model(x)
 
-    It is read as it is now; a file that changes later, when it is used again, or after `reload`. It is in force at once, over earlier
-    layers, `FLASHTUNE_DB`, the user's own results and the shipped ones, until the `with` ends or `remove` of the returned object is called.
-    Its measured records take precedence over those of lower layers for the same key. `alone` hides all lower layers. `everywhere` applies
-    to all threads and tasks, also those of data loaders and servers; their own layers lie above it. The others are in a context variable:
-    tasks that begin meanwhile have them to their end, and so has a thread that runs in a copy of this context. Gradients are computed under
-    the layers of the forward, in any thread; activation checkpoints, which are recomputed in PyTorch's own threads on a GPU, need
-    `everywhere`. `unmeasured` allows kernels without any measurement on the GPU's architecture, or forbids them; by default the environment
-    decides (FLASHTUNE_UNMEASURED=1).
+    It lies over earlier layers, `FLASHTUNE_DB`, the user's own records and the shipped ones, until the `with` ends or `remove` of the
+    returned object is called. The file is read now; a later change is read when it is used again, or after `reload`.
 
-    `confirm` measures lazily: the first call of `attention` with a key that has no measured record (predicted ones don't count) times the
-    two kernels that are likely the fastest, PyTorch and other providers for 50 ms in all, after compiling them, and the fastest serves.
-    The outcome is stored in the user's own database, so that a machine measures a key once. Calls with gradients, dropout, or features for
-    which PyTorch needs all scores (soft caps, LSEs), and calls that are captured into CUDA graphs or traced, aren't measured.
+    Args:
+        database: path or URL. Its measured records go before those of lower layers for the same key.
+        alone: hide all lower layers.
+        everywhere: apply to all threads and tasks, such as those of data loaders and servers; their own layers lie above it. Activation
+            checkpoints need it, since PyTorch computes them again in threads of its own on a GPU.
+        unmeasured: allow kernels without any measurement on the GPU's architecture, or forbid them. None leaves it to
+            FLASHTUNE_UNMEASURED.
+        confirm: measure at first calls. If a key has no measured record, the first call of `attention` times the two kernels that are
+            likely the fastest, PyTorch and other providers, for 50 ms in all after compiling. The fastest runs such calls from then on,
+            and the user's own database keeps it. Calls with gradients, with dropout, with features for which PyTorch needs all scores
+            (soft caps, LSEs), in CUDA graphs or under a tracer aren't measured.
+        plan: file of `freeze`. Its kernels and providers run calls in place of all records, and never give way to a fallback kernel, so
+            that the ranks of a job have equal bits; `digest` of the returned object is equal then. A call that the plan doesn't have is
+            refused, and so is a plan of other versions or another GPU. Lengths within the octaves of a frozen call have its kernel.
 
-    `plan` is a file of `freeze`: its kernels and providers serve in place of all records, and never give way to a fallback kernel, so that
-    the ranks of a job have equal bits; `digest` of the returned object is equal then. A call that the plan doesn't have is refused, and so
-    is a plan of other versions or another GPU. Lengths within the octaves of a call that was frozen have its kernel.
+    Returns:
+        The layer: a context manager with `remove`. Without `everywhere` it is in a context variable: tasks that begin meanwhile keep it to
+            their end, and so does a thread that runs in a copy of this context. Gradients are computed under the layers of the forward.
 
-    Raises DatabaseError where there is no such database or it is damaged, InputError without a database, `unmeasured`, `confirm` and
-    `plan`, and for a plan that can't serve here.
+    Raises:
+        DatabaseError: where there is no such database, or it is damaged.
+        InputError: without `database`, `unmeasured`, `confirm` and `plan`, and for a plan that can't run calls here.
     """
     global _everywhere
     if database is None and unmeasured is None and not confirm and plan is None:
@@ -324,7 +329,9 @@ def current() -> Memo:
 def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
     """Drop all cached choices and read the records anew at the next call, as after a search. Layers of `use` stay.
 
-    `database` becomes a layer below those in use everywhere, until the next `reload`; with `alone` it hides all below.
+    Args:
+        database: path or URL of a layer below those in use everywhere, until the next `reload`.
+        alone: hide all layers below it.
     """
     global _reloaded
     path = located(database)

@@ -17,23 +17,33 @@ from flashtune.dispatch.providers.libraries import PROVIDERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Kernel that serves a call, and the reasons.
+    """Kernel that runs a call, and the reason.
 
-    `kind` is the step of the policy (flashtune.dispatch.policy.choose.rank) that served and `reason` says it in a sentence. `template`,
-    `variant_id` and `config` are None where PyTorch serves. `source`, `origin`, `record_key` and the record's times (of its own problem, in
-    microseconds) are None where no record led there; `key` is None where no record can apply to the call (float64, CPU tensors). `refused`
-    has a line for each better-placed record or family that was passed over.
+    Times are in microseconds, and those of a record are of its own problem.
 
-    Where the record is of another key, `differences` lists theirs for ours (`d=128 for 80`). `estimated_loss`, the share of time that the
-    kernel loses against a search of its own, is None: no estimate of it is calibrated. `backward` explains
-    the gradients of a call that needs them, where kernels compute them; where it is None, PyTorch's own attention does.
-
-    `twin` is the config of the fallback kernel for mispredicted softmax of one with a frozen row max, None where none is known. For calls
-    like this one so far, `misled_programs` counts mispredicting programs; once they were too many `twin_serves` is True and `went_over` 1:
-    the fallback kernel serves until the process ends.
-
-    `provider` is the name of the provider that serves (`kind` is "provider"), None elsewhere; `providers` are all implementations that a
-    caller may name, with their times.
+    Attributes:
+        kind: how the choice was made, such as "exact" or "framework" (PyTorch); `rank` in flashtune.dispatch.policy.choose defines it.
+        reason: the choice in a sentence, which is also `str()` of the explanation.
+        gpu: slug of the GPU.
+        key: key of the call's own record; None where no record can apply (float64, tensors on the CPU).
+        template: family of the kernel; None where PyTorch runs the call.
+        variant_id: id of the kernel, as `flashtune show --kernel` takes it; None likewise.
+        config: config of the kernel; None likewise.
+        source: "measured" or "predicted"; None where no record was used.
+        origin: database of the record.
+        record_key: key of the record.
+        median_us: time of the record's kernel.
+        framework_us: PyTorch's time in the record's run.
+        refused: a line for each record or family that came earlier and was passed over.
+        differences: where the record is of another key, its values beside those of the call (`d=128 for 80`).
+        estimated_loss: None; no estimate is calibrated.
+        backward: explanation of the gradients, where kernels compute them; None where PyTorch does.
+        twin: config of the fallback kernel, for a kernel whose softmax may be mispredicted.
+        misled_programs: mispredicting programs of calls like this one so far.
+        went_over: 1 once they were too many, else 0.
+        twin_serves: True once the fallback kernel runs such calls, until the process ends.
+        provider: the provider that runs the call, where `kind` is "provider".
+        providers: all implementations that a caller may name, with their times.
     """
 
     kind: Kind

@@ -95,7 +95,12 @@ def save_calls(path: "str | Path") -> None:
     what was traced: a search of them names the functions, too (`--score-mod`, `--mask-mod`). Decode
     steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.records.calls.thinned).
 
-    Raises InputError where `path` is another kind of file, or would grow beyond 4 MB, EnvironmentProblem where it can't be written.
+    Args:
+        path: the file.
+
+    Raises:
+        InputError: where it is another kind of file, or would grow beyond 4 MB.
+        EnvironmentProblem: where it can't be written.
     """
     # Imported here to keep first calls fast.
     from pathlib import Path

@@ -14,8 +14,13 @@ OURS, TORCHS = IMPLEMENTATIONS[:2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Implementation that may be named for a call: its time in the run of the key's record, in microseconds of a whole call (None where
-    unknown), and the reason why it can't serve (None where it can, or no call was given)."""
+    """An implementation that may be named for a call.
+
+    Attributes:
+        name: its name, as `implementation` takes it.
+        us: its time of a whole call in the record's run, in microseconds; None where it wasn't timed.
+        why: the reason why it can't run the call; None where it can, or where no call was given.
+    """
 
     name: str
     us: float | None = None
