@@ -22,6 +22,7 @@ def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", se
     from flashtune.templates.loading import load_kernel
     from flashtune.tuner.children import tasks
     from flashtune.tuner.replies import Called
+    from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 
     try:
         inputs, verifier = tasks.inputs_on_device(problem, target, seed)
@@ -38,4 +39,5 @@ def time_calls(sources: "list[Source]", problem: "Problem", target: "Target", se
         times=tuple(one.median_us for one in times[: len(sources)]),
         pytorch=times[-1] if len(times) > beside else None,
         providers=providers,
+        backend="" if (own := pytorch_call(inputs, step=True)) is None else backend_name(own),
     )

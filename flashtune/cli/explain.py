@@ -6,7 +6,7 @@ import click
 
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
-from flashtune.core.problems.problem import MAX_HEAD_DIM, unfit_head
+from flashtune.core.problems.problem import LARGEST_HEAD, unfit_head
 
 
 @click.command()
@@ -27,12 +27,12 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
 
     target = gpu_of(gpu_name)
     large = max(requested.d[0], requested.d_v or 0)
-    if large > MAX_HEAD_DIM:
+    if large > LARGEST_HEAD:
         # What else was given is checked with a size that a problem may have.
-        requested = replace(requested, d=(min(requested.d[0], MAX_HEAD_DIM),), d_v=requested.d_v and min(requested.d_v, MAX_HEAD_DIM))
+        requested = replace(requested, d=(min(requested.d[0], LARGEST_HEAD),), d_v=requested.d_v and min(requested.d_v, LARGEST_HEAD))
     problem = requested.problems()[0]
     seen = problem.seen()
-    if large > MAX_HEAD_DIM:
+    if large > LARGEST_HEAD:
         found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention serves it", gpu=target.slug)
     else:
         with using(location):
@@ -43,7 +43,7 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
         row["twin"] = None if found.twin is None else found.twin.as_dict()
         print_json(row)
         return
-    what = seen.label() if large <= MAX_HEAD_DIM else f"heads of {large}"
+    what = seen.label() if large <= LARGEST_HEAD else f"heads of {large}"
     console().print(f"{what} on {target.slug}: {found.kind}", style="bold")
     if seen.features != problem.features:
         console().print(f"{problem.label()}: masks that hide no key at these sizes are left out, as in calls")

@@ -18,7 +18,7 @@ from flashtune.core.gpu.target import Target, find_target, targets
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.dtypes import DTYPES, DType, parse_dtype
 from flashtune.core.problems.lengths import LAWS, Law, Lengths
-from flashtune.core.problems.problem import DIRECTIONS, MASK_KINDS, MAX_HEAD_DIM, Features, Problem
+from flashtune.core.problems.problem import DIRECTIONS, LARGEST_HEAD, MASK_KINDS, Features, Problem
 from flashtune.core.records.calls import read
 from flashtune.core.records.models import TOKENS, Model, find_model, models
 from flashtune.core.system.errors import InputError
@@ -47,7 +47,7 @@ class _Whole(click.IntRange):
     name = "whole number"
 
 
-SIZE, HEAD_SIZE = _Whole(1, LONGEST), _Whole(1, MAX_HEAD_DIM)
+SIZE, HEAD_SIZE = _Whole(1, LONGEST), _Whole(1, LARGEST_HEAD)
 
 
 class Known(click.ParamType[str]):

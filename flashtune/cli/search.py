@@ -26,9 +26,9 @@ from flashtune.cli.options import (
     share_of,
 )
 from flashtune.core.gpu.target import Target
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import Source, TuningRecord
-from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, NoKernelFound
+from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, InputError, NoKernelFound
 from flashtune.core.system.secrets import command_line, mask_secrets
 from flashtune.core.system.threads import begun
 from flashtune.core.system.words import counted
@@ -293,6 +293,8 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
     from flashtune.tuner.propose.space import SearchSpace
 
     for problem in plan.problems:
+        if plan.source == "predicted" and (large := unfit_heads(problem.d, problem.d_v)) is not None:
+            raise InputError(f"{large}, and other providers can't be predicted: search on the GPU, where they are timed")
         SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 
 

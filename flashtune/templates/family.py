@@ -19,7 +19,7 @@ from flashtune.core.code.launches import Host
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.band import Band
 from flashtune.core.problems.config import Config, Direction, KernelSpec, Value
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import InputError
 from flashtune.templates.mods.known import known, unknown
@@ -118,6 +118,8 @@ class Family:
         """The reason why a spec can't be served on a target, or None where it can."""
         if spec.direction != self.direction:
             return f"{self.name} computes the {'forward' if self.direction == 'fwd' else 'backward'} pass, not {spec.direction!r}"
+        if (why := unfit_heads(spec.d, spec.d_v)) is not None:
+            return why
         if lacking := [name for name, on in spec.flags().items() if on and name not in self.flags]:
             return f"{self.name} has no {lacking[0]}"
         if spec.mods and (not self.functions or spec.dtype == "fp8"):

@@ -128,12 +128,13 @@ class Judged:
 class Called:
     """Median microseconds of a whole call, host included, of each requested candidate, and the time of PyTorch's where it has the problem.
 
-    `providers` are verdicts on others by name.
+    `providers` are verdicts on others by name, and `backend` is the name of PyTorch's own choice.
     """
 
     times: tuple[float, ...]
     pytorch: Measurement | None
     providers: Mapping[str, Judged] = field(default_factory=dict)
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ JUNK: dict[str, tuple[str, str]] = {
     "a truth value": (entry(n_q=True), "n_q is True, not an integer"),
     "nothing to attend to": (entry(n_kv=0), "n_kv must be at least 1, not 0"),
     "heads": (entry(heads=3, kv_heads=2), "3 query heads can't share 2 key heads"),
-    "a head size": (entry(d=257), "d=257 is too large"),
+    "a head size": (entry(d=1025), "d=1025 is too large"),
     "an unknown type": (entry(dtype="fp4"), "unknown dtype 'fp4'"),
     "a type that is no name": (entry(dtype=[1]), "dtype is [1], not a string"),
     "a direction": (entry(direction="up"), "unknown direction 'up'"),

@@ -242,10 +242,10 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
     "problem": {
         "gpu": WORD_COLUMNS,
         "n": SIZE_COLUMNS,
-        "d": [*SIZE_COLUMNS, "257"],
+        "d": [*SIZE_COLUMNS, "1025"],
         "dtype": [*WORD_COLUMNS, "'fp64'", "'float16'", "'e4m3'"],
         "direction": [*WORD_COLUMNS, "'sideways'"],
-        "d_v": [*SIZE_COLUMNS, "300"],
+        "d_v": [*SIZE_COLUMNS, "1025"],
         "n_q": SIZE_COLUMNS,
         "features": [*JSON_COLUMNS, "'{}'", "'{\"causal\":1}'", '\'{"causal":true,"magic":true}\''],
         "gqa_ratio": [*SIZE_COLUMNS, "3"],

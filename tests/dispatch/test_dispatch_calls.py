@@ -139,7 +139,7 @@ def test_steps_that_one_decision_serves_are_met_with_their_own_lengths(machine: 
 
 
 def test_what_no_search_could_help_is_left_out() -> None:
-    large = torch.zeros(1, 1, 4, 257)
+    large = torch.zeros(1, 1, 4, 1025)
     dispatch.attention(large, large, large)
     dispatch.attention(Q.double(), Q.double(), Q.double())
     dispatch.attention(Q[:, :, :0], Q, Q)

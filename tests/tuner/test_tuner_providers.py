@@ -15,14 +15,17 @@ from staged_searches import plan, run, staged
 from test_tuner_requalify import FIRST, SECOND, TARGET, Planted, on_h200, stored
 from wrong_providers import WRONG, Raising, Spoil, plant
 
+from flashtune import dispatch
 from flashtune.bench import providers as bench_providers
 from flashtune.bench import time_calls, whole_calls
 from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.records.results import Baseline, Fate, Outcome, SearchResult
+from flashtune.core.system.errors import NoKernelFound
 from flashtune.db.library import Library
 from flashtune.db.store import Store
+from flashtune.dispatch.providers.libraries import PROVIDERS as INSTALLABLE
 from flashtune.tuner import machine
 from flashtune.tuner.children import tasks
 from flashtune.tuner.replies import Called, Failed
@@ -184,3 +187,40 @@ def test_a_new_version_makes_verdicts_suspects_for_doctor_and_requalification(
     samples.write(own_database, (with_library(judged_before(None, flash_attn_4="4.0.2")),))
     assert "fa4 is wrong here and doesn't serve such calls (output is off)" in said(flash_attn_4="4.0.2")
     assert "is wrong here" not in said(flash_attn_4="4.0.3")
+
+
+def large_heads(monkeypatch: pytest.MonkeyPatch, fault: str) -> SearchResult:
+    """A search of heads of 512 with a library that has a fault."""
+    staged(monkeypatch)
+    plant(monkeypatch, fault_of(fault))
+    one = plan(1, calls=time_calls)
+    [result] = run(replace(one, problems=(replace(one.problems[0], d=512, d_v=512),)))
+    return result
+
+
+@pytest.mark.usefixtures("planted", "on_cpu")
+def test_heads_larger_than_kernels_take_are_searched_among_other_providers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = large_heads(monkeypatch, "right")
+    assert verdict_in(result).fate is Fate.CORRECT and result.baseline is not None and result.baseline.call_us == 200.0
+    large, path = result.problem, samples.write(tmp_path / "a.sqlite", (result,))
+    [record] = Library.of(path).winners()
+    assert (record.outcome.template, record.fastest(lambda name: True)) == ("fa4", "fa4")
+    with dispatch.use(path, alone=True):
+        assert dispatch.explain_problem(large, result.gpu).provider == "fa4"
+        smaller = replace(large, d=256, d_v=256)
+        assert dispatch.explain_problem(smaller, result.gpu).provider is None, "kernels may be faster there"
+        monkeypatch.setattr(type(INSTALLABLE["fa4"]), "missing", lambda self: "it is gone")
+        assert dispatch.explain_problem(large, result.gpu).kind == "framework"
+        longer = dispatch.explain_problem(replace(large, n_kv=large.n_kv * 64, n_q=1), result.gpu)
+        assert longer.reason.startswith("kernels take head sizes of 1 to 256, not 512, so PyTorch")
+
+
+@pytest.mark.usefixtures("planted", "on_cpu")
+def test_a_search_of_larger_heads_keeps_no_provider_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoKernelFound, match=r"first reason: .* tolerances"):
+        large_heads(monkeypatch, "head")
+
+
+def test_heads_larger_than_kernels_take_are_predicted_by_nobody() -> None:
+    done = flashtune("search", "--gpu-name", "h200", "--d", "320", "--trials", "1")
+    assert done.exit_code == 2 and "kernels take head sizes of 1 to 256, not 320, and other providers can't be predicted" in done.output

@@ -19,7 +19,8 @@ DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, LARGEST_HEAD = 256, 1024
+"""Largest head sizes of kernels, and of problems, which other providers may have."""
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 
@@ -227,8 +228,8 @@ class Problem(Sizes):
         kv_heads: key and value heads, of which `heads` is a multiple.
         n_q: query tokens; of packed sequences, their mean.
         n_kv: key tokens; of packed sequences, their mean.
-        d: head size of query and key, up to 256.
-        d_v: head size of the value, up to 256.
+        d: head size of query and key, up to 1024. Kernels of flashtune take up to 256, some other providers more.
+        d_v: head size of the value, likewise.
         dtype: "fp16", "bf16", "fp32" or "fp8".
         features: what is computed beside softmax(scale query keyᵀ) value.
         direction: "fwd" or "bwd".
@@ -247,8 +248,8 @@ class Problem(Sizes):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("d", "d_v"):
-            if getattr(self, name) > MAX_HEAD_DIM:
-                raise InputError(f"{name}={getattr(self, name)} is too large: kernels take head sizes up to {MAX_HEAD_DIM}")
+            if getattr(self, name) > LARGEST_HEAD:
+                raise InputError(f"{name}={getattr(self, name)} is too large: give a head size up to {LARGEST_HEAD}")
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
         if self.direction not in DIRECTIONS:
@@ -377,6 +378,11 @@ class Problem(Sizes):
 def unfit_head(size: int) -> str:
     """Reason why no kernel takes heads of this size."""
     return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {size}"
+
+
+def unfit_heads(d: int, d_v: int) -> str | None:
+    """Reason why no kernel takes heads of these sizes; None where kernels may."""
+    return None if max(d, d_v) <= MAX_HEAD_DIM else unfit_head(d_v if d <= MAX_HEAD_DIM else d)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from flashtune.core.problems.dtypes import DTYPES
-from flashtune.core.problems.problem import DIRECTIONS, MAX_HEAD_DIM, ProblemKey
+from flashtune.core.problems.problem import DIRECTIONS, LARGEST_HEAD, ProblemKey
 from flashtune.core.system.files import parse_json
 from flashtune.core.system.words import canonical, shown
 
@@ -106,10 +106,10 @@ def read_key(row: Row) -> ProblemKey:
     return ProblemKey(
         gpu=row.word("gpu"),
         n=row.integer("n", 1),
-        d=row.integer("d", 1, MAX_HEAD_DIM),
+        d=row.integer("d", 1, LARGEST_HEAD),
         dtype=row.one_of("dtype", DTYPES),
         direction=row.one_of("direction", DIRECTIONS),
-        d_v=row.integer("d_v", 1, MAX_HEAD_DIM),
+        d_v=row.integer("d_v", 1, LARGEST_HEAD),
         n_q=row.integer("n_q", 1),
         features=_features(row),
         gqa_ratio=row.integer("gqa_ratio", 1),

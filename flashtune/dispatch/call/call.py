@@ -60,11 +60,11 @@ class PerHead(NamedTuple):
 class Call:
     """One call, checked and normalised.
 
-    Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where no kernel serves: for float64, for heads that are
-    larger than kernels take, and where there is nothing to compute. `rank` is the output's number of dimensions, `batch_dims` those before
-    the heads and `batch` their product. `identity` is True where q, k and v are used unchanged: 4-D, with equal batches and heads that need
-    no broadcasting. `per_head` is True with any per-head argument. `factors` are numbers by which fp8 q, k and v are multiplied, 1 for an
-    absent one or a tensor; None for other dtypes.
+    Of `band`, sides that hide nothing at these sizes are dropped. `problem` is None where neither kernels nor records' providers serve: for
+    float64, for heads beyond 1024, and where there is nothing to compute. `rank` is the output's number of dimensions, `batch_dims` those
+    before the heads and `batch` their product. `identity` is True where q, k and v are used unchanged: 4-D, with equal batches and heads
+    that need no broadcasting. `per_head` is True with any per-head argument. `factors` are numbers by which fp8 q, k and v are multiplied,
+    1 for an absent one or a tensor; None for other dtypes.
     """
 
     dtype: torch.dtype
@@ -104,11 +104,16 @@ class Call:
         return 0 in (self.batch, self.heads, self.n_q, self.n_kv)
 
     @property
+    def large(self) -> bool:
+        """True where heads are larger than kernels take, though others may take them."""
+        return self.problem is not None and max(self.d, self.d_v) > MAX_HEAD_DIM
+
+    @property
     def out_of_reach(self) -> str | None:
         """Reason why no kernel can serve a call like this, whatever was measured; None where one might."""
         if self.empty:
             return "there is nothing to compute"
-        if self.problem is None and self.dtype in KERNEL_DTYPES:
+        if self.dtype in KERNEL_DTYPES and (self.problem is None or self.large):
             return unfit_head(self.d_v if 0 < self.d <= MAX_HEAD_DIM else self.d)
         if self.problem is None:
             return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(self.dtype).removeprefix('torch.')}"

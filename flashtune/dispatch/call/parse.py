@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtune.core.problems.band import ALIGNMENTS, Sides, Window
 from flashtune.core.problems.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
-from flashtune.core.problems.problem import MAX_HEAD_DIM, Features, MaskKind, Problem
+from flashtune.core.problems.problem import LARGEST_HEAD, Features, MaskKind, Problem
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.core.records.results import IMPLEMENTATIONS
 from flashtune.core.system.errors import InputError, InputTypeError
@@ -90,7 +90,7 @@ def parse(given: Arguments, options: Options) -> Call:
     per_head = per_head or PerHead()
     sizes = {"batch": math.prod(batch_dims), "heads": heads, "kv_heads": kv_heads, "n_q": n_q, "n_kv": n_kv, "d": d, "d_v": d_v}
     problem = None
-    if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= MAX_HEAD_DIM:
+    if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= LARGEST_HEAD:
         flags = {flag: getattr(per_head, name) is not None for name, flag in PER_HEAD_FLAGS.items()}
         flags |= {"dropout": dropout_p > 0.0, "softcap": softcap > 0.0}
         # Features record only whether the diagonal begins at the first key.

@@ -21,7 +21,12 @@ from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
 
 def place_of(call: Call, why_torch: str | None, name: str | None = None) -> Place | None:
     """Place of a dense call in a plan, where a record may decide on it; `name` is the implementation that the caller names."""
-    if call.problem is None or call.out_of_reach or not (why_torch is None or why_torch in GRADIENTS) or name not in (None, OURS):
+    if (
+        call.problem is None
+        or (call.out_of_reach and not call.large)
+        or not (why_torch is None or why_torch in GRADIENTS)
+        or name not in (None, OURS)
+    ):
         return None
     requested = None if why_torch is None else GRADIENTS[why_torch]
     flags = {"lse": call.return_lse, "seed": call.seeded, "deterministic": call.deterministic, "named": name is not None}

@@ -90,7 +90,7 @@ def save_calls(path: "str | Path") -> None:
     Problems are forwards, and backwards of calls whose gradient was requested, as they were called: sizes, dtype and features,
     whichever kernel served them, on any device. On the CPU only a first call of its sizes records whether gradients are requested. Of
     compiled models those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is
-    everything that no search could help: head sizes over 256, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
+    everything that no search could help: head sizes over 1024, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
     calls that sdpa_kernel keeps from flash attention. Calls with functions are recorded where a kernel may serve them, by the hash of
     what was traced: a search of them names the functions, too (`--score-mod`, `--mask-mod`). Decode
     steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.records.calls.thinned).

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, Variant
-from flashtune.core.problems.problem import DECODE_ROWS, Problem
+from flashtune.core.problems.problem import DECODE_ROWS, Problem, unfit_heads
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import UNSOUND
 from flashtune.core.records.results import TuningRecord
@@ -99,11 +99,16 @@ def _candidates(
     providers that would serve otherwise are `told`.
     """
     problem = call.problem
+    if call.large and torch_only is None and problem is not None and not ours:
+        yield from _by_provider(memo, call, problem, tensors, per_head, told)
     torch_only = torch_only or call.out_of_reach
     if torch_only in GRADIENTS and problem is not None:
         if not (ours or GRADIENTS[torch_only]):
             yield from _by_provider(memo, call, trained_as(problem), tensors, per_head, told)
-        why = yield from _trained(memo, call, problem, tensors, GRADIENTS[torch_only], ours=ours)
+        if call.large:
+            why = str(call.out_of_reach)
+        else:
+            why = yield from _trained(memo, call, problem, tensors, GRADIENTS[torch_only], ours=ours)
         torch_only = f"{torch_only}, and {why}"
         if call.device.type == "cuda":
             unsound = UNSOUND[call.mask_kind != "none"]
@@ -332,6 +337,9 @@ def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanati
 def _by_kernels(memo: Memo, problem: Problem, target: Target, pool: Pool) -> Explanation:
     """Explanation of the kernel that serves `problem`, or of PyTorch."""
     refused: list[str] = []
+    if (large := unfit_heads(problem.d, problem.d_v)) is not None:
+        reason = f"{large}, so PyTorch's own attention serves it"
+        return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
     if problem.direction == "bwd":
         chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:

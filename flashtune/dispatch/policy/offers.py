@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashtune.core.gpu.target import Target
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS, TuningRecord
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.records import Pool, differences, same_features
@@ -53,7 +53,10 @@ def deciding_record(pool: Pool, problem: Problem, target: Target) -> TuningRecor
         return own
     key = problem.key(target.slug)
     nearest = next((one for one in pool.near(key, frozenset()) if one.outcome.source == "measured"), None)
-    return nearest if nearest is not None and same_features(nearest.key, key) else None
+    if nearest is None or not same_features(nearest.key, key):
+        return None
+    # Where there are no kernels, others lead.
+    return nearest if bool(unfit_heads(nearest.key.d, nearest.key.d_v)) is bool(unfit_heads(key.d, key.d_v)) else None
 
 
 def provider_choice(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec, Variant
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.nearness import mods_in, nearest
 from flashtune.core.records.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.system.errors import InputError
@@ -40,7 +40,8 @@ class Candidate:
 class SearchSpace:
     """Valid configs for a problem's sizes on a target, of families that support it and, with `only_suited`, suit its sizes.
 
-    Raises InputError where there is no such family.
+    It is empty for heads that are larger than kernels take, where other providers alone are timed. Raises InputError where there is no such
+    family.
     """
 
     def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target, *, only_suited: bool = True) -> None:
@@ -56,7 +57,7 @@ class SearchSpace:
         if not target.compilable:
             why = f"Triton no longer supports its architecture ({target.arch})"
             raise InputError(f"{target.name} can't run Triton kernels, since {why}: PyTorch serves there without a search")
-        if not self.families:
+        if not self.families and not unfit_heads(problem.d, problem.d_v):
             why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
             raise InputError(f"no template serves {spec.label()} on {target.slug} ({why})")
 
@@ -71,7 +72,7 @@ class SearchSpace:
             for f in self.families.values()
         ]
         # Round robin over the families, so that a few trials already see all of them.
-        for place in range(max(map(len, lists))):
+        for place in range(max(map(len, lists), default=0)):
             for family, configs in zip(self.families.values(), lists, strict=True):
                 if place < len(configs):
                     found.setdefault((family.name, configs[place]), Candidate(family=family, config=configs[place]))

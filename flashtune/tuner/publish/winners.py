@@ -145,7 +145,9 @@ class Winners:
                     self._codes[record.outcome.variant_id] = pending
 
     def won(self, record: TuningRecord, workers: Workers) -> None:
-        """Compile a winner, and the kernels beside it, and store them at the end."""
+        """Compile a winner, and the kernels beside it, and store them at the end; another provider compiles its own."""
+        if record.outcome.template in PROVIDERS:
+            return
         records = [replace(record, fallback=None, in_graphs=None), *record.beside()]
         self.compile_ahead(records, workers)
         with self._lock:

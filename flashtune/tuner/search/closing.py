@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flashtune.core.problems.config import Config, Variant
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import Baseline, Conditions, Fate, Measurement, Outcome
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Called, Failed, Raced, Spent
@@ -28,6 +28,8 @@ def closed(
     evaluation: Evaluation, problem: Problem, finalists: Mapping[Candidate, Outcome], spent: Spent, *, known: Candidate | None
 ) -> Closing:
     """Race of correct final candidates, with their ranks; `known` is the stored record's, which wins ties."""
+    if not finalists and unfit_heads(problem.d, problem.d_v) is not None:
+        return _of_providers_alone(evaluation, problem, spent)
     outcomes, candidates = dict(finalists), list(finalists)
     wide = max(problem.d, problem.d_v)
     with spent.on("race"):
@@ -56,6 +58,16 @@ def closed(
         conditions=conditions,
         failed=raced if isinstance(raced, Failed) else None,
     )
+
+
+def _of_providers_alone(evaluation: Evaluation, problem: Problem, spent: Spent) -> Closing:
+    """Whole calls of the other providers and PyTorch, of a problem that no kernel takes."""
+    with spent.on("whole calls"):
+        called = evaluation.call([])
+    if called is None or called.pytorch is None:
+        return Closing(outcomes={})
+    baseline = Baseline(backend=called.backend, measurement=called.pytorch, call_us=called.pytorch.median_us)
+    return Closing(outcomes={}, providers=verdicts(called, problem), baseline=baseline)
 
 
 def time_of(outcome: Outcome) -> Measurement:

@@ -70,8 +70,10 @@ class Shared:
     def study(self, problem: Problem, suffix: str) -> Study:
         """Study of a problem in the run of the plan that `suffix` names; verdicts of its trials serve all problems of its spec."""
         plan = self.plan
-        how = {"sampler": plan.sampler, "seed": plan.seed, "source": plan.source}
-        study = Study(self.space(problem), problem, storage=self.storage, plan=suffix, **how)  # type: ignore[arg-type]
+        space = self.space(problem)
+        # Without a candidate there is nothing to learn from.
+        how = {"sampler": plan.sampler if space.families else "exhaustive", "seed": plan.seed, "source": plan.source}
+        study = Study(space, problem, storage=self.storage, plan=suffix, **how)  # type: ignore[arg-type]
         learn(self.verdicts(problem), study.outcomes)
         return study
 
