@@ -124,7 +124,7 @@ def attention_varlen(
     num_splits = splits_of(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options: tuple[Any, ...]
-    options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, False, allow_tf32, deterministic)
+    options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, with_lse, allow_tf32, deterministic)
     if implementation is not None:
         options = (*options, implementation)
     if block_table is not None:
@@ -145,8 +145,8 @@ def attention_varlen(
         read = Options(*options)._replace(return_lse=with_lse)
         found = attend_named(*parsed(Packed(*given), read, max_seqlen_q, max_seqlen_k, num_splits), read, seed)
         return found if with_lse else found[0]
-    out, lse = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits)
-    return (out, lse) if with_lse else out
+    served = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits)
+    return served if with_lse else served[0]
 
 
 _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
@@ -200,4 +200,4 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
             found = explain_varlen(*packed[:5], numbers.max_q, numbers.max_k, **call)
             return replace(found, reason=f"the functions are built in: {found.reason}")
         return coded.explained_with_functions(call, packed)
-    return explanation_of(packed, numbers) if implementation is None else explained_named(packed, numbers, options)
+    return explanation_of(packed, numbers, return_lse=with_lse) if implementation is None else explained_named(packed, numbers, options)

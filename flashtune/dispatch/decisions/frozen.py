@@ -107,19 +107,25 @@ class Frozen:
 
     def choices(self, place: Place) -> Iterator[Choice]:
         """Servers of a call in the order of the plan; raises InputError where the plan has none."""
-        spec = place.problem.spec()
-        problem, alike = place.plain().problem, self._alike.get(_octaves(place.plain()), ())
-        if not alike:
+        found = self.named(place)
+        if not found:
             remedy = "freeze a run that makes it, or serve without the plan"
             raise InputError(f"the plan {self.path} has no call like {place.label()}: {remedy}")
-        for one in min(alike, key=lambda entry: _distance(entry.place.problem, problem)).served:
-            note = f"the plan {self.path} names it"
+        yield from found
+
+    def named(self, place: Place) -> list[Choice]:
+        """The same without an error: empty where the plan has no such call."""
+        spec, note = place.problem.spec(), f"the plan {self.path} names it"
+        problem, alike = place.plain().problem, self._alike.get(_octaves(place.plain()), ())
+        found = []
+        for one in min(alike, key=lambda entry: _distance(entry.place.problem, problem)).served if alike else ():
             if one.provider:
-                yield Choice(kind="provider", spec=spec, note=note, provider=one.provider)
+                found.append(Choice(kind="provider", spec=spec, note=note, provider=one.provider))
             elif not one.template or one.config is None:
-                yield Choice(kind="framework", spec=spec, note=note)
+                found.append(Choice(kind="framework", spec=spec, note=note))
             else:
-                yield self._kernel(one, one.config, Choice(kind="frozen", spec=spec, note=note, in_graphs=one.in_graphs))
+                found.append(self._kernel(one, one.config, Choice(kind="frozen", spec=spec, note=note, in_graphs=one.in_graphs)))
+        return found
 
     def _kernel(self, served: Served, config: Config, choice: Choice) -> Choice:
         """The choice of a kernel, whose text is checked."""

@@ -145,7 +145,7 @@ def _decided(
     if block_mask is not None and not agrees_with_band(block_mask, documents.band, query, key, ids):
         return FOREIGN
     window = tuple(-1 if side is None else side for side in documents.band)
-    options = Options(enable_gqa=True, window=window, implementation=OURS if ours else None, **score.words(scale))  # type: ignore[arg-type]
+    options = Options(enable_gqa=True, window=window, return_lse=True, implementation=OURS if ours else None, **score.words(scale))  # type: ignore[arg-type]
     call = PackedCall(by.read, runs, into_heads, tuple(options) if ours else options[:-1])
     said = _explained(call if slopes is None else call._replace(slopes=_of_heads(slopes, call, query)), tensors)
     free = ours or current().unmeasured or not query.is_cuda
@@ -193,6 +193,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
     _, (bounds, longest), into_heads, options, slopes = call
     given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, None)
     out, lse = attend(given, options, longest, longest, None, heads_outside=into_heads or query.stride(1) > query.stride(2))
+    assert lse is not None, "the options want it"
     if into_heads:
         return out.transpose(0, 1).view(batch, heads, n, -1), lse.view(batch, heads, n)
     return out.view(batch, n, heads, -1).transpose(1, 2), lse.view(heads, batch, n).transpose(0, 1)

@@ -143,6 +143,12 @@ def features_of(packed: Packed, numbers: Numbers, *, return_lse: bool) -> list[s
 
 def refuse(name: str, packed: Packed, numbers: Numbers, *, return_lse: bool) -> None:
     """Raise InputError, with the cause and the remedy, where a provider can't serve a call."""
+    if (why := refusal(name, packed, numbers, return_lse=return_lse)) is not None:
+        raise refused(PROVIDERS[name], why)
+
+
+def refusal(name: str, packed: Packed, numbers: Numbers, *, return_lse: bool) -> str | None:
+    """Reason why a provider can't serve a call; None where it should."""
     provider, library = PROVIDERS[name], PACKED.get(name)
     device, (query, _, value, *_) = packed.query.device, packed
     if library is None:
@@ -153,27 +159,33 @@ def refuse(name: str, packed: Packed, numbers: Numbers, *, return_lse: bool) -> 
         why = library.missing(packed if why is None else packed._replace(used=None)) or provider.lacks([], device) or why
         if why is None and (query.shape[2] | value.shape[-1]) % 8:
             why = f"it takes head sizes in multiples of 8, not {query.shape[2]} and {value.shape[-1]}"
-    if why is not None:
-        raise refused(provider, why)
+    return why
 
 
 def by_provider(name: str, packed: Packed, numbers: Numbers, *, return_lse: bool) -> Tensor:
     """Output by a library; raises InputError where it can't serve the call, or failed at its first one of this kind."""
     refuse(name, packed, numbers, return_lse=return_lse)
-    library, kernels, device = PACKED[name], current().kernels, packed.query.device
-    variant = variant_of(name, problem_of(packed, numbers))
-    if (why := None if variant is None else kernels.failure(variant, device)) is not None:
-        raise refused(PROVIDERS[name], why)
-    place = "library", name, variant
-    tried = current().packed
-    build: Callable[[], None] = lambda: None  # noqa: E731
-    if place not in tried and not capturing(device):
-        build = functools.partial(_build, library, packed, numbers)
-    out = kernels.tried(variant, device, build, functools.partial(library.run, packed, numbers))
+    out = tried(name, packed, numbers)
     if out is None:
-        why = None if variant is None else kernels.failure(variant, device)
+        variant = variant_of(name, problem_of(packed, numbers))
+        why = None if variant is None else current().kernels.failure(variant, packed.query.device)
         raise refused(PROVIDERS[name], str(why))
-    tried[place] = True
+    return out
+
+
+def tried(name: str, packed: Packed, numbers: Numbers) -> Tensor | None:
+    """Output by a library that takes the call; None where it failed at this one or at its first one of this kind."""
+    library, memo, device = PACKED[name], current(), packed.query.device
+    variant = variant_of(name, problem_of(packed, numbers))
+    if variant is not None and memo.kernels.failure(variant, device) is not None:
+        return None
+    place = "library", name, variant
+    build: Callable[[], None] = lambda: None  # noqa: E731
+    if place not in memo.packed and not capturing(device):
+        build = functools.partial(_build, library, packed, numbers)
+    out = memo.kernels.tried(variant, device, build, functools.partial(library.run, packed, numbers))
+    if out is not None:
+        memo.packed[place] = True
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.problems.lengths import spread
+from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.private import FORWARD_AD, C
 from flashtune.dispatch.call.call import PerHead
 from flashtune.dispatch.call.inspection import (
@@ -25,12 +26,14 @@ from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, sign
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import STACK
-from flashtune.dispatch.decisions.explanation import Explanation
+from flashtune.dispatch.decisions.explanation import Explanation, explained
 from flashtune.dispatch.decisions.recorded import meet_packed
 from flashtune.dispatch.plans.autograd import apply
 from flashtune.dispatch.plans.plan import Recent
+from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows import paged as pages
+from flashtune.dispatch.rows.offered import by_offer, offered
 from flashtune.dispatch.rows.operators import TrainedPlan, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.rows.packed import PackedPlan, explained_pass, served
 from flashtune.dispatch.rows.read import parsed
@@ -44,9 +47,10 @@ def attend(
     seed: int | None,
     splits: int | None = None,
     heads_outside: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Output and LSE of a call without functions, of tensors as in Packed and options in their order, by the plan of its signature where
-    there is one. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory. Of implementations options name ours alone."""
+    there is one; None for the LSE where the options want none and a library serves. With `heads_outside` the output of kernels is
+    (Hq, T_q, D_v) in memory. Of implementations options name ours alone."""
     signature: Hashable | None = None
     plan: Any = None
     if not torch.compiler.is_compiling():
@@ -66,7 +70,10 @@ def attend(
         packed, numbers = parsed(Packed(*given), read, max_q, max_k, splits)
         bits = None if seed is None else signed(seed_bits(seed))
         signature = signature if all(map(is_, packed[:6], given[:6])) else None
-        return _first(packed, numbers, bits, signature, heads_outside, ours=read.implementation is not None)
+        ours = read.implementation is not None
+        if not (ours or read.return_lse) and (out := _by_library(packed, numbers)) is not None:
+            return out, None
+        return _first(packed, numbers, bits, signature, heads_outside, ours=ours)
     if seed is not None:
         seed_bits(seed)
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
@@ -74,9 +81,36 @@ def attend(
     return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
 
 
-def explanation_of(packed: Packed, numbers: Numbers) -> Explanation:
+def _by_library(packed: Packed, numbers: Numbers) -> Tensor | None:
+    """Output by the library that a record prefers, where there is one; it isn't traced into a compiler's graph."""
+    if torch.compiler.is_compiling() or transformed():
+        return None
+    why_torch = torch_only(packed)
+    memo, found = context.current(), _library_of(packed, numbers, why_torch)
+    if found is None or (perhaps_fake(why_torch, packed.query) and not has_values(why_torch, packed.query)):
+        return None
+    out = by_offer(memo, found, packed, numbers)
+    if out is not None:
+        meet(packed, numbers, why_torch)
+    return out
+
+
+def _library_of(packed: Packed, numbers: Numbers, why_torch: str | None) -> Choice | None:
+    """Choice of a library for a call without an LSE; a learned bias's gradients are kernels' or PyTorch's."""
+    if why_torch is not None and (why_torch not in GRADIENTS or GRADIENTS[why_torch]):
+        return None
+    memo = context.current()
+    with memo.lock:
+        return offered(memo, packed, numbers, trained=why_torch is not None)
+
+
+def explanation_of(packed: Packed, numbers: Numbers, *, return_lse: bool = True) -> Explanation:
     """Explanation of who serves such a call, and its gradients where they are needed; no kernel is launched."""
     why_torch = torch_only(packed)
+    if not return_lse and (chosen := _library_of(packed, numbers, why_torch)) is not None:
+        problem = problem_of(packed, numbers, chosen.spec.direction, exact=True)
+        assert problem is not None, "a record decides on it"
+        return explained(chosen, problem, devices.target_of(packed.query.device), ())
     if why_torch in GRADIENTS:
         found = explained_pass(packed, numbers, None if _has_backward(packed, numbers, why_torch) else why_torch)
         return found if found.kind == "framework" else replace(found, backward=explained_pass(packed, numbers, None, "bwd"))
