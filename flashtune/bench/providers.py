@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from flashtune.core.system.errors import EnvironmentProblem, InputError, first_l
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.settings import Settings
+from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.providers.libraries import PROVIDERS as INSTALLABLE
 from flashtune.tuner.children.tasks import failed_on_device
-from flashtune.tuner.replies import Judged
+from flashtune.tuner.replies import Failed, Judged
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.calls import RefusedError, judged
 from flashtune.tuner.verify.correctness import Verifier
@@ -36,7 +37,6 @@ def judged_providers(inputs: Inputs, verifier: Verifier) -> tuple[dict[str, Judg
         return {}, {}
     framework = pytorch_call(inputs, step=True)
     own = "" if framework is None else backend_name(framework)
-    made = attention_call if inputs.problem.direction == "fwd" else training_step
     verdicts: dict[str, Judged] = {}
     calls: dict[str, Call] = {}
     for name in PROVIDERS:
@@ -44,16 +44,23 @@ def judged_providers(inputs: Inputs, verifier: Verifier) -> tuple[dict[str, Judg
             continue
         if name == "math" and own != "math" and (calls or framework is not None):
             continue
-        if (verdict := _verdict(name, inputs, verifier)) is None:
+        if isinstance(verdict := verdict_on(name, inputs, verifier), Failed):
             continue
         verdicts[name] = verdict
         if verdict.fate is Fate.CORRECT and name != own:
-            calls[name] = made(inputs, implementation=name)
+            calls[name] = call_of(name, inputs)
     return verdicts, calls
 
 
-def _verdict(name: str, inputs: Inputs, verifier: Verifier) -> Judged | None:
-    """The verdict on a provider; None where the machine's fault left none."""
+def call_of(name: str, inputs: Inputs) -> Call:
+    """A whole call, or a training step, by a provider, by `torch`, which is PyTorch's own choice, or by `flashtune`, which is whoever
+    dispatch chooses."""
+    made: Callable[..., Call] = attention_call if inputs.problem.direction == "fwd" else training_step
+    return made(inputs) if name == OURS else made(inputs, implementation=name)
+
+
+def verdict_on(name: str, inputs: Inputs, verifier: Verifier) -> Judged | Failed:
+    """The verdict on whoever `call_of` names, or the machine's fault that left none."""
     versions = devices.versions_of(name)
     try:
         # Whether it takes the problem at all shows before any oracle is made for it.
@@ -66,25 +73,24 @@ def _verdict(name: str, inputs: Inputs, verifier: Verifier) -> Judged | None:
         failed = failed_on_device(error)
         if failed.poisoned:
             raise
-        return None if failed.inconclusive else Judged(fate=Fate.RUNTIME, versions=versions, reason=first_line(error))
+        return failed if failed.inconclusive else Judged(fate=Fate.RUNTIME, versions=versions, reason=first_line(error))
     return Judged(fate=Fate.CORRECTNESS if found.reason else Fate.CORRECT, versions=versions, reason=found.reason, error=found.error)
 
 
 def _computed(name: str, inputs: Inputs) -> Mapping[str, Tensor]:
-    """Operands that a provider gives of some inputs, by name, in a dispatch state of its own."""
-    with _apart() as memo:
+    """Operands that whoever `call_of` names gives of some inputs, by name, in a dispatch state of its own unless dispatch chooses."""
+    with nullcontext(context.current()) if name == OURS else _apart() as memo:
         try:
-            if inputs.problem.direction == "fwd":
-                found = {"out": attention_call(inputs, implementation=name)()}
-            else:
-                found = _gradients(inputs, training_step(inputs, implementation=name)())
+            given = call_of(name, inputs)()
+            found = {"out": given} if isinstance(given, Tensor) else _gradients(inputs, given)
         except InputError as error:
             if memo.kernels.faults:
                 raise EnvironmentProblem(first_line(error)) from error
             raise RefusedError(first_line(error), failed=bool(memo.kernels.broken)) from error
         if inputs.q.is_cuda:
             torch.cuda.synchronize()
-    return found
+    # Packed ones are (T, H, D), operands (1, H, T, D).
+    return {one: x.transpose(0, 1)[None] for one, x in found.items()} if inputs.sequences else found
 
 
 def _gradients(inputs: Inputs, gradients: object) -> dict[str, Tensor]:

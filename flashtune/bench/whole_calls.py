@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from flashtune.core.code.launching import LoadedKernel
-from flashtune.dispatch import api, varlen
+from flashtune.core.pytorch.flex import flex_arguments
+from flashtune.dispatch import api, flex, varlen
 from flashtune.dispatch.call.parse import Options
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
@@ -23,8 +24,10 @@ Call = Callable[[], object]
 
 
 def call_kwargs(inputs: Inputs) -> dict[str, Any]:
-    """Keyword arguments of `dispatch.attention`, or `attention_varlen`, for these inputs."""
+    """Keyword arguments of `dispatch.attention`, `attention_varlen` or `flex_attention` for these inputs."""
     parameters = inputs.parameters
+    if inputs.mods is not None:
+        return {"scale": parameters.scale, "enable_gqa": inputs.problem.gqa_ratio > 1}
     if parameters.lengths is not None:
         return {
             "dropout_p": parameters.dropout_p,
@@ -53,11 +56,23 @@ def operands(inputs: Inputs) -> list[torch.Tensor]:
 
 
 def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
-    """`dispatch.attention`, or `attention_varlen` with these lengths, as a function of query, key and value."""
+    """`dispatch.attention`, `attention_varlen` with these lengths, or `flex_attention` with these functions, of query, key and value."""
+    if inputs.mods is not None:
+        return _with_functions(inputs)
     if inputs.parameters.lengths is None:
         return api.attention
     cu_q, cu_k, _ = inputs.parameters.lengths
     return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *inputs.longest, **kwargs)
+
+
+def _with_functions(inputs: Inputs) -> Callable[..., torch.Tensor]:
+    """`flex_attention` of dense inputs with their functions, whose blocks are found once."""
+    assert inputs.mods is not None, "the caller looked"
+    p, functions = inputs.problem, inputs.mods.functions
+    source = functions.mods("fwd")
+    sizes = p.batch if source.by_batch else None, p.heads if source.by_head else None, p.n_q, p.n_kv
+    words = flex_arguments(functions.mask_mod, functions.score_mod, sizes, inputs.q.device)
+    return lambda q, k, v, **kwargs: flex.flex_attention(q, k, v, **words, **kwargs)
 
 
 def explained(inputs: Inputs) -> Explanation:
@@ -93,14 +108,19 @@ def training_step(inputs: Inputs, **words: Any) -> Call:
 
 def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float, beside: Sequence[Call] = ()) -> list[list[float]]:
     """Microseconds of back-to-back calls with each rendered module, then of the calls `beside`, and last with PyTorch's function where it
-    supports the problem.
+    supports the problem."""
+    direction, framework = inputs.problem.direction, pytorch_call(inputs, step=True)
+    ours = attention_call(inputs) if direction == "fwd" else training_step(inputs)
+    runs: list[tuple[Memo | None, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
+    runs += [(None, call) for call in (*beside, *([] if framework is None else [framework]))]
+    return interleaved(runs, budget_s=budget_s)
+
+
+def interleaved(runs: Sequence[tuple[Memo | None, Call]], *, budget_s: float) -> list[list[float]]:
+    """Microseconds of back-to-back calls in turns, each served by its memo where it has one.
 
     The times are those of the slower of host and GPU: only the end of each group of calls waits for the GPU.
     """
-    direction, framework = inputs.problem.direction, pytorch_call(inputs, step=True)
-    ours = attention_call(inputs) if direction == "fwd" else training_step(inputs)
-    runs: list[tuple[Any, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
-    runs += [(None, call) for call in (*beside, *([] if framework is None else [framework]))]
     found: list[list[float]] = [[] for _ in runs]
     repeats, rounds = 1, 0
     started = time.perf_counter()

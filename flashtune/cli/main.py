@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "List the best records.",
     "explain": "Say what would run a call, and why.",
     "bench": "Time tuned kernels against PyTorch's backends on this GPU.",
+    "referee": "Check who is right and how fast: flashtune, PyTorch, other libraries.",
     "profile": "Show where attention's time and bytes go.",
     "verify": "Check records for correctness on this machine, or time them again.",
     "generate": "Render the winners of a database to source files.",

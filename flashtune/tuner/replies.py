@@ -145,7 +145,7 @@ class Compared:
     left_out: Mapping[str, str]
 
 
-Answer = Compiled | MachineCode | Ready | Checked | Timed | Rounds | Called | Compared
+Answer = Compiled | MachineCode | Ready | Checked | Timed | Rounds | Judged | Called | Compared
 
 
 logger = logging.getLogger("flashtune.search")

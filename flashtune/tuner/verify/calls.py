@@ -94,7 +94,7 @@ def _on_case(run: Run, case: Case, wanted: list[Wanted]) -> Verdict:
     inputs, worst = case.inputs, 0.0
     p, label = inputs.problem, inputs.problem.label()
     kept = Kept(_read(inputs))
-    sizes = [math.prod(operand.shape(p)) for operand in p.contract.written if operand.axes[-1].startswith("d")]
+    sizes = [inputs.operands[operand.name].numel() for operand in p.contract.written if operand.axes[-1].startswith("d")]
     for turn in range(RUNS):
         poisoned = Poisoned(sizes, inputs.q.dtype, inputs.q.device)
         try:
@@ -108,12 +108,21 @@ def _on_case(run: Run, case: Case, wanted: list[Wanted]) -> Verdict:
         for name, x in found.items():
             if x.shape != inputs.operands[name].shape:
                 return Verdict(error=math.inf, reason=f"{label}: its {name} has the shape {tuple(x.shape)}")
-        seen = replace(inputs, operands={**inputs.operands, **found})
-        verdict = compare(seen, [replace(one, part=None) for one in wanted], case.titles, given=found.keys())
+        verdict = compare(*_seen(inputs, wanted, found), case.titles, given=found.keys())
         if verdict.reason:
             return verdict
         worst = max(worst, verdict.error)
     return Verdict(error=worst)
+
+
+def _seen(inputs: Inputs, wanted: list[Wanted], found: Mapping[str, Tensor]) -> tuple[Inputs, list[Wanted]]:
+    """Inputs that hold these operands, and what is expected of them."""
+    if not inputs.sequences:
+        return replace(inputs, operands={**inputs.operands, **found}), [replace(one, part=None) for one in wanted]
+    # What is expected of a packed sequence views the inputs' own memory.
+    for name, x in found.items():
+        inputs.operands[name].copy_(x)
+    return inputs, wanted
 
 
 def _read(inputs: Inputs) -> dict[str, Tensor]:
