@@ -9,7 +9,7 @@ from flashtune.core.records.versions import TITLES
 LOUD = ("wrong", "failed", "undecided")
 """Verdicts that are listed with their reasons."""
 
-WORDS = ("reason", "versions", "why not")
+WORDS = ("shape", "reason", "versions", "why not")
 """Columns of sentences."""
 
 

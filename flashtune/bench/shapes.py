@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtune.core.problems.lengths import LAWS, Lengths
-from flashtune.core.problems.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem
+from flashtune.core.problems.problem import DIRECTIONS, Features, Problem
 
 WIDTH, TOKENS = 2048, 16384
 """H * D and B * N of a shape."""
@@ -34,7 +34,7 @@ FUNCTIONS = (("mask", "prefix"), ("mask", "dilated"), ("score", "falling"))
 
 
 def shapes() -> list[Problem]:
-    """All of them, without heads that are too large for a `Problem`; functions are traced, and known to this process from then on."""
+    """All of them; functions are traced, and known to this process from then on."""
     return [*_dense(), *_featured(), *_decoding(), *_packed(), *_with_functions()]
 
 
@@ -48,8 +48,7 @@ def _shape(n: int, d: int, features: Features, direction: Any = "fwd", **others:
 def _dense() -> Iterator[Problem]:
     """Plain and causal attention of all head sizes, with shared key heads, in fp16, and with values of another size."""
     for d, direction, features, n in product((64, 96, 128, 192, 256, 512), DIRECTIONS, BOTH, (1000, 1536, 4096)):
-        if d <= MAX_HEAD_DIM:
-            yield _shape(n, d, features, direction)
+        yield _shape(n, d, features, direction)
     for d, direction, kv_heads, n in product((64, 128, 256), DIRECTIONS, (1, 4), (1000, 4096)):
         yield _shape(n, d, CAUSAL, direction, heads=16, kv_heads=kv_heads)
     for d, direction, features in product((64, 128), DIRECTIONS, BOTH):
