@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flashtune.core.problems.lengths import LAWS, Lengths
+from flashtune.core.problems.lengths import Law, Lengths
 from flashtune.core.problems.problem import DIRECTIONS, Features, Problem
 
 WIDTH, TOKENS = 2048, 16384
@@ -79,7 +79,7 @@ def _decoding() -> Iterator[Problem]:
 
 def _packed() -> Iterator[Problem]:
     """Packed sequences of different lengths."""
-    laws = [law for law in LAWS if law in ("lognormal", "one_long")]
+    laws: tuple[Law, ...] = "lognormal", "one_long"
     for d, direction, causal, law in product((64, 128, 256), DIRECTIONS, (False, True), laws):
         lengths = Lengths.of(law, 16, 16 * 1024)
         yield _shape(1024, d, Features(causal=causal, packed=True), direction, lengths=lengths, kv_heads=max(1, WIDTH // d // 4))

@@ -21,7 +21,8 @@ from flashtune.bench import time_calls, whole_calls
 from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.pytorch import devices
-from flashtune.core.records.results import Baseline, Fate, Outcome, SearchResult
+from flashtune.core.records.results import PROVIDERS, Baseline, Fate, Outcome, SearchResult
+from flashtune.core.records.versions import differing, is_versions
 from flashtune.core.system.errors import NoKernelFound
 from flashtune.db.library import Library
 from flashtune.db.store import Store
@@ -69,6 +70,19 @@ def verdict_in(result: SearchResult) -> Outcome:
     """The verdict of a search on the library."""
     [found] = [one for one in result.outcomes if one.template == "fa4"]
     return found
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_new_version_of_any_providers_package_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = INSTALLABLE[name].package
+
+    def found(version: str) -> Config:
+        monkeypatch.setattr(devices, "_installed", lambda asked: version if asked == package else "1.0")
+        return devices.versions_of.__wrapped__(name)
+
+    # PyTorch's own version is that of the imported module.
+    assert package == "torch" or (found("1.1") != found("1.2") and differing(found("1.1"), found("1.2")))
+    assert is_versions({part: str(version) for part, version in found("1.1").items})
 
 
 @pytest.mark.usefixtures("planted", "on_cpu")

@@ -129,7 +129,7 @@ def versions_of(provider: str) -> Config:
     """Versions here of all that decides what a provider computes, by the words of flashtune.core.records.versions; parts that aren't
     here are left out. Read once per process."""
     found = {"torch": torch_release(), "cuda": torch.version.cuda or torch.version.hip or "", "driver": _driver()}
-    if provider == "cudnn":
+    if provider in ("cudnn", "cudnn_fe"):
         number = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
         found["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}" if number else ""
     found |= {name: _installed(versions.TITLES[name]) for name in versions.PACKAGES.get(provider, ())}

@@ -18,6 +18,8 @@ TITLES: Mapping[str, str] = {
     "flash_attn": "flash-attn",
     "flash_attn_4": "flash-attn-4",
     "cutlass_dsl": "nvidia-cutlass-dsl",
+    "cudnn_frontend": "nvidia-cudnn-frontend",
+    "ffpa": "ffpa-attn",
 }
 """Parts that have a version, with their names for messages; those of packages are the packages' names."""
 
@@ -25,6 +27,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "flex": ("triton",),
     "fa4": ("flash_attn_4", "cutlass_dsl"),
     "fa2": ("flash_attn",),
+    "cudnn_fe": ("cudnn_frontend",),
+    "ffpa": ("ffpa",),
 }
 """Packages that decide what a provider computes, beside PyTorch, CUDA and the driver, which decide all of them."""
 
