@@ -16,6 +16,7 @@ from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.settings import Settings
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.providers.libraries import PROVIDERS as INSTALLABLE
+from flashtune.dispatch.rows.libraries import PACKED
 from flashtune.tuner.children.tasks import failed_on_device
 from flashtune.tuner.replies import Failed, Judged
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
@@ -30,17 +31,18 @@ def judged_providers(inputs: Inputs, verifier: Verifier) -> tuple[dict[str, Judg
     """Verdicts on the providers that are installed here, by name, and calls, or training steps, of those to be timed.
 
     PyTorch's own choice is checked by its backend's name and not timed, since it races anyway. Left out are its math backend where another
-    takes the call, and FlexAttention, which compiles for longer than a candidate may. Packed sequences have no other provider than
-    `attention_varlen` itself, and dropout's stay with those who serve it in training.
+    takes the call, and FlexAttention, which compiles for longer than a candidate may. Calls with dropout stay with those who serve them in
+    training.
     """
-    if inputs.problem.features.dropout or inputs.problem.features.packed:
+    if inputs.problem.features.dropout:
         return {}, {}
-    framework = pytorch_call(inputs, step=True)
-    own = "" if framework is None else backend_name(framework)
+    framework, packed = pytorch_call(inputs, step=True), inputs.problem.features.packed
+    # Of packed sequences PyTorch's own choice is its varlen_attn.
+    own = "" if framework is None else "flash" if packed else backend_name(framework)
     verdicts: dict[str, Judged] = {}
     calls: dict[str, Call] = {}
     for name in PROVIDERS:
-        if name == "flex" or INSTALLABLE[name].missing() is not None:
+        if name == "flex" or INSTALLABLE[name].missing() is not None or (packed and name not in PACKED):
             continue
         if name == "math" and own != "math" and (calls or framework is not None):
             continue

@@ -1,6 +1,7 @@
 """Other providers are checked as kernels are before they are timed: planted faults of each kind are found."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,9 +9,14 @@ import torch
 import wrong_providers
 from wrong_providers import WRONG, Raising, plant
 
+from flashtune import dispatch
 from flashtune.bench.providers import judged_providers
+from flashtune.core.problems.lengths import Lengths
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Fate
+from flashtune.dispatch.call.sequences import Numbers, Packed
+from flashtune.dispatch.providers.provider import AT_THE_START
+from flashtune.dispatch.rows.libraries import PACKED
 from flashtune.tuner.replies import Judged
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
@@ -89,3 +95,31 @@ def test_cases_that_a_library_refuses_are_left_out_and_a_problem_that_it_refuses
 def test_pytorchs_own_backends_pass(changes: dict[str, Any]) -> None:
     found = verdicts(replace(PROBLEM, **{"features": Features(causal=True), **changes}))
     assert found and all(one.fate in (Fate.CORRECT, Fate.CONSTRAINT) for one in found.values()), found
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("fault", ["", "nan", "head"])
+def test_libraries_of_packed_sequences_are_checked_for_a_search_of_them(
+    fault: str, direction: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(packed: Packed, numbers: Numbers) -> torch.Tensor:
+        outs = []
+        for (start, stop), (first, end) in zip(pairwise(packed.cu_q.tolist()), pairwise(packed.cu_k.tolist()), strict=True):
+            q, k, v = (x.transpose(0, 1)[None] for x in (packed.query[start:stop], packed.key[first:end], packed.value[first:end]))
+            words = {"window": (numbers.left, numbers.right), "causal_alignment": numbers.alignment, "enable_gqa": True}
+            outs.append(dispatch.attention(q, k, v, scale=numbers.scale, **words)[0].transpose(0, 1))
+        out = torch.cat([*outs, packed.query.new_zeros(len(packed.query) - stop, *packed.query.shape[1:])])
+        if fault == "nan":
+            out = torch.where(torch.arange(len(out))[:, None, None] == 1, torch.nan, out)
+        return out * torch.tensor([1.0, 1.01 if fault == "head" else 1.0, 1.0, 1.0])[:, None]
+
+    plant(monkeypatch, wrong_providers.right)
+    library = PACKED["fa4"]
+    monkeypatch.setattr(library, "run", run)
+    monkeypatch.setattr(library, "missing", lambda packed: None)
+    monkeypatch.setattr(library, "takes", library.takes | {"float32 or float64", AT_THE_START})
+    features, lengths = Features(causal=True, alignment="bottom_right", packed=True), Lengths.of("uniform", 3, 120)
+    packed = Problem(batch=3, heads=4, kv_heads=2, n_q=40, n_kv=40, d=16, d_v=16, dtype="fp32", features=features, lengths=lengths)
+    found = verdicts(replace(packed, direction=direction))
+    assert set(found) <= {"flash", "fa4", "fa2"}, "others take no packed sequences"
+    assert found["fa4"].fate is (Fate.CORRECTNESS if fault else Fate.CORRECT), found["fa4"]

@@ -105,12 +105,10 @@ def _candidates(
     if torch_only in GRADIENTS and problem is not None:
         if not (ours or GRADIENTS[torch_only]):
             yield from _by_provider(memo, call, trained_as(problem), tensors, per_head, told)
-        if call.large:
-            why = str(call.out_of_reach)
-        else:
+        if not call.large:
             why = yield from _trained(memo, call, problem, tensors, GRADIENTS[torch_only], ours=ours)
-        torch_only = f"{torch_only}, and {why}"
-        if call.device.type == "cuda":
+            torch_only = f"{torch_only}, and {why}"
+        if call.device.type == "cuda" and not call.large:
             unsound = UNSOUND[call.mask_kind != "none"]
             torch_only += "".join(f" (without {TITLES.get(name, name)}, whose {fault.wrong})" for name, fault in unsound.items())
     fused = call.fused_by_torch and not ours
