@@ -1,5 +1,8 @@
 """Run time: `attention` by the best kernel known for this GPU and these sizes, and `explain` for the reason of the choice."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from flashtune import offer
 from flashtune.core.system.collector import held_off
 
@@ -12,6 +15,9 @@ with held_off():
     from flashtune.dispatch.flex import explain_flex, flex_attention
     from flashtune.dispatch.jagged import attention_jagged
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
+
+if TYPE_CHECKING:
+    from flashtune.dispatch.parts.merge import merge
 
 offer()
 
@@ -27,7 +33,18 @@ __all__ = [
     "explain_varlen",
     "flex_attention",
     "freeze",
+    "merge",
     "reload",
     "save_calls",
     "use",
 ]
+
+_PARTS = ("merge",)
+
+
+def __getattr__(name: str) -> Any:
+    """A function of `flashtune.dispatch.parts`, imported now: most programs call none."""
+    if name not in _PARTS:
+        raise AttributeError(f"module 'flashtune.dispatch' has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(f"flashtune.dispatch.parts.{name}"), name)
+    return found
