@@ -17,7 +17,10 @@ with held_off():
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
 
 if TYPE_CHECKING:
+    from flashtune.dispatch.parts.cascade import cascade
     from flashtune.dispatch.parts.merge import merge
+    from flashtune.dispatch.parts.ring import ring
+    from flashtune.dispatch.parts.tree import tree
 
 offer()
 
@@ -27,6 +30,7 @@ __all__ = [
     "attention",
     "attention_jagged",
     "attention_varlen",
+    "cascade",
     "explain",
     "explain_flex",
     "explain_problem",
@@ -35,11 +39,13 @@ __all__ = [
     "freeze",
     "merge",
     "reload",
+    "ring",
     "save_calls",
+    "tree",
     "use",
 ]
 
-_PARTS = ("merge",)
+_PARTS = ("cascade", "merge", "ring", "tree")
 
 
 def __getattr__(name: str) -> Any:
