@@ -145,6 +145,33 @@ def test_attention_by_parts_is_that_of_all_keys() -> None:
             cases.agrees(cases.drawn(seed, DTYPES[seed % len(DTYPES)], most=12 if devices.INTERPRETING else 40))
 
 
+WAYS: dict[str, Callable[..., Any]] = {
+    "attention": lambda *x: dispatch.attention(*x, return_lse=True)[1],
+    "mask": lambda *x: dispatch.attention(*x, torch.ones(9, 9, dtype=torch.bool), return_lse=True)[1],
+    "torch": lambda *x: dispatch.attention(*x, return_lse=True, implementation="torch")[1],
+    "score": lambda *x: dispatch.flex_attention(*x, score_mod=lambda score, b, h, i, j: score * 1.0, return_lse=True)[1],
+    "packed": lambda *x: dispatch.attention_varlen(*_rows(x), BOUNDS, BOUNDS, 9, 9, return_lse=True)[1],
+    "packed mask": lambda *x: dispatch.attention_varlen(
+        *_rows(x), BOUNDS, BOUNDS, 9, 9, return_lse=True, mask_mod=lambda b, h, i, j: i + 99 > j
+    )[1],
+}
+BOUNDS = torch.tensor([0, 9]).int()
+
+
+def _rows(tensors: Any) -> list[Tensor]:
+    return [x[0].transpose(0, 1) for x in tensors]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_gives_the_gradient_of_its_lse(way: str) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+    with dispatch.use(unmeasured=True):
+        found = torch.autograd.grad(WAYS[way](q, k, v).sin().sum(), (q, k))
+    wanted = torch.autograd.grad((q.double() @ k.double().mT / 4).logsumexp(-1).sin().sum(), (q, k))
+    for mine, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, true, atol=2e-6, rtol=1e-5)
+
+
 def test_the_part_of_no_keys_changes_no_bit() -> None:
     q, k, v = (torch.randn(2, 4, 9, 16) for _ in range(3))
     part = dispatch.attention(q, k, v, return_lse=True)

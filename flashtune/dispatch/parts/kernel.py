@@ -47,7 +47,8 @@ def merge_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Output and LSE of parts."""
-    row, there, place, columns = _places(rows, heads, per_head, stride_b, stride_h, stride_n, D, ALIGNED, ROWS, COLUMNS)
+    places = _places(rows, heads, per_head, stride_b, stride_h, stride_n, D, ALIGNED, ROWS, COLUMNS)
+    row, there, place, columns = places  # pyright: ignore[reportGeneralTypeIssues]
     hidden = float("-inf")
     top = tl.full((ROWS,), hidden, tl.float32)
     for part in tl.static_range(len(lses)):
@@ -90,7 +91,8 @@ def gradients_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Gradients of parts: w dO, and w (dO . (part's output - output) + dLSE)."""
-    row, there, place, columns = _places(rows, heads, per_head, stride_b, stride_h, stride_n, D, ALIGNED, ROWS, COLUMNS)
+    places = _places(rows, heads, per_head, stride_b, stride_h, stride_n, D, ALIGNED, ROWS, COLUMNS)
+    row, there, place, columns = places  # pyright: ignore[reportGeneralTypeIssues]
     hidden = float("-inf")
     whole = tl.load(lse + row, mask=there, other=hidden)
     attended = (whole != hidden)[:, None] & columns
