@@ -1,4 +1,4 @@
-"""What is built on merged parts: requests over one prefix, and drafts that form a tree; gradients, padding, pages, and refusals."""
+"""Requests over one prefix, and drafts that form a tree, both by merged parts: gradients, padding, pages, and refusals."""
 
 import math
 from collections.abc import Iterator
