@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 def chart(title: str, lengths: Sequence[int], lines: Sequence[Line]) -> str:
     """Rates in TFLOP/s over lengths, which double; a phone shows it at its own size."""
-    width, height, left, right, top, bottom = 380, 280, 36, 92, 30, 40
+    width, height, left, right, top, bottom = 380, 280, 50, 92, 30, 40
     highest = 200 * -(-max(max(line.rates) for line in lines) // 200)
 
     def x(place: int) -> float:
@@ -41,14 +41,14 @@ def chart(title: str, lengths: Sequence[int], lines: Sequence[Line]) -> str:
         return height - bottom - (height - top - bottom) * rate / highest
 
     parts = [f'<text x="{left}" y="16" class="title">{html.escape(title)}</text>']
+    middle = (top + height - bottom) / 2
+    parts.append(f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" class="middle">TFLOP/s (higher is better)</text>')
     for rate in range(0, int(highest) + 1, 200):
         parts.append(f'<path d="M{left} {y(rate):.1f}H{width - right}" class="grid"/>')
         parts.append(f'<text x="{left - 6}" y="{y(rate) + 4:.1f}" class="end">{rate}</text>')
     for place, length in enumerate(lengths):
         parts.append(f'<text x="{x(place):.1f}" y="{height - bottom + 18}" class="middle">{_short(length)}</text>')
-    parts.append(
-        f'<text x="{(left + width - right) / 2}" y="{height - 4}" class="middle">sequence length (TFLOP/s, higher is better)</text>'
-    )
+    parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 4}" class="middle">sequence length N</text>')
     for line, at in zip(lines, _apart([y(line.rates[-1]) for line in lines], 15), strict=True):
         points = " ".join(f"{x(place):.1f},{y(rate):.1f}" for place, rate in enumerate(line.rates))
         parts.append(f'<polyline points="{points}" class="line {line.kind}"/>')

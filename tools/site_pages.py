@@ -37,13 +37,22 @@ CHART_RUN = "2026-11-22-h200-forward/forward_plain_features.json"
 PEERS = {"flashtune": "flashtune", "cudnn": "cuDNN", "fa4": "FlashAttention-4", "flash": "FlashAttention-2"}
 
 MASKS = ROOT / "examples" / "masks.py"
-MASKS_RUN = "2026-11-28-h100-functions/long.json"
+MASKS_RUN, BIASES_RUN = "2026-11-28-h100-functions/long.json", "2026-11-28-h100-biases/biases-16384.json"
 CASES = {
-    "causal": "causal", "sliding_window": "window", "prefix_lm": "prefix", "same_document": "document", "global_window": "global_window",
-    "dilated": "dilated", "neighbourhood": "natten", "tree": "tree", "block_diffusion": "block_diffusion", "alibi": "alibi",
-    "soft_cap": "softcap",
-}  # fmt: skip
-"""Functions of the gallery that `MASKS_RUN` timed, or others of their kind, by the names of its cases."""
+    "causal": ("causal", ""),
+    "sliding_window": ("window", ""),
+    "prefix_lm": ("prefix", "timed with a prompt of 4096 tokens"),
+    "same_document": ("document", "timed with 8 documents of random lengths"),
+    "global_window": ("global_window", ""),
+    "dilated": ("dilated", ""),
+    "neighbourhood": ("natten", "timed with windows that move inwards at the edges"),
+    "tree": ("tree", "timed with a random tree whose tokens see their ancestors"),
+    "block_diffusion": ("block_diffusion", ""),
+    "alibi": ("alibi", "timed with the slopes of 16 heads"),
+    "soft_cap": ("softcap", "timed beside a causal mask"),
+    "relative": ("relative", "FlexAttention with one pipeline stage, since its defaults fail there; `2026-11-28-h100-biases`, 3 rounds"),
+}
+"""Functions of the gallery that `MASKS_RUN` or `BIASES_RUN` timed: the case of the run, and how it differs."""
 
 
 def commands() -> str:
@@ -74,7 +83,8 @@ def _option(words: str) -> str:
 
 def _cell(text: str) -> str:
     escaped = html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;<wbr>").replace("*", "&#42;")
-    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", lambda found: f"`{found[0]}`", escaped)
+    spans = re.split(r"(`[^`]*`)", escaped)
+    return "".join(part if part.startswith("`") else re.sub(r"(?<![\w-])--[a-z][a-z-]*", r"`\g<0>`", part) for part in spans)
 
 
 def _help(text: str) -> Iterator[str]:
@@ -141,21 +151,22 @@ def runs(name: str) -> tuple[str, str]:
         coded = functions.with_functions(problem, named)
     except InputError as error:
         options = str(error).rpartition("search with ")[2]
-        return "Built in: the kernels of `dispatch.attention` run it.", options
+        return "Built in: `dispatch.attention` runs it.", options
     found = functions.loaded(named, "cpu")
     option = f"--{kind}-mod examples/masks.py:{name}"
     if documents_of(found.score, found.mask) is not None:
         return "Documents: the kernels of packed sequences run it where each document is one run of tokens.", "--packed uniform --causal"
     here, there = (explain_problem(coded, gpu) for gpu in ("h100", "a100"))
     elsewhere = "PyTorch's FlexAttention runs it until you search" if there.kind == "framework" else f"`{there.template}`"
-    return f"Compiled: on an H100 or H200 `{here.template}` runs it; on other GPUs {elsewhere}.", option
+    return f"Compiled: on an H100 or H200 `{here.template}` runs it in 16 bits; on other GPUs {elsewhere}.", option
 
 
 def gallery() -> str:
     """Markdown of the gallery: for each function its picture, code, what runs it, and its speed where it was measured."""
     from benchmarks.cases.archive import folder
 
-    timed = {(row["case"], row["d"]): row for row in json.loads((folder() / MASKS_RUN).read_text())["rows"]}
+    rows = [row for run in (MASKS_RUN, BIASES_RUN) for row in json.loads((folder() / run).read_text())["rows"]]
+    timed = {(row["case"], row["d"]): row for row in rows if "forward" in row}
     drawn = masks_drawn()
     head = MASKS.read_text().partition("import torch\n")[2].partition("\n\n\n")[0].strip()
     parts = ["## Numbers and tensors", "", "The functions below read these:", "", "```python", head, "```", ""]
@@ -168,11 +179,14 @@ def gallery() -> str:
         text = inspect.cleandoc(function.__doc__ or "")
         code = "".join(inspect.getsourcelines(function)[0]).replace(f'    """{text}"""\n', "")
         picture = f'<div class="drawn">{drawn[name]}</div>' if name in drawn else ""
-        parts += [f"### {name}", "", text, "", "```python", code + "```", "", picture, "", sentence, "", f"Search: `{options}`.", ""]
-        row = timed.get((CASES.get(name, ""), 128))
-        ratios = [row[way]["flex"] / row[way]["ours"] for way in ("forward", "backward")] if row and "forward" in row else []
+        parts += [f"### {name}", "", text, "", "```python", code + "```", "", picture, "", sentence, ""]
+        sizes = "--d 128 --n 1024 --batch 16" if "--packed" in options else f"--d 128 --n {masks().N}"
+        parts += ["Search:", "", "```sh", f"flashtune search {sizes} {options}", "```", ""]
+        case, note = CASES.get(name, ("", ""))
+        row = timed.get((case, 128))
+        ratios = [row[way]["flex"] / row[way]["ours"] for way in ("forward", "backward")] if row else []
         speed = "not measured" if not ratios else f"{ratios[0]:.2f} times FlexAttention's rate forward, {ratios[1]:.2f} times backward"
-        parts += [f"Speed: {speed}.", ""]
+        parts += [f"Speed: {speed}{f' ({note})' if ratios and note else ''}.", ""]
     return "\n".join(parts)
 
 

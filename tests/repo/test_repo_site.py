@@ -32,6 +32,11 @@ def test_the_page_of_commands_has_every_option() -> None:
     assert (DOCS / "commands.md").read_text().count("<!-- commands -->") == 1
 
 
+def test_options_within_a_command_of_a_help_text_stay_within_its_code() -> None:
+    assert site_pages._cell("ID signed (`export --sign`); --db names it") == "ID signed (`export --sign`); `--db` names it"
+    assert not re.search(r"`[a-z]+ ?`--", site_pages.commands())
+
+
 def variables_of(folder: Path) -> set[str]:
     return {name for path in folder.rglob("*.py") for name in re.findall(r"\bFLASHTUNE_[A-Z_]+\b", path.read_text())}
 
@@ -49,13 +54,15 @@ def test_a_variable_without_a_line_would_be_noticed(tmp_path: Path) -> None:
 def test_the_gallery_has_twelve_masks_with_their_pictures_and_what_runs_them() -> None:
     drawn = site_pages.masks_drawn()
     assert len(drawn) == 12 and len(set(drawn.values())) == 12
-    assert site_pages.runs("causal") == ("Built in: the kernels of `dispatch.attention` run it.", "--causal")
+    assert site_pages.runs("causal") == ("Built in: `dispatch.attention` runs it.", "--causal")
     assert site_pages.runs("same_document")[0].startswith("Documents")
     assert "`flash_fwd_hopper`" in site_pages.runs("tree")[0] and "--mask-mod examples/masks.py:tree" in site_pages.runs("tree")[1]
     text = site_pages.gallery()
     for name in site_pages.functions_of(site_pages.masks()):
         part = text.split(f"### {name}\n")[1].split("\n### ")[0]
-        assert f"def {name}(" in part and "Speed: " in part and "Search: `--" in part
+        assert f"def {name}(" in part and "Speed: " in part and "flashtune search --d 128 --n " in part
+    assert "alibi" in site_pages.CASES and "(timed with the slopes of 16 heads)" in text.split("### alibi\n")[1].split("\n### ")[0]
+    assert "not measured" not in text.split("### relative\n")[1]
 
 
 def test_a_masks_picture_has_a_row_for_each_query() -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ def run(text: str) -> list[tuple[str, str]]:
     """Texts that a page's snippets print, each beside what the page says; snippets share their variables, as on a console."""
     # PyTorch looks for the variables of functions in their module.
     module = sys.modules["snippets"] = ModuleType("snippets")
-    printed, pairs = "", []
+    printed, pairs, handler = "", [], signal.getsignal(signal.SIGTERM)
     try:
         for kind, block in BLOCK.findall(text):
             if kind == "python":
@@ -39,6 +40,7 @@ def run(text: str) -> list[tuple[str, str]]:
                 pairs.append((printed, block))
                 printed = ""
     finally:
+        signal.signal(signal.SIGTERM, handler)
         del sys.modules["snippets"]
     return [*pairs, (printed, "")] if printed else pairs
 
