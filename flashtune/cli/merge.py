@@ -37,9 +37,9 @@ def merge(
 ) -> None:
     """Write the best records of every key in these databases to one small file.
 
-    Of two records of one key the one with the larger speedup over PyTorch in its own run is kept, with its provenance; measured records
-    go before predicted ones. Where its kernel isn't bitwise repeatable, the best record of a repeatable one is kept beside it, for
-    deterministic calls. Records that lost are listed, and so are those that this version can't serve.
+    Of the records of one key the first in the order of docs/shipping.md is kept: measured before predicted, the newest PyTorch and Triton,
+    then the larger speedup over PyTorch in its own run. Where its kernel isn't bitwise repeatable, the best record of a repeatable one is
+    kept beside it, for deterministic calls. Records that lost are listed, and so are those that this version can't serve.
 
     With --trust the records of all other databases are candidates: they don't serve until `flashtune verify --requalify` has raced them on
     their GPU against yours and PyTorch.

@@ -82,8 +82,8 @@ def attention(
         key: (..., Hkv, N_kv, D).
         value: (..., Hkv, N_kv, D_v).
         attn_mask: a boolean mask attends where it is True, a floating one is added to the scores. It broadcasts to (..., Hq, N_q, N_kv);
-            kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask. To kernels a bias below -1.1e38
-            (finfo.min of float32 and bfloat16) is -inf: a row with no other gives 0, where PyTorch's operations give the values' mean.
+            kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask. Kernels treat a bias below
+            -1.1e38 as -inf. If a whole row has such bias, its output is 0, where PyTorch's operations give the values' mean.
         dropout_p: rate of dropped probabilities, from 0 to 1.
         is_causal: hide the keys right of the diagonal.
         scale: factor of the scores; None is 1 / sqrt(D).

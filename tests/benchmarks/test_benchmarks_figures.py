@@ -45,14 +45,15 @@ def test_figures_of_calls_are_those_of_the_committed_runs() -> None:
     mean = math.exp(sum(map(math.log, prefill)) / len(prefill))
     said = one_line(PAGE)
     assert (
-        f"runs at {min(prefill):.2f} to {max(prefill):.2f} times torch's rate in prefill (geometric mean {mean:.2f} of {len(prefill)}); "
+        f"runs at {min(prefill):.2f} to {max(prefill):.2f} times PyTorch's rate in prefill, a forward over the whole prompt "
+        f"(geometric mean {mean:.2f} of {len(prefill)}); "
         f"decoding at {min(decoding):.2f} to {max(decoding):.2f}"
     ) in said
-    for figure, words in (("tokens_ratio", "takes {} times as long as with torch's"), ("new_tokens_ratio", "cuDNN {} times as long")):
+    for figure, words in (("tokens_ratio", "takes {} times as long as with PyTorch's"), ("new_tokens_ratio", "cuDNN {} times as long")):
         ratios = [one[figure] for one in results("models") if figure in one]
         assert words.format(f"{min(ratios):.2f} to {max(ratios):.2f}") in said
     plain = [one["ratio"] for one in results("host") if one["case"] in ("plain", "causal", "gqa")]
-    assert f"A call costs the host {min(plain):.1f} to {max(plain):.1f} times what torch's costs" in said
+    assert f"A plain, causal or grouped-query call costs the host {min(plain):.1f} to {max(plain):.1f} times what PyTorch's costs" in said
 
 
 def test_figures_of_backwards_are_those_of_the_rows() -> None:
@@ -76,7 +77,8 @@ def test_figures_of_backwards_are_those_of_the_rows() -> None:
     assert f"those of D = 16 to 128 on an H100 {min(others):.2f} to {max(others):.2f} times" in said
     assert f"are {min(gains[True]):.2f} to {max(gains[True]):.2f} times as fast as cuDNN's for full and causal attention" in said
     assert (
-        f"{min(gains[False]):.1f} to {max(gains[False]):.1f} times as fast as torch's choice with a mask, a bias, ALiBi or a window" in said
+        f"{min(gains[False]):.1f} to {max(gains[False]):.1f} times as fast as PyTorch's choice with a mask, a bias, ALiBi or a window"
+        in said
     )
     assert f"{min(asked):.1f} to {max(asked):.1f} times where a bias or slopes get gradients" in said
     assert f"and {min(dropped):.1f} to {max(dropped):.1f} times with dropout" in said
@@ -156,7 +158,10 @@ def test_figures_of_packed_calls_are_those_of_the_run() -> None:
     )
     assert f"backwards at {mean(gains[1]):.2f} times ({spoken(gains[1])})" in said
     assert f"at {torchs[0]:.2f} and {torchs[1]:.2f} times its rate" in said
-    assert f"a forward takes {spoken(equal[0])} times as long as by our dense kernel, a backward {spoken(equal[1])} times" in said
+    assert (
+        f"packed forwards of equal lengths took {spoken(equal[0])} times the dense kernel's time, backwards {spoken(equal[1])} times"
+        in said
+    )
 
 
 def test_figures_of_paged_calls_are_those_of_the_run() -> None:

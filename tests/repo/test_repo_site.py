@@ -21,6 +21,13 @@ def test_the_menu_names_every_page_once() -> None:
     assert re.findall(r"^  - ([A-Z]\w+):$", MENU, re.MULTILINE) == ["Start", "Guides", "Reference", "Figures", "Design"]
 
 
+def test_the_menu_has_the_pages_own_titles() -> None:
+    for title, place in re.findall(r'^ +- "?(.+?)"?: ([\w/-]+\.md)$', MENU, re.MULTILINE):
+        source = next((ROOT / path for path, included in site_pages.INCLUDED.items() if included == place), DOCS / place)
+        heading = re.search(r"^# (.+)$", source.read_text(), re.MULTILINE)
+        assert heading and (title == heading[1] or title == "Home"), place
+
+
 def test_the_page_of_commands_has_every_option() -> None:
     text = site_pages.commands()
     for name in COMMANDS:

@@ -289,11 +289,12 @@ def use(
             (soft caps, LSEs), in CUDA graphs or under a tracer aren't measured.
         plan: file of `freeze`. Its kernels and providers run calls in place of all records, and never give way to a fallback kernel, so
             that the ranks of a job have equal bits; `digest` of the returned object is equal then. A call that the plan doesn't have is
-            refused, and so is a plan of other versions or another GPU. Lengths within the octaves of a frozen call have its kernel.
+            refused, and so is a plan of other versions or another GPU. If a length is between the same powers of two as a frozen call, its
+            kernel runs.
 
     Returns:
-        The layer: a context manager with `remove`. Without `everywhere` it is in a context variable: tasks that begin meanwhile keep it to
-            their end, and so does a thread that runs in a copy of this context. Gradients are computed under the layers of the forward.
+        The layer: a context manager with `remove`. Without `everywhere` it is in a context variable: tasks started inside the block keep
+            the layer until they end, as do threads running in a copied context. Gradients are computed under the layers of the forward.
 
     Raises:
         DatabaseError: where there is no such database, or it is damaged.

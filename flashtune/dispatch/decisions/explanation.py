@@ -36,11 +36,11 @@ class Explanation:
         framework_us: PyTorch's time in the record's run.
         refused: a line for each record or family that came earlier and was passed over.
         differences: where the record is of another key, its values beside those of the call (`d=128 for 80`).
-        estimated_loss: None; no estimate is calibrated.
+        estimated_loss: always None (reserved).
         backward: explanation of the gradients, where kernels compute them; None where PyTorch does.
         twin: config of the fallback kernel, for a kernel whose softmax may be mispredicted.
         misled_programs: mispredicting programs of calls like this one so far.
-        went_over: 1 once they were too many, else 0.
+        went_over: 1 after the switch to the fallback kernel, else 0.
         twin_serves: True once the fallback kernel runs such calls, until the process ends.
         provider: the provider that runs the call, where `kind` is "provider".
         providers: all implementations that a caller may name, with their times.
