@@ -2,7 +2,7 @@
 
 Whole pages: the changelog, the figures, CONTRIBUTING and the examples. Parts, each in place of a marker: the commands with every option,
 the gallery of masks, a template's text, and the chart of the home page. Diagrams become pictures. Links that leave the documents lead to
-such a page, or to the repository where the project's metadata names one; else they become the file's path.
+such a page, or to the repository where the project's metadata names one; else they become the file's path in a checkout.
 """
 
 import html
@@ -258,7 +258,7 @@ def linked(markdown: str, source: str, repository: str | None) -> str:
             return f"{picture}[{text}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{anchor})"
         if repository:
             return f"{picture}[{text}]({repository}/blob/main/{path}{anchor})"
-        return text if path in text or text.strip("`") == target else f"{text} (`{path}`)"
+        return text if path in text or text.strip("`") == target else f"{text} (`{path}` in a checkout)"
 
     outside = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in outside)

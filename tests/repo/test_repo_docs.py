@@ -186,7 +186,7 @@ def served_by_a_row(problem: Problem, target: Target) -> bool:
     return choose(problem, target, SHIPPED, families()).record is not None
 
 
-WORDS = ("tuned", "near", "search", "torch")
+WORDS = ("tuned", "near", "search", "PyTorch")
 
 
 def what_serves(problem: Problem, target: Target) -> str:
@@ -196,7 +196,7 @@ def what_serves(problem: Problem, target: Target) -> str:
     if served_by_a_row(problem, target):
         return "near"
     served = target.compilable and any(family.supports(problem.spec(), target) is None for family in families().values())
-    return "search" if served else "torch"
+    return "search" if served else "PyTorch"
 
 
 def test_the_table_says_what_runs_where() -> None:

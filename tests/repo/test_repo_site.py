@@ -104,7 +104,7 @@ def test_arrows_lead_down_but_for_dashed_ones_that_lead_back() -> None:
         ("[figures](../benchmarks/README.md#training)", "docs/index.md", None, "[figures](figures.md#training)"),
         ("[page](docs/support.md)", "CONTRIBUTING.md", None, "[page](support.md)"),
         ("[all](../../examples/masks.py)", "docs/guides/gallery.md", None, "[all](../examples.md#maskspy)"),
-        ("[guards](../guard/README.md)", "docs/architecture.md", None, "guards (`guard/README.md`)"),
+        ("[guards](../guard/README.md)", "docs/architecture.md", None, "guards (`guard/README.md` in a checkout)"),
         ("[guards](../guard/README.md)", "docs/architecture.md", "https://x.org/f", "[guards](https://x.org/f/blob/main/guard/README.md)"),
         ("[web](https://x.org) and [here](#there)", "docs/index.md", None, "[web](https://x.org) and [here](#there)"),
         ("```\n[x](y.md)\n```", "docs/index.md", None, "```\n[x](y.md)\n```"),
