@@ -128,7 +128,7 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]
     out = console(width=WHOLE) if wide else out or console()
-    lines = [_cells(record, why, wide) for record, why in rows]
+    lines = [cells_of(record, why, wide) for record, why in rows]
     if out.width < NARROW:
         lines = [{**line, "source": line["source"].partition(",")[0]} for line in lines]
     cells = [[line[name] for name in columns] for line in lines]
@@ -141,7 +141,7 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
     return len(table.columns) == len(columns)
 
 
-def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
+def cells_of(r: TuningRecord, why: str | None = None, wide: bool = False) -> dict[str, str]:
     """Texts of one record by column."""
     measured = r.outcome.source == "measured"
     said = (r.outcome.source, *doubts_of(r, why))
