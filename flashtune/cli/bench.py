@@ -35,7 +35,7 @@ def bench(*, requested: ProblemOptions, seconds: float, seed: int, plot: Path | 
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
     flashtune bench --model llama-3-8b --n 8192 --plot llama.html
     flashtune bench --d 128 --dtype bf16 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
-    flashtune bench --d 128 --n 4096 --mask-mod examples/masks.py:same_document
+    flashtune bench --d 128 --n 4096 --mask-mod examples/masks.py:dilated
     """
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import local_gpu, provenance

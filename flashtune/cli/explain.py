@@ -7,6 +7,7 @@ import click
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
 from flashtune.core.problems.problem import LARGEST_HEAD, unfit_head
+from flashtune.templates.mods.known import PackedInstead
 
 
 @click.command()
@@ -30,13 +31,19 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     if large > LARGEST_HEAD:
         # What else was given is checked with a size that a problem may have.
         requested = replace(requested, d=(min(requested.d[0], LARGEST_HEAD),), d_v=requested.d_v and min(requested.d_v, LARGEST_HEAD))
-    problem = requested.problems()[0]
+    packed = ""
+    try:
+        problem = requested.problems()[0]
+    except PackedInstead as instead:
+        # Calls with this mask are these.
+        problem, packed = instead.problem, str(instead)
     seen = problem.seen()
     if large > LARGEST_HEAD:
         found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention serves it", gpu=target.slug)
     else:
         with using(location):
             found = explain_problem(seen, target.slug)
+    found = replace(found, reason=f"{packed}; {found.reason}") if packed else found
     if as_json:
         row = asdict(found)
         row["config"] = None if found.config is None else found.config.as_dict()
