@@ -214,7 +214,7 @@ class SearchProgress:
         ratio = ""
         if result.baseline is not None:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x PyTorch ({result.baseline.backend})"
-        ended = f"; {sentence(result.ending)}" if result.ending is not None else ""
+        ended = f"; stopped: {sentence(result.ending)}" if result.ending is not None else ""
         ended += f"; {why}" if why else ""
         self._console.print(
             f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "

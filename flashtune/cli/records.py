@@ -106,10 +106,10 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
 
 
 def predicted_only(location: str | None) -> str:
-    """The way to serve calls from the predicted records of a database (None: the user's own), in a sentence."""
+    """The way to use the predicted records of a database (None: the user's own), in two sentences."""
     database = "" if location is None else f"{mask_url(location)!r}, "
     return (
-        "Calls that PyTorch can serve too are served from predicted records only with "
+        "Predicted records are not used by default. To use them: "
         f"dispatch.use({database}unmeasured=True), or FLASHTUNE_UNMEASURED=1 in the environment."
     )
 

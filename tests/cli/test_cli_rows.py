@@ -303,3 +303,20 @@ def test_functions_are_named_beside_their_hash_where_their_file_is_given(tmp_pat
     plain = flashtune("show", "--db", str(path), COLUMNS="200").stdout
     named = flashtune("show", "--db", str(path), "--mask-mod", f"{file}:dilated", COLUMNS="200").stdout
     assert label in plain and "dilated" not in plain and f"{label} (dilated)" in named
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--n", "3000", "--heads", "32", "--kv-heads", "4"),
+            r"No record for N=3000\. Using the kernel measured at N=2048 \([\d.]+ us there; your",
+        ),
+        (("--n", "3000"), r"at N=2048, 8 query heads per key head \([\d.]+ us there; your call is larger\)\.$"),
+        (("--n", "4096"), ""),
+    ],
+)
+def test_explain_says_where_the_kernel_of_a_near_record_was_measured(words: tuple[str, ...], said: str) -> None:
+    where = ("explain", "--gpu-name", "h200", "--d", "128", "--causal", "--db", str(shipped_path()))
+    found = flashtune(*where, *words, COLUMNS="200").stdout
+    assert (re.search(said, found, re.MULTILINE) is not None) if said else "No record for" not in found
