@@ -146,16 +146,16 @@ def runs(name: str) -> tuple[str, str]:
 
     kind = "score" if takes_score(functions_of(masks())[name]) else "mask"
     named = Named(**{kind: f"{MASKS}:{name}"})
+    found = functions.loaded(named, "cpu")
+    if documents_of(found.score, found.mask) is not None:
+        return "Documents: the kernels of packed sequences run it where each document is one run of tokens.", "--packed uniform --causal"
     problem = Problem(batch=1, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=64, d_v=64, dtype="bf16")
     try:
         coded = functions.with_functions(problem, named)
     except InputError as error:
         options = str(error).rpartition("search with ")[2]
         return "Built in: `dispatch.attention` runs it.", options
-    found = functions.loaded(named, "cpu")
     option = f"--{kind}-mod examples/masks.py:{name}"
-    if documents_of(found.score, found.mask) is not None:
-        return "Documents: the kernels of packed sequences run it where each document is one run of tokens.", "--packed uniform --causal"
     here, there = (explain_problem(coded, gpu) for gpu in ("h100", "a100"))
     elsewhere = "PyTorch's FlexAttention runs it until you search" if there.kind == "framework" else f"`{there.template}`"
     return f"Compiled: on an H100 or H200 `{here.template}` runs it in 16 bits; on other GPUs {elsewhere}.", option

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from flashtune.bench.report import Table
+from flashtune.bench.page import Table
 from flashtune.bench.rulings import NAMES, VERDICTS, Results, Ruled, Ruling
 from flashtune.core.records.versions import TITLES
 

@@ -4,11 +4,11 @@
 """
 
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flashtune.bench.page import Bars, Points, Series, Table, origin, page
 from flashtune.bench.profiling import Document
 from flashtune.core.system.files import write_whole
 
@@ -26,16 +26,6 @@ KINDS = {
 ERROR_NOTE = (
     "error: ||x - exact|| / ||exact|| on random inputs; a window and untrained projections are approximations, which models are trained for"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Table of text cells: words in the first column, figures in the others."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    note: str = ""
 
 
 def shape(found: Document) -> str:
@@ -139,21 +129,39 @@ def _counted(row: Document) -> tuple[str, ...]:
 
 
 def write(found: Document, path: Path) -> None:
-    """Write the chart (.png, .svg) or the whole report (.html); needs matplotlib, and raises OSError where the file can't be written."""
+    """Write the chart (.png, .svg), which needs matplotlib, or the whole report (.html); raises OSError where the file can't be written."""
     kind = path.suffix.lower()
     write_whole(path, html(found).encode() if kind == ".html" else chart(found, kind.removeprefix(".")))
 
 
 def html(found: Document) -> str:
     """Report as a page that loads no other."""
-    # Imported here: a profile without a report needs neither.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
+    first, *others = parts(found)
+    measured = found["measured"]
+    written = origin(measured["provenance"]) if measured else f"Written by flashtune {found['flashtune']}."
+    title = f"Where attention's time and bytes go: {found['target']['slug']}"
+    return page(title, (first, _times(found), _roofline(found), *others), f"1 MiB = 2^20 bytes, 1 MB = 10^6 bytes.\n{written}")
 
-    page = Environment(loader=PackageLoader("flashtune.bench", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    svg = chart(found, "svg").decode()
-    # Everything in the page is escaped but the chart, whose texts matplotlib has escaped.
-    return page.get_template("report.html.jinja").render(found=found, parts=list(parts(found)), chart=Markup(svg[svg.index("<svg") :]))
+
+def _times(found: Document) -> Bars:
+    """Picture of the times by step."""
+    kind = "measured medians" if found["measured"] else "least possible times: nothing was measured"
+    times = [(KINDS.get(name, name), us) for name, us, *_ in _timed(found)]
+    return Bars(title="Time by step, microseconds", groups=[("", times)], ours=KINDS["tuned"] if found["measured"] else "fused", note=kind)
+
+
+def _roofline(found: Document) -> Points:
+    """Picture of the roofline with every step."""
+    points = _placed(found)
+    roof = Series(name="roofline", points=[(x, y, "") for x, y in _roof(found, points)], line=True)
+    # Points often coincide: each is smaller than the one before.
+    steps = [
+        Series(name=KINDS.get(name, name), points=[(x, y, f"{KINDS.get(name, name)}: {y:.1f} TFLOP/s")], radius=4 + len(points) - place)
+        for place, (name, x, y) in enumerate(points)
+    ]
+    note = f"crossover {found['target']['crossover']:.1f} FLOP/byte"
+    series, across = [roof, *steps], "FLOP per byte (counted)"
+    return Points(title="Roofline", x_label=across, y_label="TFLOP/s", series=series, log_x=True, note=note)
 
 
 def chart(found: Document, file_format: str) -> bytes:
@@ -187,12 +195,21 @@ def _timed(found: Document) -> list[tuple[str, float, float, float]]:
     return [(row["name"], row["floor_us"], done / _bytes(row), done / row["floor_us"] / 1e6) for row, done in flops]
 
 
+def _placed(found: Document) -> list[tuple[str, float, float]]:
+    """Name, FLOP per byte and TFLOP/s of each point of the roofline."""
+    return [(name, intensity, tflops) for name, _, intensity, tflops in _timed(found) if tflops]
+
+
+def _roof(found: Document, points: list[tuple[str, float, float]]) -> list[tuple[float, float]]:
+    """Corners of the target's roofline, FLOP per byte and TFLOP/s, beyond all points."""
+    target, crossover = found["target"], found["target"]["crossover"]
+    ends = min(0.3, *(x / 2 for _, x, _ in points)), max(8 * crossover, *(2 * x for _, x, _ in points))
+    return [(ends[0], ends[0] * target["bandwidth_gbs"] / 1e3), (crossover, target["peak_tflops"]), (ends[1], target["peak_tflops"])]
+
+
 def _draw_roofline(found: Document, ax: Any) -> None:
-    target = found["target"]
-    points = [(name, intensity, tflops) for name, _, intensity, tflops in _timed(found) if tflops]
-    crossover, peak = target["crossover"], target["peak_tflops"]
-    ends = [min(0.3, *(x / 2 for _, x, _ in points)), max(8 * crossover, *(2 * x for _, x, _ in points))]
-    ax.loglog([ends[0], crossover, ends[1]], [ends[0] * target["bandwidth_gbs"] / 1e3, peak, peak], color="black")
+    crossover, points = found["target"]["crossover"], _placed(found)
+    ax.loglog(*zip(*_roof(found, points), strict=True), color="black")
     ax.axvline(crossover, color="grey", linestyle=":", label=f"crossover {crossover:.1f} FLOP/byte")
     # Points often coincide: each is smaller than the one before.
     for place, (name, intensity, tflops) in enumerate(points):

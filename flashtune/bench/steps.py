@@ -6,6 +6,7 @@ pass (`torch.add` with a mask of zeros), its dropout keeps 90 %.
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch.dtypes import TORCH_DTYPES
 from flashtune.core.records.results import Measurement
 from flashtune.core.system.errors import EnvironmentProblem
+from flashtune.core.system.secrets import command_line
 from flashtune.tuner.machine import provenance
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.timing.stopwatch import Run, Stopwatch
@@ -97,7 +99,7 @@ def _measure(profile: Profile, bench: Bench) -> Document:
     served = explained(bench.inputs(problem))
     measured = {
         "device": bench.name,
-        "provenance": provenance(command="", seed=0, measured=True).as_json(),
+        "provenance": provenance(command=command_line(["flashtune", *sys.argv[1:]]), seed=0, measured=True).as_json(),
         "steps": steps,
         "attention": kinds,
         "served_by": f"{served.template} {served.variant_id}: {served.reason}" if served.template else f"PyTorch: {served.reason}",

@@ -79,7 +79,8 @@ def explained(inputs: Inputs) -> Explanation:
     """Explanation of what serves `attention_call`."""
     if inputs.parameters.lengths is None:
         return api.explain(inputs.q, inputs.k, inputs.v, **call_kwargs(inputs))
-    return varlen.explain_varlen(*operands(inputs), *inputs.parameters.lengths[:2], *inputs.longest, **call_kwargs(inputs))
+    (q, k, v), (cu_q, cu_k, _) = operands(inputs), inputs.parameters.lengths
+    return varlen.explain_varlen(q, k, v, cu_q, cu_k, *inputs.longest, **call_kwargs(inputs))
 
 
 def attention_call(inputs: Inputs, **words: Any) -> Callable[[], torch.Tensor]:

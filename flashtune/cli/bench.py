@@ -1,6 +1,8 @@
 """`flashtune bench`: tuned kernels against PyTorch's attention backends on this GPU, in one run, on the same inputs."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,9 +10,11 @@ from rich.table import Table
 
 from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
+from flashtune.cli.plots import check_page, plot_option, write_bench
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem
 from flashtune.core.system.errors import EnvironmentProblem
+from flashtune.core.system.secrets import command_line
 
 if TYPE_CHECKING:
     from flashtune.tuner.children.workers import Workers
@@ -20,21 +24,23 @@ if TYPE_CHECKING:
 @problem_options(many=True)
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Timing per problem.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@plot_option
 @json_option
-def bench(*, requested: ProblemOptions, seconds: float, seed: int, as_json: bool) -> None:
+def bench(*, requested: ProblemOptions, seconds: float, seed: int, plot: Path | None, as_json: bool) -> None:
     """Time the kernels that dispatch would use against PyTorch's backends: medians of interleaved launches, L2 flushed.
 
     Then time whole calls of both in an eager loop, host included: a model sees the slower of host and GPU.
 
     \b
     flashtune bench --d 128 --dtype bf16 --n 4096 --causal
-    flashtune bench --model llama-3-8b --n 8192
+    flashtune bench --model llama-3-8b --n 8192 --plot llama.html
     flashtune bench --d 128 --dtype bf16 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
-    flashtune bench --d 128 --n 4096 --mask-mod examples/masks.py:same_document
+    flashtune bench --d 128 --n 4096 --mask-mod examples/masks.py:dilated
     """
     from flashtune.tuner.children.workers import Workers
     from flashtune.tuner.machine import local_gpu, provenance
 
+    check_page(plot)
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
         raise EnvironmentProblem("bench found no GPU here that flashtune knows: run it on a machine with one")
@@ -46,8 +52,12 @@ def bench(*, requested: ProblemOptions, seconds: float, seed: int, as_json: bool
                 messages().print(f"{problem.label()}: {row}")
             else:
                 rows.append(row)
+    here = provenance(command=command_line(["flashtune", *sys.argv[1:]]), seed=seed, measured=True)
+    if plot is not None:
+        write_bench(plot, rows, here, gpu.name)
+        messages().print(f"wrote {plot}")
     if as_json:
-        print_json({"provenance": provenance(command="flashtune bench", seed=seed, measured=True).as_json(), "rows": rows})
+        print_json({"provenance": here.as_json(), "rows": rows})
     else:
         console().print(_table(rows, title=f"TFLOP/s on {gpu.name}"))
 

@@ -1,12 +1,17 @@
 """`flashtune explain`: the record that would serve a call, and the reason."""
 
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import click
 
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
-from flashtune.core.problems.problem import LARGEST_HEAD, unfit_head
+from flashtune.core.problems.problem import LARGEST_HEAD, Problem, unfit_head
+from flashtune.templates.mods.known import PackedInstead
+
+if TYPE_CHECKING:
+    from flashtune.dispatch import Explanation
 
 
 @click.command()
@@ -30,13 +35,19 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     if large > LARGEST_HEAD:
         # What else was given is checked with a size that a problem may have.
         requested = replace(requested, d=(min(requested.d[0], LARGEST_HEAD),), d_v=requested.d_v and min(requested.d_v, LARGEST_HEAD))
-    problem = requested.problems()[0]
+    packed = ""
+    try:
+        problem = requested.problems()[0]
+    except PackedInstead as instead:
+        # Calls with this mask are these.
+        problem, packed = instead.problem, str(instead)
     seen = problem.seen()
     if large > LARGEST_HEAD:
         found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention serves it", gpu=target.slug)
     else:
         with using(location):
             found = explain_problem(seen, target.slug)
+    found = replace(found, reason=f"{packed}; {found.reason}") if packed else found
     if as_json:
         row = asdict(found)
         row["config"] = None if found.config is None else found.config.as_dict()
@@ -47,6 +58,8 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     console().print(f"{what} on {target.slug}: {found.kind}", style="bold")
     if seen.features != problem.features:
         console().print(f"{problem.label()}: masks that hide no key at these sizes are left out, as in calls")
+    if nearest := _nearest(found, seen):
+        console().print(nearest)
     console().print(found.reason)
     if found.template is not None:
         config = "" if found.config is None else found.config.label()
@@ -56,3 +69,15 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
         console().print("whole calls, us: " + ", ".join(f"{one.name} {one.us:.1f}" for one in sorted(timed, key=lambda one: one.us or 0.0)))
     if found.twin is not None:
         console().print(f"fallback after softmax mispredictions:\n  {found.twin.label()}")
+
+
+def _nearest(found: "Explanation", problem: Problem) -> str:
+    """Sentences on the sizes at which the kernel of a nearest record was measured; empty for other choices."""
+    key = found.record_key
+    if found.kind not in ("near_n", "stand_in") or key is None or found.median_us is None:
+        return ""
+    missing = f"N={problem.n_kv}" if problem.n_kv != key.n else "this problem"
+    other = f", D={key.d}" if key.d != problem.d else ""
+    other += f", {key.gqa_ratio} query heads per key head" if key.gqa_ratio != problem.gqa_ratio else ""
+    size = "" if problem.n_kv == key.n else f"; your call is {'larger' if problem.n_kv > key.n else 'smaller'}"
+    return f"No record for {missing}. Using the kernel measured at N={key.n}{other} ({found.median_us:.1f} us there{size})."

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -16,7 +16,7 @@ PICTURES = {
     ".png": re.compile(rb"\x89PNG\r\n"),
     ".svg": re.compile(rb"\s*<(?:\?xml|svg)\b"),
 }
-"""Beginnings of the files of `flashtune profile --plot`, by their ending."""
+"""Beginnings of the files of `--plot`, by their ending."""
 
 
 def refuse_shared(places: Mapping[str, Path | None]) -> None:
@@ -39,3 +39,13 @@ def refuse_foreign(option: str, path: Path, ours: re.Pattern[bytes], kind: str) 
     """Raise InputError where an option names a file with content that doesn't begin as a `kind` of file does."""
     if (begun := head(path, 1000)) and not ours.match(begun):
         raise InputError(f"{option} {path} is no {kind}, and would be lost: name another file")
+
+
+def refuse_plot(path: Path, endings: Sequence[str]) -> None:
+    """Raise InputError where `--plot` names a file of another ending or kind, or one that can't be written."""
+    ending = path.suffix.lower()
+    if ending not in endings:
+        raise InputError(f"--plot {path} has no known ending: use {', '.join(endings)}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"--plot {path} can't be written: name a file in an existing folder that you may write to")
+    refuse_foreign("--plot", path, PICTURES[ending], f"{ending.removeprefix('.').upper()} file")

@@ -1,7 +1,6 @@
 """`flashtune profile`: time and bytes of attention's steps, for these shapes on this GPU."""
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,12 @@ import click
 from click.core import ParameterSource
 
 from flashtune.bench.accounting import DEFAULT_RANK, DEFAULT_WINDOW, ELEMENTWISE, Elementwise
+from flashtune.bench.page import Table
 from flashtune.bench.profiling import Document, Profile
-from flashtune.bench.report import SUFFIXES, Table, parts, write
+from flashtune.bench.report import SUFFIXES, parts, write
 from flashtune.cli.console import console, fitted, messages, print_json
 from flashtune.cli.options import DTYPE, GPU, MODEL, SIZE, json_option
-from flashtune.cli.outputs import PICTURES, refuse_foreign
+from flashtune.cli.outputs import refuse_plot
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.dtypes import DTYPES, parse_dtype
@@ -173,15 +173,14 @@ def _problem(
 def _check_plots(plots: tuple[Path, ...], problem: Problem) -> None:
     """Raise an error for files that couldn't be written, before any work for them."""
     for path in plots:
-        if path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"--plot {path} has no known ending: use {', '.join(SUFFIXES)}")
-        if not os.access(path.parent, os.W_OK):
-            raise InputError(f"--plot {path} can't be written: name a file in an existing folder that you may write to")
-        refuse_foreign("--plot", path, PICTURES[path.suffix.lower()], f"{path.suffix.lower().removeprefix('.').upper()} file")
+        refuse_plot(path, SUFFIXES)
     if plots and problem.direction == "bwd":
         raise InputError("--plot draws the forward's steps: leave it out with --direction bwd")
-    if plots and importlib.util.find_spec("matplotlib") is None:
-        raise EnvironmentProblem("--plot needs matplotlib, which is not installed: pip install 'flashtune[plot]'")
+    drawn = [path for path in plots if path.suffix.lower() != ".html"]
+    if drawn and importlib.util.find_spec("matplotlib") is None:
+        raise EnvironmentProblem(
+            f"--plot {drawn[0]} needs matplotlib, which is not installed: write .html, or pip install 'flashtune[plot]'"
+        )
 
 
 def _local(named: Target | None) -> tuple[Target | None, str]:

@@ -73,7 +73,9 @@ class SearchProgress:
         self._place, self._best = "", ""
         self._done: dict[Problem, int] = {}
         self._stage: tuple[Stage, int] | None = None
-        self._since = clock()
+        self._begun = self._since = clock()
+        self.timeline: dict[Problem, list[tuple[float, Outcome]]] = {}
+        """Trials of each problem in this process, with the seconds from the start to their ends."""
         # Threads of their own update the display and print lines while the search waits for its workers.
         self._lock, self._over = threading.Lock(), threading.Event()
         self._ticker = threading.Thread(target=self._tick_on, daemon=True)
@@ -160,12 +162,13 @@ class SearchProgress:
                 self._stage = stage, known
                 self._since = self._clock()
 
-    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+    def trial_finished(self, problem: Problem, outcome: Outcome, incumbent: Outcome | None) -> None:
         """Show that a trial ended."""
         with self._lock:
             self._fates[outcome.fate] += 1
-            if self._problem is not None:
-                self._done[self._problem] += 1
+            self.timeline.setdefault(problem, []).append((self._clock() - self._begun, outcome))
+            if problem in self._done:
+                self._done[problem] += 1
             self._bars.advance(self._tries)
             self._bars.advance(self._all)
             if incumbent is not None and incumbent.measurement is not None:
@@ -211,7 +214,7 @@ class SearchProgress:
         ratio = ""
         if result.baseline is not None:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x PyTorch ({result.baseline.backend})"
-        ended = f"; {sentence(result.ending)}" if result.ending is not None else ""
+        ended = f"; stopped: {sentence(result.ending)}" if result.ending is not None else ""
         ended += f"; {why}" if why else ""
         self._console.print(
             f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "

@@ -1,6 +1,7 @@
 """Records as JSON objects and as tables; field names, once shipped, are kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,25 @@ NARROW = 100
 
 COLUMNS = ("problem", "B x H", "template", "us", "call us", "TFLOP/s", "vs PyTorch", "as calls", "source", "config")
 """Columns of a table; some are left out where no record has a value."""
+EXPLAINED = {
+    "us": "the kernel's time in microseconds (~: predicted)",
+    "call us": "that of a whole call, host included",
+    "vs PyTorch": "PyTorch's time over the kernel's, with PyTorch's backend",
+    "as calls": "the same for whole calls, by which calls are decided",
+}
+"""Columns that need an explanation, and it."""
+RISING: dict[str, Callable[[TuningRecord], str | float | None]] = {
+    "problem": lambda record: record.problem.label(),
+    "us": lambda record: record.median_us,
+    "call us": lambda record: record.outcome.call_us,
+}
+"""Columns in whose order records may be printed, the least value first."""
+FALLING: dict[str, Callable[[TuningRecord], float | None]] = {
+    "TFLOP/s": lambda record: record.tflops,
+    "vs PyTorch": lambda record: record.framework_us and record.framework_us / record.median_us,
+    "as calls": lambda record: record.framework_call_us and record.outcome.call_us and record.framework_call_us / record.outcome.call_us,
+}
+"""Those of the greatest value first."""
 SPARED = ("call us", "as calls", "TFLOP/s", "B x H", "vs PyTorch")
 """Columns that a narrow terminal lacks, in the order in which they are left out: problems that are cut look alike."""
 WHOLE = 1 << 16
@@ -86,10 +106,10 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
 
 
 def predicted_only(location: str | None) -> str:
-    """The way to serve calls from the predicted records of a database (None: the user's own), in a sentence."""
+    """The way to use the predicted records of a database (None: the user's own), in two sentences."""
     database = "" if location is None else f"{mask_url(location)!r}, "
     return (
-        "Calls that PyTorch can serve too are served from predicted records only with "
+        "Predicted records are not used by default. To use them: "
         f"dispatch.use({database}unmeasured=True), or FLASHTUNE_UNMEASURED=1 in the environment."
     )
 
@@ -109,10 +129,22 @@ def _rounded(time_us: float | None) -> float | None:
     return None if time_us is None else round(time_us, 3)
 
 
-def print_records(records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False, out: Console | None = None) -> None:
+def ordered(records: Sequence[TuningRecord], column: str | None, most: int | None) -> list[TuningRecord]:
+    """At most so many records in the order of a column, those without a value last."""
+    if column is None:
+        return list(records[:most])
+    values = [((RISING | FALLING)[column](record), record) for record in records]
+    known = [(value, record) for value, record in values if value is not None]
+    known.sort(key=itemgetter(0), reverse=column in FALLING)
+    return [*(record for _, record in known), *(record for value, record in values if value is None)][:most]
+
+
+def print_records(
+    records: Sequence[TuningRecord], *, title: str | None = None, wide: bool = False, out: Console | None = None, explained: bool = False
+) -> None:
     """Print records as a table, and explanations of its terms; `wide` adds columns that don't fit a terminal, such as the config.
 
-    The ratios are PyTorch's time over ours: on the GPU alone, and as whole calls, host included.
+    The ratios are PyTorch's time over ours: on the GPU alone, and as whole calls, host included. `explained` adds what the columns mean.
     """
     rows = [(record, unservable(record)) for record in records]
     whole = True
@@ -120,6 +152,8 @@ def print_records(records: Sequence[TuningRecord], *, title: str | None = None, 
         whole &= _print_table([row for row in rows if row[0].key.gpu == gpu], title=title or gpu, wide=wide, out=out)
     if notes := _notes(rows, whole=whole):
         (out or console()).print(notes)
+    if explained:
+        (out or console()).print("; ".join(f"{name}: {meaning}" for name, meaning in EXPLAINED.items()) + ".")
 
 
 def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool, out: Console | None) -> bool:
@@ -128,7 +162,7 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]
     out = console(width=WHOLE) if wide else out or console()
-    lines = [_cells(record, why, wide) for record, why in rows]
+    lines = [cells_of(record, why, wide) for record, why in rows]
     if out.width < NARROW:
         lines = [{**line, "source": line["source"].partition(",")[0]} for line in lines]
     cells = [[line[name] for name in columns] for line in lines]
@@ -141,7 +175,7 @@ def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str,
     return len(table.columns) == len(columns)
 
 
-def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
+def cells_of(r: TuningRecord, why: str | None = None, wide: bool = False) -> dict[str, str]:
     """Texts of one record by column."""
     measured = r.outcome.source == "measured"
     said = (r.outcome.source, *doubts_of(r, why))
@@ -151,7 +185,7 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         said = weighty[:2][-1:] if measured else weighty[:2]
     faster = f" < {provider}" if (provider := r.fastest(lambda name: True)) else ""
     return {
-        "problem": r.problem.label(),
+        "problem": r.problem.label() + _named(r),
         "B x H": f"{r.problem.batch}x{r.problem.heads}",
         "template": r.outcome.template,
         "us": f"{r.median_us:.1f}" if measured else f"~{r.median_us:.0f}",
@@ -164,6 +198,16 @@ def _cells(r: TuningRecord, why: str | None, wide: bool) -> dict[str, str]:
         "source": ", ".join(said),
         "config": short_config(r.outcome.config.as_dict()),
     }
+
+
+def _named(record: TuningRecord) -> str:
+    """Names of a record's functions, where this process was given their files: a database holds only their hash."""
+    if not record.problem.features.mods:
+        return ""
+    from flashtune.templates.mods.known import NAMED
+
+    found = NAMED.get(record.problem.features.mods)
+    return "" if found is None else f" ({', '.join(text.rpartition(':')[2] for text in found if text)})"
 
 
 def _times(ratio: float) -> str:

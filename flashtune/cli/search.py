@@ -25,6 +25,7 @@ from flashtune.cli.options import (
     seconds_of,
     share_of,
 )
+from flashtune.cli.plots import check_page, plot_option, write_search
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import Source, TuningRecord
@@ -62,6 +63,7 @@ class SearchOptions:
     jobs: int | None = None
     gpus: str = "1"
     predict: bool = False
+    plot: Path | None = None
 
 
 @click.command(cls=ListCommand)
@@ -120,6 +122,7 @@ class SearchOptions:
 @click.option(
     "--log", "log", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Add progress and records to this file."
 )
+@plot_option
 @json_option
 def search(
     *,
@@ -139,7 +142,7 @@ def search(
 
     \b
     flashtune search --d 64
-    flashtune search --gpu-name h200 --model llama-3-8b --n 8192
+    flashtune search --gpu-name h200 --model llama-3-8b --n 8192 --plot llama.html
     flashtune search --gpu-name h200 --calls calls.json --budget 10m
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
@@ -152,7 +155,7 @@ def search(
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command resumes where it stopped, without finished problems.
     Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs,
-    --gpus, --db, --quiet, --log, --json) may differ. After a search has ended, the same command starts a new one.
+    --gpus, --db, --quiet, --log, --plot, --json) may differ. After a search has ended, the same command starts a new one.
 
     Several processes of the same command, on several machines with one --storage and --db on a server, share the problems.
     """
@@ -180,7 +183,8 @@ def _refuse_files(log: Path | None, options: SearchOptions, calls: Path | None) 
     from flashtune.db.library import file_of, overlay_path
 
     database = file_of(options.location or overlay_path())
-    refuse_shared({"--db": database, "--storage": storage_file(options.storage), "--calls": calls, "--log": log})
+    refuse_shared({"--db": database, "--storage": storage_file(options.storage), "--calls": calls, "--log": log, "--plot": options.plot})
+    check_page(options.plot)
     if log is not None:
         refuse_foreign("--log", log, STAMP, "log of a search")
 
@@ -280,7 +284,7 @@ def run_search(
     )
     _refuse_unsearchable(plan)
     logger.debug("planned")
-    records = _run(plan, location=location, storage_url=options.storage, quiet=quiet, notes=notes or messages())
+    records = _run(plan, options, location=location, quiet=quiet, notes=notes or messages())
     logger.debug("searched")
     if source == "measured":
         keep_machine_code(records, target, jobs=plan.jobs, notes=notes)
@@ -298,8 +302,8 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
         SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
 
 
-def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, quiet: bool, notes: "Console") -> list[TuningRecord]:
-    """Run the search into the database at `location`, and return its records of the problems."""
+def _run(plan: "SearchPlan", options: SearchOptions, *, location: str, quiet: bool, notes: "Console") -> list[TuningRecord]:
+    """Run the search into the database at `location`, draw it where that was asked for, and return its records of the problems."""
     from flashtune.cli.progress import SearchProgress
     from flashtune.cli.storage import study_storage
     from flashtune.db.store import Store
@@ -309,23 +313,28 @@ def _run(plan: "SearchPlan", *, location: str, storage_url: str | None, quiet: b
     # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
     sys.setswitchinterval(SWITCH_S)
     command = command_line(["flashtune", *sys.argv[1:]])
-    trials, measured = None if plan.sampler == "exhaustive" else plan.trials, plan.source == "measured"
+    made_by = provenance(command=command, seed=plan.seed, measured=plan.source == "measured", target=plan.target)
+    trials = None if plan.sampler == "exhaustive" else plan.trials
     with (
-        study_storage(storage_url) as storage,
+        study_storage(options.storage) as storage,
         Store.open(location, writable=True) as store,
         SearchProgress(notes, problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
     ):
         results = Search(
             plan,
             storage=storage,
-            provenance=provenance(command=command, seed=plan.seed, measured=measured, target=plan.target),
+            provenance=made_by,
             save=partial(store.save, once=True),
             listener=progress,
         ).run()
         if (left := len(plan.problems) - len(results)) > 0:
             notes.print(f"time is up before {left} of {counted(len(plan.problems), 'problem')}: the same command goes on with them")
         found = (store.best(problem.key(plan.target.slug)) for problem in plan.problems)
-        return [record for record in found if record is not None]
+        records = [record for record in found if record is not None]
+    if options.plot is not None:
+        write_search(options.plot, progress.timeline, records, made_by, plan.target.name)
+        notes.print(f"wrote {options.plot}")
+    return records
 
 
 def trace_times() -> None:

@@ -8,8 +8,9 @@ import click
 from rich.table import Table
 
 from flashtune.cli.console import console, print_json
+from flashtune.cli.functions import FUNCTIONS, register_functions
 from flashtune.cli.options import db_option, json_option, record_filters, using
-from flashtune.cli.records import print_records, record_row
+from flashtune.cli.records import FALLING, RISING, ordered, print_records, record_row
 from flashtune.core.records.models import Model, ModelAttention, models
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.system.errors import InputError
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
     help="Models for --model in place of records, all or those of --d and --n; with --gpu-name, the records that serve them there.",
 )
 @click.option("--kernel", metavar="ID", help="Print the source of a record's kernel or fallback kernel, by the id that explain prints.")
+@FUNCTIONS[0]
+@FUNCTIONS[1]
 @click.option("--wide", is_flag=True, help="All columns, including the config, in lines of any length.")
+@click.option(
+    "--sort",
+    "column",
+    type=click.Choice([*RISING, *FALLING], case_sensitive=False),
+    help="Order by this column: names and times rise, rates and ratios fall.",
+)
+@click.option("--limit", "most", type=click.IntRange(min=1), metavar="N", help="At most so many records, the first ones.")
 @json_option
 def show(
     *,
@@ -39,39 +49,51 @@ def show(
     list_models: bool,
     kernel: str | None,
     wide: bool,
+    score_mod: str | None,
+    mask_mod: str | None,
+    column: str | None,
+    most: int | None,
     as_json: bool,
 ) -> None:
     """List the best records: your own database over the shipped one, or only that of --db.
 
     us is the kernel's time in microseconds (~: predicted), call us that of a whole call, and vs PyTorch PyTorch's time over the kernel's,
-    with PyTorch's backend. as calls is the same ratio for whole calls, by which calls are decided.
+    with PyTorch's backend. as calls is the same ratio for whole calls, by which calls are decided. problem is N, D, the element type
+    and the features; B x H are batch and query heads. A database holds only the hash of functions: --score-mod and --mask-mod name them.
 
     \b
     flashtune show
+    flashtune show --gpu-name h200 --sort "as calls" --limit 20
     flashtune show --db my-model.sqlite --gpu-name h200 --json
     flashtune show --models
     flashtune show --models --gpu-name h200
     flashtune show --kernel dcef29cbf240d7c1 > kernel.py
     """
     if list_models:
-        given = {"--source": source, "--dtype": filters.get("dtype"), "--kernel": kernel, "--wide": wide}
+        given = {"--source": source, "--dtype": filters.get("dtype"), "--kernel": kernel, "--wide": wide, "--sort": column, "--limit": most}
+        given |= {"--score-mod": score_mod, "--mask-mod": mask_mod}
         if refused := next((name for name, value in given.items() if value), None):
             raise InputError(f"{refused} was given together with --models, which lists no records: leave one of them out")
         if location is not None and filters.get("gpu") is None:
             raise InputError("--db was given together with --models but without a GPU: name the GPU of its records with --gpu-name")
         show_models(listed(d=filters.get("d"), n=filters.get("n")), filters.get("gpu"), location, as_json=as_json)
         return
+    register_functions(score_mod, mask_mod)
     from flashtune.db.library import Library
     from flashtune.templates import unservable
 
     library = Library.of(location) if location else Library.default()
-    records = [r for r in library.records(passed_over=unservable, **filters) if source in (None, r.outcome.source)]
+    every = [r for r in library.records(passed_over=unservable, **filters) if source in (None, r.outcome.source)]
+    # A kernel is looked for among all records.
+    records = every if kernel is not None else ordered(every, column, most)
     if kernel is not None:
         click.echo(source_of(kernel, records), nl=False)
     elif as_json:
         print_json([record_row(r) for r in records])
     elif records:
-        print_records(records, wide=wide)
+        print_records(records, wide=wide, explained=True)
+        if len(records) < len(every):
+            console().print(f"{len(records)} of {len(every)} records: --limit leaves out the others")
     else:
         console().print("no records match: run flashtune search, or loosen the filters")
 

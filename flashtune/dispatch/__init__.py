@@ -7,7 +7,8 @@ from flashtune import offer
 from flashtune.core.system.collector import held_off
 
 with held_off():
-    from flashtune.dispatch.api import attention, explain, explain_problem
+    from flashtune.dispatch.api import attention, explain
+    from flashtune.dispatch.decisions.by_records import explain_problem
     from flashtune.dispatch.decisions.context import Use, reload, use
     from flashtune.dispatch.decisions.explanation import Explanation
     from flashtune.dispatch.decisions.freezing import freeze

@@ -4,21 +4,19 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
-from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.band import Window
 from flashtune.core.problems.parameters import PER_HEAD
-from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch.attention import autocasting
+from flashtune.core.pytorch.flex import Mod
 from flashtune.core.pytorch.private import FORWARD_AD, C, scripted
-from flashtune.core.system.errors import InputError
 from flashtune.dispatch import operators, training
 from flashtune.dispatch.call import inspection
-from flashtune.dispatch.call.call import Call, Outputs, PerHead, trained_as
+from flashtune.dispatch.call.call import Call, Outputs, PerHead, Returned, trained_as
 from flashtune.dispatch.call.inspection import (
     GRADIENT,
     ON_THE_CPU,
@@ -42,9 +40,34 @@ from flashtune.dispatch.policy.offers import TORCHS, measured_record, offers
 from flashtune.dispatch.policy.records import Pool
 from flashtune.dispatch.providers.libraries import PROVIDERS
 from flashtune.dispatch.providers.provider import ProviderPlan
+from flashtune.dispatch.typed import DenseKeywords, with_signature_of
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@overload
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[False] = ...,
+    **keywords: Unpack[DenseKeywords],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
+    **keywords: Unpack[DenseKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: bool = ...,
+    **keywords: Unpack[DenseKeywords],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def attention(
@@ -69,10 +92,10 @@ def attention(
     v_descale: torch.Tensor | float | None = None,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-    block_mask: Any = None,
+    score_mod: Mod | None = None,
+    block_mask: "BlockMask | Mod | None" = None,
     implementation: str | None = None,
-) -> Any:
+) -> Returned:
     """softmax(scale query keyᵀ) value, with the signature and meaning of F.scaled_dot_product_attention.
 
     Tensors have two or more dimensions, and leading ones broadcast. Rows with nothing to attend to give 0.
@@ -136,12 +159,13 @@ def attention(
     if score_mod is not None or block_mask is not None:
         _functions().refuse_arguments_of_attention(locals())
         words = scale, enable_gqa, return_lse
-        return _functions().flex_attention(query, key, value, score_mod, block_mask, *words, implementation=implementation)
+        found: Returned = _functions().flex_attention(query, key, value, score_mod, block_mask, *words, implementation=implementation)
+        return found
     if has_torch_function_variadic(query, key, value):
         return inspection.overridden(attention, **locals())
     if attn_mask is not None:
         if inspection.is_causal_bias(attn_mask):
-            is_causal, causal_alignment = _causal(attn_mask, query, key, is_causal)
+            is_causal, causal_alignment = inspection.causal_of(attn_mask, query, key, is_causal)
             attn_mask = None
         elif has_torch_function_unary(attn_mask):
             return inspection.overridden(attention, **locals())
@@ -197,7 +221,7 @@ def attention(
         out, lse = _first_call(signature, Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
     else:
         out, lse = plan.run(query, key, value, attn_mask, seed, per_head)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def _looked_up(
@@ -232,24 +256,18 @@ def _functions() -> Any:
     return flex
 
 
-def _with_signature_of(_: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Decorator that gives a function of any arguments the parameters of another one, for readers and type checkers."""
-
-    def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(attention)
-        function.__signature__ = signature.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-@_with_signature_of(attention)
-def explain(*arguments: Any, **keywords: Any) -> Explanation:
+@with_signature_of(attention)
+def explain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, return_lse: bool = False,
+    **keywords: Unpack[DenseKeywords],
+) -> Explanation:  # fmt: skip
     """Explanation of the choice for the same call of `attention`, whose arguments it takes; kernels are built, and none is launched.
 
     Raises as `attention` does.
     """
-    bound = inspect.signature(attention).bind(*arguments, **keywords)
+    dense = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    bound = inspect.signature(attention).bind(*dense, return_lse=return_lse, **keywords)
     bound.apply_defaults()
     kwargs = bound.arguments
     if kwargs["score_mod"] is not None or kwargs["block_mask"] is not None:
@@ -257,7 +275,9 @@ def explain(*arguments: Any, **keywords: Any) -> Explanation:
         return found
     kwargs["scale"], kwargs["dropout_p"] = unwrapped(kwargs["scale"]), unwrapped(kwargs["dropout_p"])
     if inspection.is_causal_bias(kwargs["attn_mask"]):
-        kwargs["is_causal"], kwargs["causal_alignment"] = _causal(kwargs["attn_mask"], kwargs["query"], kwargs["key"], kwargs["is_causal"])
+        kwargs["is_causal"], kwargs["causal_alignment"] = inspection.causal_of(
+            kwargs["attn_mask"], kwargs["query"], kwargs["key"], kwargs["is_causal"]
+        )
         kwargs["attn_mask"] = None
     query, key, value, mask = (kwargs.pop(name) for name in ("query", "key", "value", "attn_mask"))
     per_head = PerHead(*(kwargs.pop(name) for name in PER_HEAD))
@@ -312,27 +332,6 @@ def _plan_of(memo: Memo, call: Call, candidate: Candidate) -> Plan:
     return training.TrainingPlan(memo, call, plan) if candidate.trains and not isinstance(plan, ProviderPlan) else plan
 
 
-def explain_problem(problem: Problem, gpu: str) -> Explanation:
-    """Explanation of the choice for a problem on a GPU, by the records alone; needs neither tensors nor a GPU.
-
-    A backward under PyTorch's deterministic mode is explained by its repeatable kernel. A problem has no seed: with dropout the choice for
-    calls without one is explained.
-
-    Args:
-        problem: the call without its data.
-        gpu: name of the GPU, such as "h200"; `flashtune doctor` lists them.
-
-    Raises:
-        InputError: for an unknown GPU.
-    """
-    target, memo = find_target(gpu), current()
-    with memo.lock:
-        if problem.features.packed and not problem.features.mods:
-            return resolve.explained_problem(memo, problem, target)
-        record = measured_record(memo.pool(problem.key(target.slug), target), problem, target)
-        return replace(resolve.explained_problem(memo, problem, target), providers=offers(record, lambda name: PROVIDERS[name].missing()))
-
-
 def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options: Options) -> Outputs:
     """Check, choose, run and cache; a kernel that can't be built here gives way to the next choice."""
     if signature is None and inspection.nested(arguments, options):
@@ -378,16 +377,6 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
     if signature is not None:
         memo.keep(signature, plan)
     return plan.run(*arguments)
-
-
-def _causal(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[bool, str]:
-    """`is_causal` and `causal_alignment` equivalent to PyTorch's CausalBias, whose tensor is empty."""
-    if is_causal:
-        raise InputError("CausalBias should not be used with causal=True: give one of them")
-    if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
-        made, met = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
-        raise InputError(f"attn_mask is a CausalBias for (queries, keys) of {made}, and these are {met}: make it for the same sizes")
-    return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"
 
 
 define_lazily(partial(operators.define, attention))

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,43 @@ from flashtune.dispatch.functions.kernels import explained_kernel, problem_with_
 from flashtune.dispatch.functions.recent import keep_recent, recent_call
 from flashtune.dispatch.functions.trained import attend_by_kernels
 from flashtune.dispatch.rows.kernel import Kernel, NotBuilt
+from flashtune.dispatch.typed import with_signature_of
 from flashtune.templates.mods.graph import INDICES
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ..., block_mask: "BlockMask | Mod | None" = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ..., kernel_options: dict[str, Any] | None = ..., *,
+    return_aux: None = ..., implementation: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ..., block_mask: "BlockMask | Mod | None" = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True], kernel_options: dict[str, Any] | None = ...,
+    return_aux: None = ..., implementation: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ..., block_mask: "BlockMask | Mod | None" = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
+    return_aux: "AuxRequest", implementation: str | None = ...,
+) -> tuple[Tensor, "AuxOutput"]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = ..., block_mask: "BlockMask | Mod | None" = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ..., kernel_options: dict[str, Any] | None = ..., *,
+    return_aux: "AuxRequest | None" = ..., implementation: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, "AuxOutput"]: ...  # fmt: skip
 
 
 def flex_attention(
@@ -32,15 +68,15 @@ def flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None = None,
-    block_mask: Any = None,
+    block_mask: "BlockMask | Mod | None" = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     *,
-    return_aux: Any = None,
+    return_aux: "AuxRequest | None" = None,
     implementation: str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, "AuxOutput"]:
     """Attention whose mask and scores are functions, as torch.nn.attention.flex_attention.flex_attention takes them.
 
     Args:
@@ -100,8 +136,10 @@ def flex_attention(
             raise
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    out: Tensor
+    lse: Any
     if isinstance(call, dict):
-        found = api.attention(query, key, value, return_lse=with_lse, **call)
+        found: Any = api.attention(query, key, value, return_lse=with_lse, **call)
         out, lse = found if with_lse else (found, None)
     else:
         try:
@@ -110,8 +148,10 @@ def flex_attention(
         except NotBuilt:
             # From now on another kernel serves such calls, or PyTorch.
             current().plans.flex.clear()
-            again: dict[str, Any] = {"return_aux": return_aux, "implementation": implementation}
-            return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **again)
+            return flex_attention(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+                return_aux=return_aux, implementation=implementation,
+            )  # fmt: skip
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -150,7 +190,12 @@ def _untraceable(query: Any, key: Any, score_mod: Mod | None, block_mask: Any) -
     return None
 
 
-def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
+@with_signature_of(flex_attention)
+def explain_flex(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = None, block_mask: "BlockMask | Mod | None" = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *,
+    return_aux: "AuxRequest | None" = None, implementation: str | None = None,
+) -> Explanation:  # fmt: skip
     """Explanation of the same call of `flex_attention`, whose arguments it takes: its kernel and config, or why PyTorch runs it.
 
     Returns:
@@ -159,9 +204,7 @@ def explain_flex(*arguments: Any, **keywords: Any) -> Explanation:
     Raises:
         InputError: as `flex_attention` does.
     """
-    bound = _SIGNATURE.bind(*arguments, **keywords)
-    bound.apply_defaults()
-    given = bound.arguments
+    given: dict[str, Any] = locals()
     with_lse = wants_lse(given["return_lse"], given["return_aux"])
     given["scale"] = unwrapped(given["scale"])
     check_implementation(given["implementation"])
@@ -211,6 +254,3 @@ def explained_by_flex(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
     refuse_arguments_of_attention(given)
     return explain_flex(**{name: given[name] for name in _TAKEN})
-
-
-_SIGNATURE = inspect.signature(flex_attention)

@@ -19,7 +19,7 @@ from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import out_strides
 from flashtune.core.pytorch.dtypes import output_torch_dtype
 from flashtune.dispatch.call import inspection
-from flashtune.dispatch.call.call import Call, Outputs, PerHead
+from flashtune.dispatch.call.call import Call, Outputs, PerHead, Returned
 from flashtune.dispatch.call.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
 from flashtune.dispatch.call.parse import Arguments, Options, parse, seed_bits, signed
 from flashtune.dispatch.decisions import backwards, context
@@ -105,7 +105,7 @@ _forwards = threading.local()
 """In `memo`, the dispatch state under which the forward ran whose gradients this thread computes."""
 
 
-def traced(arguments: Arguments, options: Options) -> Any:
+def traced(arguments: Arguments, options: Options) -> Returned:
     """`attention` while a compiler traces it, without a graph break."""
     if inspection.nested(arguments, options):
         return inspection.torchs(*arguments[:4], options)
@@ -131,7 +131,7 @@ def traced(arguments: Arguments, options: Options) -> Any:
                 keep = torch.ops.flashtune.dropout_keep(arguments.query, signed(seed_bits(arguments.seed)), *sizes, call.dropout_p)
         with traced_backend(named, call):
             out, lse = pytorch.attention_by_torch(call, *arguments[:4], keep, arguments.per_head)
-    return (out, lse) if call.return_lse else out
+    return (out, lse) if call.return_lse else out  # type: ignore[return-value]
 
 
 def _node(call: Call, arguments: Arguments, numbers: CallNumbers) -> Outputs:

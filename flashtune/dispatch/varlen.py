@@ -1,14 +1,15 @@
 """`attention_varlen`: attention of packed sequences of different lengths, with the signature of torch.nn.attention.varlen.varlen_attn."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import Tensor
 
+from flashtune.core.pytorch.flex import Mod
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
+from flashtune.dispatch.call.call import Returned
 from flashtune.dispatch.call.parse import Options, unwrapped, wants_lse
 from flashtune.dispatch.call.sequences import Numbers, Packed
 from flashtune.dispatch.decisions.explanation import Explanation
@@ -16,7 +17,32 @@ from flashtune.dispatch.functions.traced import check_functions, refuse_beside_f
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows.read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of
 from flashtune.dispatch.rows.run import attend, explanation_of
+from flashtune.dispatch.typed import PackedKeywords, with_signature_of
 from flashtune.dispatch.varlen_named import attend_named, explained_named
+
+if TYPE_CHECKING:
+    from torch.nn.attention.varlen import AuxRequest
+
+
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_aux: None = ..., return_lse: Literal[False] = ..., **keywords: Unpack[PackedKeywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_aux: "AuxRequest | None" = ..., return_lse: Literal[True], **keywords: Unpack[PackedKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_aux: "AuxRequest | None" = ..., return_lse: bool = ..., **keywords: Unpack[PackedKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention_varlen(
@@ -28,9 +54,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_aux: Any = None,
+    return_aux: "AuxRequest | None" = None,
     scale: float | None = None,
-    window_size: Any = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -47,10 +73,10 @@ def attention_varlen(
     return_lse: bool = False,
     allow_tf32: bool = False,
     deterministic: bool = False,
-    score_mod: Callable[..., Tensor] | None = None,
-    mask_mod: Callable[..., Tensor] | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Returned:
     """Attention of sequences that lie one after the other; each sees its own keys alone.
 
     It takes the arguments of torch.nn.attention.varlen.varlen_attn, and more. On a GPU kernels read lengths on the device: nothing waits
@@ -144,9 +170,9 @@ def attention_varlen(
     if implementation is not None and implementation != OURS:
         read = Options(*options)._replace(return_lse=with_lse)
         found = attend_named(*parsed(Packed(*given), read, max_seqlen_q, max_seqlen_k, num_splits), read, seed)
-        return found if with_lse else found[0]
+        return found if with_lse else found[0]  # type: ignore[return-value]
     served = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits)
-    return served if with_lse else served[0]
+    return served if with_lse else served[0]  # type: ignore[return-value]
 
 
 _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
@@ -164,7 +190,11 @@ def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: 
     return coded.attend_with_functions(call, packed, numbers, score_mod, mask_mod, implementation)
 
 
-def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
+@with_signature_of(attention_varlen)
+def explain_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_aux: "AuxRequest | None" = None, return_lse: bool = False, **keywords: Unpack[PackedKeywords],
+) -> Explanation:  # fmt: skip
     """Explanation of the choice for the same call of `attention_varlen`, whose arguments it takes; no kernel is launched.
 
     Returns:
@@ -173,7 +203,8 @@ def explain_varlen(*arguments: Any, **keywords: Any) -> Explanation:
     Raises:
         InputError: as `attention_varlen` does.
     """
-    bound = inspect.signature(attention_varlen).bind(*arguments, **keywords)
+    packed_rows = query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    bound = inspect.signature(attention_varlen).bind(*packed_rows, return_aux=return_aux, return_lse=return_lse, **keywords)
     bound.apply_defaults()
     given = bound.arguments
     with_lse, implementation = wants_lse(given["return_lse"], given["return_aux"]), given["implementation"]

@@ -159,9 +159,10 @@ def _packed(
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if wanted and not seqused_k is block_table is None:
         return None
+    sides = (-1, -1) if window_size is None else (window_size[0], window_size[1])
     out, lse = dispatch.attention_varlen(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        scale=scale, window_size=tuple(window_size or (-1, -1)), enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table,
+        scale=scale, window_size=sides, enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table,
         num_splits=num_splits, return_lse=True, implementation=OURS if query.is_cuda else None,
     )  # fmt: skip
     # Compiled code relies on the strides that PyTorch's operator has.

@@ -49,7 +49,7 @@ def recorded() -> Iterator[Counter[Problem]]:
     """Counts of the problems that `dispatch.attention` is called with meanwhile, by whoever looks it up in its module."""
     attend = dispatch.attention
     recording = Recording(attend)
-    dispatch.attention = recording
+    dispatch.attention = recording  # type: ignore[assignment]
     try:
         yield recording.counts
     finally:

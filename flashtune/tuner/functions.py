@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from flashtune.core.problems.config import Config, Direction
+from flashtune.core.problems.lengths import Lengths
 from flashtune.core.problems.problem import Problem
 from flashtune.core.system.errors import InputError, first_line
 from flashtune.templates.mods import bounds, known, structure
+from flashtune.templates.mods.documents import SHORTEST_MEAN, bounds_of, documents_of
 from flashtune.templates.mods.emit import Captured, Mods, emitted
 from flashtune.templates.mods.graph import INDICES, Node
 from flashtune.templates.mods.known import NAMED, Named
@@ -145,8 +147,10 @@ def _registered(one: Named) -> Functions:
 
 
 def with_functions(problem: Problem, one: Named) -> Problem:
-    """The problem with the hash of functions, of packed sequences also with the band that is in their mask, as calls have it; raises
-    InputError where they can't be traced, are built in, or read beyond a captured tensor at the problem's sizes."""
+    """The problem with the hash of functions, of packed sequences also with the band that is in their mask, as calls have it.
+
+    Raises InputError where they can't be traced, are built in, run as packed sequences, or read beyond a captured tensor at these sizes.
+    """
     if not any(one):
         raise InputError("the name of a function is empty: write FILE.py:NAME")
     functions = _registered(one)
@@ -157,23 +161,53 @@ def with_functions(problem: Problem, one: Named) -> Problem:
     for text, output in ((one.score, functions.score), (one.mask, functions.mask)):
         if output is not None:
             bounds.check(text, output, functions.captured, sizes)
+    instead = _packed_instead(problem, functions, one)
     if features.packed and functions.mask is not None and not features.banded:
         band, rest = structure.split(functions.mask)
         if band is not None:
             features = replace(features, causal=band[1] == 0, window=band, alignment="top_left")
         functions = functions if rest is not None else _registered(Named(one.score))
-    return replace(problem, features=replace(features, mods=functions.mods(problem.direction).hash))
+    found = replace(problem, features=replace(features, mods=functions.mods(problem.direction).hash))
+    if instead is not None:
+        raise instead
+    return found
 
 
-def _flags(band: tuple[int | None, int | None], score: Score) -> str:
-    """The remedy for functions that `attention` has built in."""
+def _packed_instead(problem: Problem, functions: Functions, one: Named) -> known.PackedInstead | None:
+    """Error with the remedy for a mask of documents that calls run as packed sequences, by the tensor of the functions' file; None where
+    they have lists of blocks."""
+    found, (batch, n) = documents_of(functions.score, functions.mask), (problem.batch, problem.n_kv)
+    if found is None or problem.features.packed or problem.n_q != n or (batch > 1 and found.score.by_batch):
+        return None
+    runs = bounds_of(functions.captured[found.captured], batch, n)
+    if runs is None or batch * n < SHORTEST_MEAN * (count := len(runs) - 1):
+        return None
+    band, score, mean = found.band, found.score, batch * n // count
+    law = Lengths.met(int(runs.diff().max()), count, batch * n).law
+    features = replace(
+        problem.features, packed=True, causal=band[1] == 0, window=band, softcap=bool(score.softcap), alibi=bool(score.slope)
+    )
+    lengths = Lengths.of(law, count, count * mean)
+    packed = replace(problem, batch=count, n_q=mean, n_kv=mean, features=features, lengths=lengths)
+    options = " ".join([f"--packed {law}", f"--n {mean}", f"--batch {count}", *_options(band, score)])
+    said = f"{' and '.join(filter(None, one))} is a mask of {count} documents, which calls run as packed sequences"
+    return known.PackedInstead(f"{said}: search with {options}", packed)
+
+
+def _options(band: structure.Band, score: Score) -> list[str]:
+    """Options of a band, if there are such, and of a score."""
     left, right = band
     words = ["--causal"] if right == 0 else []
     words += [f"--window {left}"] if left is not None and right in (0, left) else []
     words += [f"--softcap {score.softcap:g}"] if score.softcap else []
-    words += ["--alibi"] if score.slope else []
-    if right not in (0, left):
+    return words + (["--alibi"] if score.slope else [])
+
+
+def _flags(band: structure.Band, score: Score) -> str:
+    """The remedy for functions that `attention` has built in."""
+    if band[1] not in (0, band[0]):
         return f"dispatch.attention takes it as window={band}, and no search of it is needed"
+    words = _options(band, score)
     return f"search with {' '.join(words)}" if words else "search without it, since a scale changes no kernel"
 
 

@@ -31,7 +31,7 @@ WORDS = (
     "3",
     "--predict",
 )
-UNMEASURED = "Calls that PyTorch can serve too are served from predicted records only with dispatch.use("
+UNMEASURED = "Predicted records are not used by default. To use them: dispatch.use("
 
 
 @pytest.fixture(scope="module")
@@ -129,4 +129,4 @@ def test_measured_records_are_shown_without_a_word_about_predicted_ones(monkeypa
         told = flashtune(*WORDS).stdout
         assert told.count(f"{UNMEASURED}unmeasured=True)") == said
         if said:
-            assert told.splitlines()[-1].startswith("Calls that PyTorch can serve too")
+            assert told.splitlines()[-1].startswith("Predicted records are not used by default")

@@ -71,6 +71,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str, set[str]]] = {
     "a copy's card": (("export", "{base}", "--db", "{own}", "--licence", "MIT", "--force"), "x.json", set()),
     "merged databases": (("merge", "{own}", "--out", "{}", "--force"), "x", {"tuned"}),
     "their card": (("merge", "{own}", "--out", "{base}", "--licence", "MIT", "--force"), "x.json", set()),
+    "a search's page": ((*SEARCH, *PROBLEM, "--plot", "{}"), "x.html", {"html"}),
     "a page": (("profile", "--plot", "{}"), "x.html", {"html"}),
     "a chart": (("profile", "--plot", "{}"), "x.png", {"png"}),
     "a drawing": (("profile", "--plot", "{}"), "x.SVG", {"svg"}),

@@ -64,11 +64,11 @@ def test_a_line_tells_the_stage_its_time_the_best_and_what_is_left() -> None:
     shown.tick()
     shown.stage_started(GRID[0], "checking", 2)
     clock.now = 9.0
-    shown.trial_finished(correct(12.34), correct(12.34))
+    shown.trial_finished(GRID[0], correct(12.34), correct(12.34))
     shown.tick()
     for number in range(3, 6):
         clock.now += 1.0
-        shown.trial_finished(correct(12.34), correct(12.34))
+        shown.trial_finished(GRID[0], correct(12.34), correct(12.34))
         shown.stage_started(GRID[0], "compiling", number + 1)
     shown.tick()
     # Others have done the rest, and this problem is theirs to end.
@@ -99,14 +99,14 @@ def test_the_time_left_is_that_of_all_trials_at_the_present_rate() -> None:
     assert left(shown, out) == "", "nothing was observed"
     for _ in range(4):
         clock.now += 5.0
-        shown.trial_finished(correct(1.0), None)
+        shown.trial_finished(GRID[0], correct(1.0), None)
     # Of three problems of 8 trials 2 were done before, and 4 in 15 s after the first.
     assert left(shown, out) == "about 1 min 30 s left"
     done = SearchResult(gpu="a100", problem=GRID[1], outcomes=(correct(1.0),), provenance=PROVENANCE)
     shown.problem_known(done, 1, 3)
     for _ in range(2):
         clock.now += 5.0
-        shown.trial_finished(correct(1.0), None)
+        shown.trial_finished(GRID[0], correct(1.0), None)
     shown.stage_started(GRID[0], "racing", 8)
     assert left(shown, out) == "about 40 s left", "the other problem is somebody else's"
 
@@ -118,7 +118,7 @@ def test_a_budget_bounds_the_time_left_and_tells_it_before_the_first_trial() -> 
     assert left(shown, out) == "at most 1 min 30 s left"
     for _ in range(3):
         clock.now += 10.0
-        shown.trial_finished(correct(1.0), None)
+        shown.trial_finished(GRID[0], correct(1.0), None)
     assert left(shown, out) == "at most 1 min 0 s left", "at this rate the trials would take longer"
 
 

@@ -11,6 +11,7 @@ import sys
 import termios
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import db_samples as samples
@@ -19,14 +20,16 @@ from click.testing import CliRunner
 from commands import flashtune
 from rich.console import Console
 
+from flashtune.cli.functions import with_functions
 from flashtune.cli.main import main
 from flashtune.cli.records import doubts_of, print_records
 from flashtune.core.gpu.target import find_target
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Conditions, TuningRecord
 from flashtune.db.library import Library, shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
+from flashtune.templates.mods.known import NAMED
 from flashtune.tuner import machine
 from flashtune.tuner.publish import winners
 from flashtune.tuner.publish.winners import variant_for
@@ -261,3 +264,59 @@ def test_rows_of_each_gpu_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert [line for line in lines if line in ("h100", "h200")] == ["h100", "h200"]
     rows = [line for line in lines if line.startswith(result.problem.label()[:12])]
     assert len(rows) == 2 and rows[0] == rows[1] and "…" not in rows[0].removeprefix(result.problem.label()[:12])[1:]
+
+
+@pytest.mark.parametrize("column", ["problem", "us", "call us", "TFLOP/s", "vs PyTorch", "as calls"])
+def test_records_are_shown_in_the_order_of_a_column_and_as_many_as_asked(column: str) -> None:
+    where = ("show", "--db", str(shipped_path()), "--gpu-name", "h200", "--d", "64")
+    every = json.loads(flashtune(*where, "--json").stdout)
+    rows = json.loads(flashtune(*where, "--sort", column.upper(), "--json").stdout)
+    fields = {"us": "median_us", "call us": "call_us", "TFLOP/s": "tflops"}
+    ratios = {"vs PyTorch": ("framework_us", "median_us"), "as calls": ("framework_call_us", "call_us")}
+
+    def value(row: dict[str, float]) -> float | None:
+        if column in ratios:
+            theirs, ours = (row[name] for name in ratios[column])
+            return theirs / ours if theirs and ours else None
+        return row[fields[column]]
+
+    assert sorted(row["variant"] for row in rows) == sorted(row["variant"] for row in every) and len(rows) > 4
+    if column != "problem":
+        # Times are rounded in --json.
+        found = [value(row) for row in rows]
+        known = [x for x in found if x is not None]
+        assert found[: len(known)] == known, "records without a value come last"
+        pairs = pairwise(known)
+        assert all((a <= b * 1.01) if column in fields and column != "TFLOP/s" else (b <= a * 1.01) for a, b in pairs)
+    assert json.loads(flashtune(*where, "--sort", column, "--limit", "3", "--json").stdout) == rows[:3]
+    shown = flashtune(*where, "--sort", column, "--limit", "3", COLUMNS="200").stdout
+    assert f"3 of {len(rows)} records" in shown and "as calls: the same for whole calls" in shown
+
+
+def test_functions_are_named_beside_their_hash_where_their_file_is_given(tmp_path: Path) -> None:
+    file = Path(__file__).parents[2] / "examples" / "masks.py"
+    of = with_functions(replace(samples.PROBLEM, features=Features()), None, f"{file}:dilated")
+    path = samples.write(tmp_path / "a.sqlite", (samples.result(samples.outcome("0" * 16), of=of, framework_us=None),))
+    label = of.label()
+    assert f"mods-{of.features.mods}" in label
+    NAMED.clear()
+    plain = flashtune("show", "--db", str(path), COLUMNS="200").stdout
+    named = flashtune("show", "--db", str(path), "--mask-mod", f"{file}:dilated", COLUMNS="200").stdout
+    assert label in plain and "dilated" not in plain and f"{label} (dilated)" in named
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--n", "3000", "--heads", "32", "--kv-heads", "4"),
+            r"No record for N=3000\. Using the kernel measured at N=2048 \([\d.]+ us there; your",
+        ),
+        (("--n", "3000"), r"at N=2048, 8 query heads per key head \([\d.]+ us there; your call is larger\)\.$"),
+        (("--n", "4096"), ""),
+    ],
+)
+def test_explain_says_where_the_kernel_of_a_near_record_was_measured(words: tuple[str, ...], said: str) -> None:
+    where = ("explain", "--gpu-name", "h200", "--d", "128", "--causal", "--db", str(shipped_path()))
+    found = flashtune(*where, *words, COLUMNS="200").stdout
+    assert (re.search(said, found, re.MULTILINE) is not None) if said else "No record for" not in found

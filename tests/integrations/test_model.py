@@ -338,7 +338,7 @@ def test_the_command_without_a_gpu_adds_predicted_records_and_says_so(tmp_path: 
     assert found["workloads"][0]["speedup"] is None and found["workloads"][0]["right"] is None
     again = CliRunner().invoke(main, words[:-1])
     assert (
-        f"{tmp_path / 'tuned.sqlite'} holds 2 records, 1 of these calls. Calls that PyTorch can serve too are served from predicted"
+        f"{tmp_path / 'tuned.sqlite'} holds 2 records, 1 of these calls. Predicted records are not used by default. To use them: "
         in again.stdout
     )
     assert sorted(one.key.gpu for one in Library.of(tmp_path / "tuned.sqlite").winners()) == ["a100", "h200"], "another GPU's stays"

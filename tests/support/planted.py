@@ -175,7 +175,7 @@ class Listener:
     def stage_started(self, problem: Problem, stage: Stage, known: int) -> None:
         self.stages.append((problem, stage, known))
 
-    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
+    def trial_finished(self, problem: Problem, outcome: Outcome, incumbent: Outcome | None) -> None:
         self.trials.append(outcome)
         if self.stop_after is not None and len(self.trials) == self.stop_after:
             raise KeyboardInterrupt

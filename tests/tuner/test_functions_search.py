@@ -41,7 +41,7 @@ from flashtune.dispatch.policy.orders import rank_coded
 from flashtune.dispatch.policy.records import Pool
 from flashtune.templates import families, family, unservable
 from flashtune.templates.mods.emit import emitted
-from flashtune.templates.mods.known import NAMED, Named
+from flashtune.templates.mods.known import NAMED, Named, PackedInstead
 from flashtune.tuner import functions
 from flashtune.tuner.propose.space import SearchSpace, record_of, transfer_candidates
 from flashtune.tuner.timing import baseline
@@ -245,6 +245,78 @@ def test_the_command_refuses_functions_in_a_sentence(file: Path) -> None:
     ):
         result = CliRunner().invoke(main, ["search", "--gpu-name", "h100", "--d", "16", "--n", "32", *words])
         assert result.exit_code != 0 and said in result.output and "Traceback" not in result.output
+
+
+DOCUMENTS = """
+import torch
+
+row = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 200, 300, 424]))
+rows = torch.stack([row, row.flip(0)])
+mixed = row % 2
+short = torch.arange(1024) // 20
+
+
+def plain(b, h, q, k):
+    return row[q] == row[k]
+
+
+def causal(b, h, q, k):
+    return (row[k] == row[q]) & (q >= k)
+
+
+def windowed(b, h, q, k):
+    return (rows[b, q] == rows[b, k]) & (q >= k) & (q - k <= 64)
+
+
+def back(b, h, q, k):
+    return mixed[q] == mixed[k]
+
+
+def many(b, h, q, k):
+    return short[q] == short[k]
+
+
+def capped(score, b, h, q, k):
+    return 20 * torch.tanh(score / 20)
+
+
+def relative(score, b, h, q, k):
+    return score + row[k]
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "batch", "options"),
+    [
+        ("plain", "", 1, "--packed uniform --n 256 --batch 4"),
+        ("causal", "", 3, "--packed uniform --n 256 --batch 12 --causal"),
+        ("windowed", "", 2, "--packed uniform --n 256 --batch 8 --causal --window 64"),
+        ("causal", "capped", 1, "--packed uniform --n 256 --batch 4 --causal --softcap 20"),
+        # No kernel of packed sequences computes these calls.
+        ("causal", "relative", 1, ""),
+        ("back", "", 1, ""),
+        ("many", "", 1, ""),
+    ],
+)
+def test_a_mask_of_documents_names_the_search_of_what_calls_run(mask: str, score: str, batch: int, options: str, tmp_path: Path) -> None:
+    path = tmp_path / "documents.py"
+    path.write_text(DOCUMENTS)
+    problem = Problem(batch=batch, heads=4, kv_heads=4, n_q=1024, n_kv=1024, d=64, d_v=64, dtype="bf16")
+    words = ["--mask-mod", f"{path}:{mask}", *(["--score-mod", f"{path}:{score}"] if score else [])]
+    command = ["--gpu-name", "h200", "--d", "64", "--n", "1024", "--batch", str(batch), "--heads", "4", *words]
+    if not options:
+        assert coded(path, problem, mask=mask, score=score).features.mods
+        return
+    with pytest.raises(PackedInstead, match=rf"which calls run as packed sequences: search with {options}$") as caught:
+        coded(path, problem, mask=mask, score=score)
+    searched = flashtune("search", "--predict", *command)
+    assert searched.exit_code == 2 and options in searched.output
+    # Its options are those of this problem, which explanations are of.
+    there = ["--gpu-name", "h200", "--d", "64", "--heads", "4", *options.split(), "--json"]
+    told, same = (json.loads(flashtune("explain", *one).stdout) for one in ([*command, "--json"], there))
+    assert "packed sequences" in told["reason"] and told["template"] == "flash_fwd_hopper"
+    assert {name: x for name, x in told.items() if name != "reason"} == {name: x for name, x in same.items() if name != "reason"}
+    assert caught.value.problem.features.packed
 
 
 def test_command_lines_are_stored_without_names_of_functions() -> None:

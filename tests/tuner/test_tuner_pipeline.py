@@ -85,8 +85,8 @@ def test_the_gpu_is_fed_while_the_sampler_thinks(monkeypatch: pytest.MonkeyPatch
         return ask(self, count, limit=limit, known=known)
 
     class Feeding(Listener):
-        def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
-            super().trial_finished(outcome, incumbent)
+        def trial_finished(self, problem: Problem, outcome: Outcome, incumbent: Outcome | None) -> None:
+            super().trial_finished(problem, outcome, incumbent)
             if len(self.trials) == 2:
                 fed.set()
 
@@ -361,8 +361,8 @@ def test_a_search_that_loses_its_claim_stops_and_takes_over_what_the_other_proce
     search = Search(plan(1), storage=storage, **quiet)
 
     class Suspended(Listener):
-        def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
-            super().trial_finished(outcome, incumbent)
+        def trial_finished(self, problem: Problem, outcome: Outcome, incumbent: Outcome | None) -> None:
+            super().trial_finished(problem, outcome, incumbent)
             if len(self.trials) == 2:
                 search.claims.release(search.names[0])
                 run(plan(1), storage=storage)

@@ -111,8 +111,8 @@ class Mortal(Listener):
         if index == 1 and self.left == 0:
             raise Dies
 
-    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
-        super().trial_finished(outcome, incumbent)
+    def trial_finished(self, problem: Problem, outcome: Outcome, incumbent: Outcome | None) -> None:
+        super().trial_finished(problem, outcome, incumbent)
         self.left -= len(self.resumed) == 2
         if len(self.resumed) == 2 and self.left == 0:
             raise Dies
@@ -172,7 +172,7 @@ def test_a_result_that_cant_be_saved_is_saved_at_the_end(
     locked: list[sqlite3.Connection] = []
 
     class Locker(Listener):
-        def trial_finished(self, outcome: object, incumbent: object) -> None:
+        def trial_finished(self, problem: object, outcome: object, incumbent: object) -> None:
             if not locked:
                 locked.append(sqlite3.connect(path, isolation_level=None))
                 locked[0].execute("BEGIN IMMEDIATE")
@@ -197,7 +197,7 @@ def test_a_finished_but_unsaved_search_is_saved_by_the_same_command(
     first = Listener()
 
     class Locker(Listener):
-        def trial_finished(self, outcome: object, incumbent: object) -> None:
+        def trial_finished(self, problem: object, outcome: object, incumbent: object) -> None:
             first.trials.append(outcome)  # type: ignore[arg-type]
             if len(first.trials) == 1:
                 holder.execute("BEGIN IMMEDIATE")
@@ -222,7 +222,7 @@ def test_a_storage_that_goes_away_leaves_what_is_known_in_the_database_and_the_p
     path, aside = tmp_path / "study.sqlite", tmp_path / "aside.sqlite"
 
     class Remover(Listener):
-        def trial_finished(self, outcome: object, incumbent: object) -> None:
+        def trial_finished(self, problem: object, outcome: object, incumbent: object) -> None:
             self.trials.append(outcome)  # type: ignore[arg-type]
             if len(self.trials) == len(undisturbed[0].outcomes) + 2:
                 path.rename(aside)

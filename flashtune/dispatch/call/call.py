@@ -15,6 +15,8 @@ from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
 Outputs = tuple[Tensor, Tensor | None]
 """Output and, where it is requested, LSE."""
+Returned = Tensor | tuple[Tensor, Tensor]
+"""Return value of a call: its output, or (output, LSE)."""
 
 
 def surely(condition: bool) -> bool:

@@ -13,8 +13,8 @@ from flashtune.core.problems.parameters import PER_HEAD
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import autocasting, has_address
 from flashtune.core.pytorch.private import FORWARD_AD, C, overloaded_among, peek_interpreter_stack, sdpa
-from flashtune.core.system.errors import InputTypeError
-from flashtune.dispatch.call.call import Call, PerHead
+from flashtune.core.system.errors import InputError, InputTypeError
+from flashtune.dispatch.call.call import Call, PerHead, Returned
 from flashtune.dispatch.call.parse import Arguments, Options
 
 GRADIENT = "a gradient is needed"
@@ -165,7 +165,7 @@ def autocast(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     return cast(query), cast(key), cast(value), None if attn_mask is None else cast(attn_mask)
 
 
-def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, **kwargs: Any) -> Any:
+def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, **kwargs: Any) -> Returned:
     """The call by PyTorch's override protocol: tracers' proxies and function modes see `attention` itself.
 
     Other classes that override functions, as nested tensors, implement PyTorch's function, which is called for them.
@@ -176,7 +176,8 @@ def overridden(attention: Callable[..., Any], *, query: Any, key: Any, value: An
     proxied = is_causal_bias(attn_mask) or any(isinstance(x, torch.fx.Proxy) for x in overloaded)
     if overloaded and not proxied and _torch_has(options, seed, per_head):
         return torchs(query, key, value, attn_mask, options)
-    return handle_torch_function(attention, (query, key, value, attn_mask), query, key, value, attn_mask, seed=seed, **kwargs)
+    found: Returned = handle_torch_function(attention, (query, key, value, attn_mask), query, key, value, attn_mask, seed=seed, **kwargs)
+    return found
 
 
 def nested(arguments: Arguments, options: Options) -> bool:
@@ -224,11 +225,12 @@ def is_torchs(arguments: Arguments, options: Options) -> bool:
     return nested(arguments, options) or (has_torch_function(arguments[:4]) and _torch_has(options, arguments.seed, arguments.per_head))
 
 
-def torchs(query: Any, key: Any, value: Any, attn_mask: Any, options: Options) -> Any:
+def torchs(query: Any, key: Any, value: Any, attn_mask: Any, options: Options) -> Tensor:
     """The call by PyTorch's own function, whatever its tensors are, with the options that aren't defaults."""
     kwargs = {name: x for name, x, usual in zip(Options._fields, options[:4], Options(), strict=False) if x is not usual and x != usual}
     # A mask's class may not implement comparisons.
-    return sdpa(query, key, value, **(kwargs if attn_mask is None else {"attn_mask": attn_mask, **kwargs}))
+    found: Tensor = sdpa(query, key, value, **(kwargs if attn_mask is None else {"attn_mask": attn_mask, **kwargs}))
+    return found
 
 
 def is_causal_bias(mask: object) -> bool:
@@ -239,3 +241,13 @@ def is_causal_bias(mask: object) -> bool:
 def _torch_has(options: Options, seed: int | None, per_head: PerHead | None) -> bool:
     """True where PyTorch's own function has all requested options."""
     return Options(*options[:4]) == options and seed is None and not any(x is not None for x in per_head or ())
+
+
+def causal_of(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[bool, str]:
+    """`is_causal` and `causal_alignment` equivalent to PyTorch's CausalBias, whose tensor is empty."""
+    if is_causal:
+        raise InputError("CausalBias should not be used with causal=True: give one of them")
+    if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+        made, met = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+        raise InputError(f"attn_mask is a CausalBias for (queries, keys) of {made}, and these are {met}: make it for the same sizes")
+    return True, "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "top_left"

@@ -23,7 +23,7 @@ from flashtune.dispatch.rows.kernel import served_here
 from flashtune.templates.mods.graph import INTEGERS
 
 
-def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Any:
+def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any) -> Tensor | tuple[Tensor, Any]:
     """PyTorch's own function, compiled on a GPU."""
     from torch.nn.attention import flex_attention as module
 
@@ -38,7 +38,9 @@ def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: 
     # A compiler that traces this call compiles PyTorch's function itself.
     eager = isinstance(query, Tensor) and query.device.type == "cuda" and not torch.compiler.is_compiling()
     function: Any = compiled_flex(dynamic=None) if eager else module.flex_attention
-    return function(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
+    words = scale, enable_gqa, return_lse, kernel_options
+    found: Tensor | tuple[Tensor, Any] = function(query, key, value, score_mod, block_mask, *words, return_aux=return_aux)
+    return found
 
 
 def _empty(*tensors: Any) -> bool:

@@ -21,12 +21,8 @@ from flashtune.dispatch.policy.orders import BUILT_FOR_IT
 from flashtune.dispatch.rows.kernel import layout
 from flashtune.dispatch.rows.read import cast, parsed
 from flashtune.dispatch.rows.run import attend, explanation_of
-from flashtune.templates.mods.documents import Documents
+from flashtune.templates.mods.documents import SHORTEST_MEAN, Documents, bounds_of
 from flashtune.templates.mods.scores import slopes_of
-
-SHORTEST_MEAN = 64
-"""Mean tokens of documents from which they are packed sequences: half a tile of queries. Not measured: each document begins a tile of its
-own, which shorter ones leave empty for the most part."""
 
 
 class Read(NamedTuple):
@@ -170,14 +166,8 @@ def _runs(ids: Tensor, rows: int, n: int) -> Runs | None:
     """The runs of equal numbers in so many rows of n; None where a number comes back after another one."""
     # Kept for calls with gradients, which refuse tensors of inference mode.
     with torch.inference_mode(False):
-        host = ids.detach()[..., :n][: rows if ids.dim() == 2 else n].cpu().expand(rows, n)
-        begins = torch.ones((rows, n), dtype=torch.bool)
-        begins[:, 1:] = host[:, 1:] != host[:, :-1]
-        ordered = host.sort(-1).values
-        if not torch.equal((ordered[:, 1:] != ordered[:, :-1]).sum(-1), begins[:, 1:].sum(-1)):
-            return None
-        bounds = torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([rows * n]))).int()
-        return Runs(bounds.to(ids.device, non_blocking=True), int(bounds.diff().max()))
+        bounds = bounds_of(ids, rows, n)
+        return None if bounds is None else Runs(bounds.to(ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
 def _folded(call: PackedCall, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -10,6 +10,10 @@ from flashtune.templates.mods.structure import WIDE, Band, conditions, joined
 
 aten = torch.ops.aten
 
+SHORTEST_MEAN = 64
+"""Mean tokens of documents from which they are packed sequences: half a tile of queries. Not measured: each document begins a tile of its
+own, which shorter ones leave empty for the most part."""
+
 
 class Documents(NamedTuple):
     """Mask of a tensor of document numbers and a band, beside a known score.
@@ -35,6 +39,18 @@ def documents_of(score: Node | None, mask: Node | None) -> Documents | None:
     band = joined((x for x in terms if x is not term), numbered([mask], alike))
     known = None if band is None else Score() if score is None else known_score(score, band)
     return None if band is None or known is None else Documents(one.captured, len(one.arguments) == 2, band, known)
+
+
+def bounds_of(ids: torch.Tensor, rows: int, n: int) -> torch.Tensor | None:
+    """Places where documents begin in so many rows of n, one after the other, with the number of all tokens at the end, int32 on the host;
+    None where a document's number comes back after another one."""
+    host = ids.detach()[..., :n][: rows if ids.dim() == 2 else n].cpu().expand(rows, n)
+    begins = torch.ones((rows, n), dtype=torch.bool)
+    begins[:, 1:] = host[:, 1:] != host[:, :-1]
+    ordered = host.sort(-1).values
+    if not torch.equal((ordered[:, 1:] != ordered[:, :-1]).sum(-1), begins[:, 1:].sum(-1)):
+        return None
+    return torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([rows * n]))).int()
 
 
 def _equal(x: Any) -> tuple[Node, Node, Node] | None:

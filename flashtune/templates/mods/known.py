@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashtune.core.system.errors import InputError
+
 if TYPE_CHECKING:
     from flashtune.core.problems.config import KernelSpec
     from flashtune.core.problems.problem import Problem
@@ -17,6 +19,14 @@ class Named(NamedTuple):
 
     score: str = ""
     mask: str = ""
+
+
+class PackedInstead(InputError):
+    """Functions that a search has no use for, since calls run them as packed sequences: the `problem` is one of these."""
+
+    def __init__(self, message: str, problem: "Problem") -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 NAMED: dict[str, Named] = {}

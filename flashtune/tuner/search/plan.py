@@ -65,8 +65,8 @@ class SearchListener(Protocol):
     def stage_started(self, problem: Problem, stage: Stage, known: int) -> None:
         """A possibly long stage begins, while `known` trials of the problem are done; repeated while it waits for others."""
 
-    def trial_finished(self, outcome: Outcome, incumbent: Outcome | None) -> None:
-        """One trial ended; `incumbent` is the best so far."""
+    def trial_finished(self, problem: Problem, outcome: Outcome, incumbent: Outcome | None) -> None:
+        """One trial of a problem ended; `incumbent` is the problem's best so far."""
 
     def problem_finished(self, result: SearchResult) -> None:
         """A problem's result, after it was saved."""

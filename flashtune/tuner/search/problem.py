@@ -285,7 +285,7 @@ class ProblemSearch:
         if self.plan.source == "measured":
             self._compile_likely_winners()
         with self.shared.lock:
-            self.shared.listener.trial_finished(outcome, self.incumbent[1] if self.incumbent else None)
+            self.shared.listener.trial_finished(self.problem, outcome, self.incumbent[1] if self.incumbent else None)
         return None
 
     def _consider(self, candidate: Candidate, outcome: Outcome) -> None:

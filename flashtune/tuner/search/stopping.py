@@ -36,7 +36,7 @@ _WORDS = {
 
 
 def sentence(ending: Ending) -> str:
-    """Short reason why a search stopped, with the share of the best time that a longer one is expected to save, where that is known.
+    """Short reason why a search stopped, with the share of the best time that the best kernel left would save, where that is known.
 
     A regret of 1 stands for half of the time: no share is more than all of it. A bound below what is expected bounds nothing.
     """
@@ -44,8 +44,8 @@ def sentence(ending: Ending) -> str:
     if expected is None or not math.isfinite(expected):
         return why
     known = ending.worst is not None and math.isfinite(ending.worst) and ending.worst >= expected
-    at_most = f", in nine cases of ten at most {_saved(ending.worst or 0.0):.1%}" if known else ""
-    return f"{why}; a longer search is expected to save {_saved(expected):.1%} of the time{at_most}"
+    at_most = f", at most {_saved(ending.worst or 0.0):.1%} with 90% confidence" if known else ""
+    return f"{why}; the best kernel not tried yet is expected to be {_saved(expected):.1%} faster{at_most}"
 
 
 def _saved(regret: float) -> float:
