@@ -92,12 +92,12 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
     from flashtune.db.card import checked_licence
     from flashtune.db.library import overlay_path
     from flashtune.db.store import Store
-    from flashtune.templates import unservable
+    from flashtune.templates import without_kernel
     from flashtune.tuner.publish.hub import write_hub
 
     checked = None if licence is None else checked_licence(licence)
     with Store.open(location or overlay_path(), writable=False) as store:
-        records = servable(store.records(passed_over=unservable, **filters))
+        records = servable(store.records(passed_over=without_kernel, **filters))
     kept = [record for record in records if predicted or record.outcome.source == "measured"]
     if not kept:
         holds = "only predicted records, which --predicted exports" if records else "no record"

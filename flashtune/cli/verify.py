@@ -94,12 +94,12 @@ def _check(location: str | None, filters: "KeyFilter", *, sample: int | None, se
     """Check the kernels of records, print a line for each, and end with the exit codes that `verify` lists."""
     from flashtune.cli.progress import lasting
     from flashtune.db.library import Library
-    from flashtune.templates import BITS, unservable
+    from flashtune.templates import BITS, without_kernel
     from flashtune.tuner.machine import local_gpu, require_triton
     from flashtune.tuner.publish.winners import recheck
 
     library = Library.of(location) if location else Library.default()
-    records = library.records(passed_over=unservable, bits=BITS, **filters)
+    records = library.records(passed_over=without_kernel, bits=BITS, **filters)
     require_triton()
     gpu = local_gpu()
     here = gpu.target if gpu else None

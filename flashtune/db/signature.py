@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, FlashtuneError, InputError
 from flashtune.core.system.files import write_whole
+from flashtune.db.inspection import unfinished
 from flashtune.db.values import tidy
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def check_signature(database: Path, identity: str, *, issuer: str | None = None,
     if not database.is_file() or not path.is_file():
         missing = path if database.is_file() else database
         raise DatabaseError(f"there is no {missing}: give a database that was exported with --sign, or don't ask for an identity")
+    if beside := unfinished(database):
+        raise DatabaseError(f"{database} has unfinished writes in {beside[0].name}, which nobody signed: remove that file, or export anew")
     _require()
     from sigstore.models import Bundle
     from sigstore.verify import Verifier
@@ -93,7 +96,7 @@ def _require() -> None:
     try:
         import sigstore  # noqa: F401
     except ImportError as error:
-        raise EnvironmentProblem('signatures need the package sigstore: pip install "flashtune[sign]"') from error
+        raise EnvironmentProblem("signatures need the package sigstore: pip install sigstore") from error
 
 
 def _trust(config: Path | None, *, fresh: bool = False) -> Any:

@@ -4,6 +4,7 @@ import functools
 
 from flashtune.core.gpu.target import targets
 from flashtune.core.problems.config import KernelSpec
+from flashtune.core.problems.problem import unfit_heads
 from flashtune.core.records.results import PROVIDERS, Bits, TuningRecord
 from flashtune.core.system.errors import InputError
 from flashtune.templates.family import Family
@@ -60,12 +61,13 @@ BITS = Bits(repeats=repeats, may_vary=may_vary)
 
 def unservable(record: TuningRecord) -> str | None:
     """The reason why a record doesn't serve on its own GPU: this version's templates can't serve it, or its kernel failed there since; None
-    where it does. Of an unknown GPU only the config is checked."""
+    where it does. Of an unknown GPU only the config is checked. Other providers serve heads that are larger than kernels take."""
     if record.refuted:
         return record.refuted
     target = targets().get(record.key.gpu)
     if record.outcome.template in PROVIDERS:
-        return f"its run had no kernel, and {record.outcome.template} serves it"
+        large = unfit_heads(record.problem.d, record.problem.d_v) is not None
+        return None if large else f"its run had no kernel, and {record.outcome.template} serves it"
     try:
         chosen = family(record.outcome.template)
         chosen.validate(record.outcome.config)
@@ -74,6 +76,12 @@ def unservable(record: TuningRecord) -> str | None:
     spec = record.problem.spec()
     # Functions of other processes are as good as any, but their kernels can't be looked at here.
     return None if target is None or not written_here(spec) else chosen.unfit(record.outcome.config, spec, target)
+
+
+def without_kernel(record: TuningRecord) -> str | None:
+    """The same for files of kernels, which have no use for a record of another provider."""
+    provider = record.outcome.template if record.outcome.template in PROVIDERS else ""
+    return f"{provider} serves it, and there is no kernel of it" if provider else unservable(record)
 
 
 def written_here(spec: KernelSpec) -> bool:

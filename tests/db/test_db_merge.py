@@ -14,14 +14,14 @@ from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Direction
-from flashtune.core.records.results import Ending, Fate, Outcome, SearchResult, TuningRecord
+from flashtune.core.records.results import Baseline, Ending, Fate, Outcome, SearchResult, TuningRecord
 from flashtune.core.records.versions import versions_in
 from flashtune.core.system.errors import DatabaseError, InputError, NoKernelFound
 from flashtune.db.card import card_path, check_card, checked_licence, write_card
 from flashtune.db.library import Library
 from flashtune.db.merging import add, best_of_each, merge
 from flashtune.db.store import Store
-from flashtune.templates import BITS, family, unservable
+from flashtune.templates import BITS, family, unservable, without_kernel
 
 POINTERS = family("flash_fwd")
 CONFIG = POINTERS.default(samples.PROBLEM.spec(), find_target("h200"))
@@ -385,3 +385,23 @@ def test_a_database_of_before_has_no_versions_of_providers_but_those_of_its_runs
     assert versions_in(record, one) == Config.of(torch="2.11.0", triton="3.6.0", driver="575.57")
     with pytest.raises(InputError, match="is fa4, whose config holds versions alone"), Store.open(path, writable=True) as store:
         store.save(samples.result(judged_wrong(20.0, BLOCK_M="64")))
+
+
+def test_records_of_heads_that_only_others_take_are_merged_and_exported(tmp_path: Path) -> None:
+    large = replace(samples.problem(512), d=512, d_v=512)
+    variant = Variant(template="ffpa", spec=large.spec(), config=Config.of()).id
+    timed = Outcome.of_provider("ffpa", variant, samples.times(50.0))
+    baseline = Baseline(backend="efficient", measurement=samples.times(200.0), call_us=200.0)
+    found = SearchResult(gpu="h200", problem=large, outcomes=(timed,), provenance=samples.PROVENANCE, baseline=baseline)
+    path = samples.write(tmp_path / "a.sqlite", (found,))
+    [record] = Library.of(path).winners()
+    assert unservable(record) is None and without_kernel(record) == "ffpa serves it, and there is no kernel of it"
+    for words in (
+        ("merge", str(path), "--out", str(tmp_path / "merged.sqlite")),
+        ("export", str(tmp_path / "exported.sqlite"), "--db", str(path)),
+    ):
+        done = flashtune(*words)
+        assert done.exit_code == 0, done.output
+        assert [one.outcome.template for one in Library.of(Path(words[1])).winners()] == ["ffpa"]
+    done = flashtune("generate", str(tmp_path / "kernels"), "--db", str(path))
+    assert done.exit_code != 0 and "Traceback" not in done.output

@@ -193,3 +193,13 @@ def test_who_signed_a_database_is_trusted_by_name(two: tuple[Path, Path], truste
     two[1].write_bytes(two[1].read_bytes() + b"\0" * 4096)
     refused = flashtune("merge", own, other, "--out", str(tmp_path / "y.sqlite"), "--trust", own, "--trust", ANN, *trusted)
     assert refused.exit_code == 2 and "a stranger's: " in refused.output and "isn't what" in refused.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("suffix", ["-wal", "-journal"])
+def test_writes_that_nobody_signed_lie_beside_no_signed_file(signed: Path, trusted: list[str], suffix: str) -> None:
+    beside = signed.with_name(signed.name + suffix)
+    beside.write_bytes(b"somebody else's records")
+    done = flashtune("verify", "--db", str(signed), "--identity", ANN, *trusted)
+    assert done.exit_code == 3 and "which nobody signed" in done.output and beside.name in done.output.replace("\n", "")
+    with pytest.raises(DatabaseError, match="has unfinished writes in "):
+        check_signature(signed, ANN, config=Path(trusted[1]))

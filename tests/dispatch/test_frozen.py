@@ -54,7 +54,7 @@ def test_a_plan_of_another_version_is_refused(name: str, tmp_path: Path) -> None
     found = json.loads(path.read_text())
     found["versions"][name] = "0.0.1"
     path.write_text(json.dumps(found))
-    with pytest.raises(InputError, match=rf"^the plan {path} is of {name} 0\.0\.1 \(here .*\): freeze it with these versions$"):
+    with pytest.raises(InputError, match=rf"^the plan {path} is of '{name}' '0\.0\.1' \(here .*\): freeze it with these versions$"):
         dispatch.use(plan=path)
 
 
@@ -63,7 +63,21 @@ def test_a_plan_of_a_provider_that_is_not_here_is_refused(tmp_path: Path) -> Non
     found = json.loads(path.read_text())
     found["versions"]["flash-attn-4"] = "4.0.0"
     path.write_text(json.dumps(found))
-    with pytest.raises(InputError, match=r"is of flash-attn-4 4\.0\.0 \(here None\)"):
+    with pytest.raises(InputError, match=r"is of 'flash-attn-4' '4\.0\.0' \(here None\)"):
+        dispatch.use(plan=path)
+
+
+def test_a_plan_that_leaves_versions_out_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, Entry(DENSE, (Served(),)))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "versions": {}}))
+    with pytest.raises(InputError, match=r"is of 'flashtune' None \(here '.*'\): freeze it with these versions$"):
+        dispatch.use(plan=path)
+
+
+@pytest.mark.parametrize("way", ["paged", "functions", "gradients"])
+def test_a_provider_is_named_only_where_it_may_serve(way: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, Entry(DENSE._replace(way=way), (Served(provider="cudnn"),)))
+    with pytest.raises(InputError, match=f"its way {way} has the provider cudnn, and providers serve no such calls"):
         dispatch.use(plan=path)
 
 
@@ -127,7 +141,7 @@ def test_a_kernel_serves_only_with_the_text_that_was_frozen(tmp_path: Path) -> N
     assert choice.config == made.config and choice.kind == "frozen"
     with pytest.raises(InputError, match="a kernel of flash_fwd whose text is another one here: freeze it anew"):
         choices(tmp_path, made)
-    with pytest.raises(InputError, match="unknown template 'flash_fwd_mine'"):
+    with pytest.raises(InputError, match=r"^the plan .* names a kernel that isn't here \(unknown template 'flash_fwd_mine'"):
         choices(tmp_path, _kernel(template="flash_fwd_mine"))
     with pytest.raises(InputError, match="BLOCK_M"):
         choices(tmp_path, _kernel(config=made.config.replace(BLOCK_M=48)))
@@ -171,7 +185,7 @@ def test_a_plan_names_providers_and_pytorch(tmp_path: Path, libraries: list[dict
         libraries.clear()
         torch.testing.assert_close(ways.dense(ways.tensors(), return_lse=True)[0], out)
         assert not libraries and dispatch.explain(*ways.tensors(), enable_gqa=True, return_lse=True).kind == "framework"
-        with pytest.raises(InputError, match=r"^the plan .* has no call like dense fwd n9x32-d16-fp32-causal-gqa2 on cpu: "):
+        with pytest.raises(InputError, match=r"^the plan .* has no call like dense fwd n9x32-.*-causal-gqa2 \(batch 2, 2 heads\) on cpu: "):
             ways.dense(ways.tensors(), is_causal=True)
         # On what is named no record decides.
         ways.dense(ways.tensors(), is_causal=True, implementation="torch")

@@ -14,12 +14,18 @@ from flashtune import dispatch
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Config, Variant
 from flashtune.core.problems.problem import Problem
+from flashtune.core.pytorch import devices
+from flashtune.core.records import plans
+from flashtune.core.records.plans import Entry, Served
 from flashtune.core.records.results import Baseline, Outcome, SearchResult
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.inspection import GRADIENT
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.frozen import versions
 from flashtune.dispatch.rows import packed as kernels
 from flashtune.dispatch.rows import run
+from flashtune.dispatch.rows.kernel import place_of
 from flashtune.dispatch.rows.libraries import PACKED
 from flashtune.templates import families
 
@@ -39,10 +45,10 @@ def on_h200(varlen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> It
     dispatch.reload()
 
 
-def problem(leaves: list[torch.Tensor], others: list[Any], direction: Any, *, causal: bool = False) -> Problem:
+def problem(leaves: list[torch.Tensor], others: list[Any], direction: Any, *, causal: bool = False, exact: bool = True) -> Problem:
     """The problem of a call."""
     numbers = Numbers(*others[2:], 0.25, -1, 0 if causal else -1, True, 0.0, 0.0, tf32=False, deterministic=False)
-    found = problem_of(Packed(*(x.detach() for x in leaves), *others[:2]), numbers, direction, exact=True)
+    found = problem_of(Packed(*(x.detach() for x in leaves), *others[:2]), numbers, direction, exact=exact)
     assert found is not None
     return found
 
@@ -116,7 +122,24 @@ def test_a_plan_keeps_the_library(tmp_path: Path, on_h200: list[dict[str, Any]],
             out = call()
             digest = dispatch.freeze(tmp_path / "plan.json")
         on_h200.clear()
+        monkeypatch.setattr(devices, "INTERPRETING", True)
         with dispatch.use(plan=tmp_path / "plan.json") as plan:
             assert plan.digest == digest
             torch.testing.assert_close(call(), out, rtol=0, atol=0)
             assert on_h200
+            with pytest.raises(InputError, match=r"can't serve here \(no kernel of it takes these tensors\)"):
+                dispatch.attention_varlen(*leaves, *others, enable_gqa=True, scale=0.25, return_lse=True)
+            with pytest.raises(InputError, match=r"has no call like packed fwd .* used keys\) on"):
+                dispatch.attention_varlen(*leaves, *others, enable_gqa=True, scale=0.25, seqused_k=torch.tensor([3, 0, 9]))
+            monkeypatch.setattr(PACKED["fa4"], "missing", lambda packed: "it isn't installed: pip install flash-attn-4")
+            with pytest.raises(InputError, match=r"^what the plan .* can't serve here .*: freeze it anew, or serve without it$"):
+                call()
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flex"])
+def test_a_plan_may_name_no_library_that_takes_no_packed_sequences(name: str, tmp_path: Path, on_h200: list[dict[str, Any]]) -> None:
+    leaves, others = packed()
+    entry = Entry(place_of(Packed(*leaves, *others[:2]), problem(leaves, others, "fwd", exact=False)), (Served(provider=name),))
+    plans.write(tmp_path / "plan.json", versions([entry]), [entry])
+    with dispatch.use(plan=tmp_path / "plan.json"), torch.no_grad(), pytest.raises(InputError, match="can't serve here .it doesn't"):
+        dispatch.attention_varlen(*leaves, *others, enable_gqa=True, scale=0.25)

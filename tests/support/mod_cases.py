@@ -250,7 +250,6 @@ OPERATIONS = _scores(
     parts=lambda s, b, h, q, k: (
         torch.trunc(s * 3) + torch.frac(s) + torch.round(s * 2) + torch.round(s, decimals=1) + torch.where(torch.signbit(s), s, 2 * s)
     ),
-    remainders=lambda s, b, h, q, k: torch.fmod(s, 0.75) + torch.remainder(s, 0.75) + torch.remainder(s, -1.5) + (k - 5.5) % 3,
     of_two=lambda s, b, h, q, k: (
         torch.hypot(s, k + 1.0) + torch.copysign(s, k - 7.5) + torch.fmax(s, s / 2) + torch.fmin(s, s * h) + torch.ldexp(s, h)
     ),
@@ -267,6 +266,20 @@ OPERATIONS = _scores(
         + functional.threshold(s, 0.1, 2.0)
     ),
     probabilities=lambda s, b, h, q, k: torch.erfc(s) + torch.logit(torch.sigmoid(s), eps=1e-3) + torch.special.ndtr(s) + torch.sinc(s / 9),
+    special=lambda s, b, h, q, k: (
+        s * torch.sinc(0.25 * (q - k))
+        + torch.sinc(s)
+        + functional.relu6(s + q - k)
+        + functional.hardtanh(1.0 * (k - q)) * s
+        + functional.hardsigmoid(s + (q - k))
+        + functional.hardswish(s)
+        + (0.1 * s.abs() + 1) ** 9
+        + torch.xlogy(s.abs(), 2.0)
+        + torch.atan2(s, 2.0 + 0 * s)
+        + (s.abs() + 0.1) ** 0
+        + torch.floor(q - k)
+        + torch.hypot(s, torch.zeros_like(s) + 3.0)
+    ),
     finite=lambda s, b, h, q, k: torch.nan_to_num(s / (q - 3), posinf=2.0, neginf=-2.0) + torch.where(torch.isposinf(1.0 / k), s, 0.0),
 )
 """Scores that together use every operation that kernels have."""

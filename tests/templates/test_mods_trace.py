@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError
@@ -23,9 +24,10 @@ from flashtune.dispatch.functions import by_torch as flex_torch
 from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
-from flashtune.templates.mods.graph import ordered
+from flashtune.templates.mods.graph import INDICES, ordered
 from flashtune.templates.mods.reader import Unsupported
-from flashtune.templates.mods.trace import traced
+from flashtune.templates.mods.scores import _evaluated
+from flashtune.templates.mods.trace import gradients, traced
 
 CPU = torch.device("cpu")
 TABLE = torch.arange(60.0).view(15, 4)
@@ -563,3 +565,21 @@ def test_pytorch_names_a_wrong_number_of_dimensions_itself() -> None:
     query = torch.randn(2, 40, 16)
     with pytest.raises(NotImplementedError, match="4D"):
         dispatch.flex_attention(query, query, query, lambda s, b, h, q, k: s + TABLE[q - k + 20, h])
+
+
+KINKS: list[tuple[Any, float]] = [
+    (functional.relu6, 0.0), (functional.relu6, 6.0), (functional.hardtanh, -1.0), (functional.hardtanh, 1.0), (torch.relu, 0.0),
+    (functional.hardsigmoid, 3.0), (functional.hardsigmoid, -3.0), (functional.hardswish, 3.0), (torch.sinc, 0.0), (torch.sinc, 1e-20),
+    (lambda x: torch.clamp(x, -1, 1), 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "at"), KINKS)
+def test_derivatives_at_kinks_are_those_of_pytorch(function: Any, at: float) -> None:
+    score = functions_of(lambda s, b, h, q, k: function(s)).score
+    assert score is not None
+    of_score, _ = gradients(score)
+    point = torch.tensor(at, requires_grad=True)
+    inputs = {"score": point.detach(), "grad": torch.tensor(1.0), **{name: torch.tensor(0) for name in INDICES}}
+    found = torch.as_tensor(_evaluated(of_score, (), inputs)).float().reshape(())
+    torch.testing.assert_close(found, torch.autograd.grad(function(point), point)[0])

@@ -53,7 +53,8 @@ class Place(NamedTuple):
 
     def label(self) -> str:
         """The short form for messages."""
-        return " ".join((self.way, self.problem.direction, self.problem.label(), *self.how, f"on {self.gpu}"))
+        sizes = f"batch {self.problem.batch}, {self.problem.heads} heads"
+        return " ".join((self.way, self.problem.direction, self.problem.label(), f"({', '.join((sizes, *self.how))})", f"on {self.gpu}"))
 
 
 class Entry(NamedTuple):
@@ -136,7 +137,10 @@ def _entry(found: Any) -> Entry:
     if not isinstance(how, list) or not all(isinstance(x, str) for x in how) or not isinstance(served, list) or not served:
         raise InputError(f"its words are {shown(how)} and its servers {shown(served)}, not a list of texts and one of objects")
     place = Place(found["way"], found["gpu"], problem_of_entry(found["problem"]), tuple(how))
-    return Entry(place, tuple(map(_served, served)))
+    found_servers = tuple(map(_served, served))
+    if place.way in ("paged", "functions", "gradients") and any(one.provider for one in found_servers):
+        raise InputError(f"its way {place.way} has the provider {found_servers[0].provider}, and providers serve no such calls")
+    return Entry(place, found_servers)
 
 
 def _served(found: Any) -> Served:

@@ -16,7 +16,6 @@ from flashtune.core.problems.problem import FLAGS, Problem, ProblemKey
 from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
-from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.call import Call, trained_as
 from flashtune.dispatch.decisions.context import MOST_PLANS, Memo
 from flashtune.dispatch.decisions.recorded import CALLS
@@ -195,6 +194,6 @@ def _first_gradients(memo: Memo, call: Call, inputs: BackwardInputs) -> tuple[Gr
                     memo.met.note(_place(call, trained_as(call.problem, inputs.requested)), variant)
                 return plan, found
         if memo.settings.plan is not None and call.problem is not None:
-            raise InputError(f"what the plan {memo.settings.plan.path} names for gradients can't serve here: freeze it anew")
+            raise memo.settings.plan.unable(_place(call, trained_as(call.problem, inputs.requested)), "no kernel of it takes these tensors")
     formula = ReferencePlan(call, inputs)
     return formula, formula.run(inputs)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
-from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.call import Call, PerHead
 from flashtune.dispatch.call.inspection import GRADIENTS
 from flashtune.dispatch.decisions import backwards
@@ -65,4 +64,4 @@ def candidates(
                 yield one._replace(trains=True)
         failed = None if choice.variant is None else memo.kernels.failure(choice.variant, call.device)
         why = failed or "it doesn't take these tensors"
-    raise InputError(f"what the plan {plan.path} names for {place.label()} can't serve here ({why}): freeze it anew, or serve without it")
+    raise plan.unable(place, why)

@@ -17,6 +17,7 @@ from flashtune.core.records import plans
 from flashtune.core.records.calls import kind_of
 from flashtune.core.records.plans import Entry, Place, Plan, Served
 from flashtune.core.system.errors import InputError
+from flashtune.core.system.words import shown
 from flashtune.dispatch.plans.kernels import text_digest
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.providers.libraries import PROVIDERS
@@ -94,9 +95,11 @@ class Frozen:
         """The plan of a file; raises InputError where it is none, or of other versions than those installed."""
         found = cls(plans.read(path), path)
         here = versions(found.plan.entries)
-        for name, theirs in found.plan.versions.items():
+        for name in sorted({*here, *found.plan.versions}):
+            theirs = found.plan.versions.get(name)
             if here.get(name) != theirs:
-                raise InputError(f"the plan {path} is of {name} {theirs} (here {here.get(name)}): freeze it with these versions")
+                of = f"{shown(name)} {shown(theirs)} (here {shown(here.get(name))})"
+                raise InputError(f"the plan {path} is of {of}: freeze it with these versions")
         return found
 
     def __eq__(self, other: object) -> bool:
@@ -112,6 +115,11 @@ class Frozen:
             remedy = "freeze a run that makes it, or serve without the plan"
             raise InputError(f"the plan {self.path} has no call like {place.label()}: {remedy}")
         yield from found
+
+    def unable(self, place: Place, why: str) -> InputError:
+        """Error where what the plan names for a call can't serve it here."""
+        what = f"what the plan {self.path} names for {place.label()} can't serve here ({why})"
+        return InputError(f"{what}: freeze it anew, or serve without it")
 
     def named(self, place: Place) -> list[Choice]:
         """The same without an error: empty where the plan has no such call."""
@@ -129,10 +137,13 @@ class Frozen:
 
     def _kernel(self, served: Served, config: Config, choice: Choice) -> Choice:
         """The choice of a kernel, whose text is checked."""
-        family = family_of(served.template)
-        for one in (config, choice.in_graphs):
-            if one is not None:
-                family.validate(one)
+        try:
+            family = family_of(served.template)
+            for one in (config, choice.in_graphs):
+                if one is not None:
+                    family.validate(one)
+        except InputError as error:
+            raise InputError(f"the plan {self.path} names a kernel that isn't here ({error}): freeze it anew") from error
         if text_digest(family, Variant(template=family.name, spec=choice.spec, config=config)) != served.text:
             raise InputError(f"the plan {self.path} names a kernel of {family.name} whose text is another one here: freeze it anew")
         return choice._replace(family=family, config=config)

@@ -13,11 +13,13 @@ from flashtune.core.code.launches import Host
 from flashtune.core.code.launching import LoadedKernel, Plan
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec, Variant
+from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 from flashtune.core.pytorch.private import C
 from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
+from flashtune.dispatch.call.sequences import Packed
 from flashtune.dispatch.decisions.context import Memo, current
 from flashtune.dispatch.plans import driver, kernels, launch
 from flashtune.dispatch.plans.launch import Code, Program
@@ -187,6 +189,11 @@ class Kernel:
             function = getattr(self.code.module, one.kernel)
             function[one.grid](*arguments.of(one), **launching.compiler_options(one.options))
         return True
+
+
+def place_of(packed: Packed, problem: Problem) -> Place:
+    """Place of a packed call's pass in a plan; keys that aren't used may need another server."""
+    return Place("packed", devices.slug_here(packed.query.device), problem, ("used keys",) * (packed.used is not None))
 
 
 def note(memo: Memo, place: Place, found: Kernel | None, *, alone: bool = False) -> None:

@@ -4,14 +4,15 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from flashtune.core.pytorch import devices
-from flashtune.core.records.plans import Place
+from flashtune.core.problems.problem import Problem
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions.frozen import Frozen
 from flashtune.dispatch.decisions.soundness import sound_ones, warn_of_suspect
 from flashtune.dispatch.policy.choose import Choice, Pool
 from flashtune.dispatch.policy.offers import deciding_record, provider_choice
 from flashtune.dispatch.providers.libraries import variant_of
+from flashtune.dispatch.rows.kernel import place_of
 from flashtune.dispatch.rows.libraries import PACKED, refusal, tried
 
 
@@ -23,6 +24,8 @@ def offered(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> C
     device, problem = packed.query.device, problem_of(packed, numbers, "bwd" if trained else "fwd")
     if problem is None:
         return None
+    if (plan := memo.settings.plan) is not None:
+        return _planned(plan, packed, numbers, problem)
     place: Hashable = "offered", problem, device, packed.used is None, packed.cu_k is packed.cu_q, numbers[2:]
     if place not in memo.packed:
         memo.packed[place] = _chosen(memo, packed, numbers, trained=trained)
@@ -38,8 +41,6 @@ def _chosen(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> C
     """The same, decided anew."""
     problem, device = problem_of(packed, numbers, "bwd" if trained else "fwd"), packed.query.device
     assert problem is not None, "the caller looked"
-    if (plan := memo.settings.plan) is not None:
-        return next((one for one in plan.named(Place("packed", devices.slug_here(device), problem)) if one.provider is not None), None)
     target, _, pool = memo.surroundings(device, problem)
     if not isinstance(pool, Pool):
         return None
@@ -55,11 +56,26 @@ def _chosen(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> C
     return choice
 
 
+def _planned(plan: Frozen, packed: Packed, numbers: Numbers, problem: Problem) -> Choice | None:
+    """The same by a plan in force; raises InputError where its library doesn't take the call."""
+    place = place_of(packed, problem)
+    chosen = next((one for one in plan.named(place) if one.provider is not None), None)
+    if chosen is None or chosen.provider is None:
+        return None
+    if (why := refusal(chosen.provider, packed, numbers, return_lse=False)) is not None:
+        raise plan.unable(place, why)
+    return chosen
+
+
 def by_offer(memo: Memo, choice: Choice, packed: Packed, numbers: Numbers) -> Tensor | None:
     """Output by the library of a choice; None where it failed, which is remembered."""
     assert choice.provider is not None, "a library is chosen"
     out = tried(choice.provider, packed, numbers)
     problem = problem_of(packed, numbers, choice.spec.direction)
-    if out is not None and problem is not None:
-        memo.met.note(Place("packed", devices.slug_here(packed.query.device), problem), None, provider=choice.provider)
+    assert problem is not None, "a choice is a problem's"
+    place = place_of(packed, problem)
+    if out is not None:
+        memo.met.note(place, None, provider=choice.provider)
+    elif memo.settings.plan is not None:
+        raise memo.settings.plan.unable(place, f"{choice.provider} failed")
     return out

@@ -11,7 +11,6 @@ from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.problems.config import Direction, KernelSpec
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
-from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, parameters_of, problem_of, rows_last, viewed
 from flashtune.dispatch.decisions import context
 from flashtune.dispatch.decisions.context import Memo
@@ -22,7 +21,7 @@ from flashtune.dispatch.plans.launch import Code
 from flashtune.dispatch.policy.choose import Choice, Refusal
 from flashtune.dispatch.policy.orders import rank_packed
 from flashtune.dispatch.rows import paged as pages
-from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared, note
+from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared, note, place_of
 from flashtune.templates import families
 
 
@@ -59,19 +58,25 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
     if packed.table is not None:
         kernel = pages.kernel_of_pages(memo, packed, numbers)
         return None if isinstance(kernel, str) else kernel
-    device = packed.query.device
+    device, plan = packed.query.device, memo.settings.plan
     problem = problem_of(packed, numbers, direction)
     if problem is None or not devices.TRITON or not (device.type == "cuda" or devices.INTERPRETING):
         return None
     if device.type == "cpu" and problem.dtype == "bf16" and not driver.driven(device):
         # Triton's interpreter can't multiply it.
         return None
+    place = place_of(packed, problem)
+    named = None if plan is None else list(plan.choices(place))
     with memo.lock:
-        if (problem, device) not in memo.packed:
-            memo.packed[problem, device] = list(_loaded(memo, problem, device))
-        found: list[Kernel] = memo.packed[problem, device]
+        # A plan's kernels depend on the place, which the problem alone doesn't tell.
+        known = (problem, device) if plan is None else (place, device)
+        if known not in memo.packed:
+            memo.packed[known] = list(_loaded(memo, problem, device, named))
+        found: list[Kernel] = memo.packed[known]
     chosen = next((one for one in found if one.failed is None and _takes(one, packed, numbers, direction)), None)
-    note(memo, Place("packed", devices.slug_here(device), problem), chosen)
+    if chosen is None and plan is not None and named is not None and not any(one.kind == "framework" for one in named):
+        raise plan.unable(place, next((str(one.failed) for one in found if one.failed is not None), "no kernel of it takes these tensors"))
+    note(memo, place, chosen)
     return chosen
 
 
@@ -84,14 +89,14 @@ def _takes(found: Kernel, packed: Packed, numbers: Numbers, direction: Direction
     return found.code.module.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
 
 
-def _loaded(memo: Memo, problem: Problem, device: torch.device) -> Iterator[Kernel]:
-    """Kernels of a problem that can be loaded, best first."""
+def _loaded(memo: Memo, problem: Problem, device: torch.device, named: Sequence[Choice] | None) -> Iterator[Kernel]:
+    """Kernels of a problem that can be loaded, best first, or those that a plan has `named`."""
     target, pinned = devices.target_of(device), memo.pinned.get(problem.direction)
     if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
         yield Kernel(memo, None, Code(pinned), device)
-    records, plan = lambda one: memo.surroundings(device, one)[2], memo.settings.plan
+    records = lambda one: memo.surroundings(device, one)[2]  # noqa: E731
     ranked: Iterator[Choice | Refusal] = rank_packed(problem, target, records, families(), unmeasured=memo.unmeasured)
-    for choice in ranked if plan is None else plan.choices(Place("packed", devices.slug_here(device), problem)):
+    for choice in ranked if named is None else named:
         if isinstance(choice, Refusal) or choice.family is None or (variant := choice.variant) is None:
             continue
         code = memo.kernels.code(choice.family, variant, device, target)

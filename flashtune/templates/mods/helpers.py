@@ -44,7 +44,13 @@ def mod_expm1(x):
 def mod_sinh(x):
     square = x * x
     series = x * (1.0 + square * (0.16666667 + square * (0.008333334 + square * 0.0001984127)))
-    return tl.where(tl.abs(x) < 0.35, series, 0.5 * (tl.exp(x) - tl.exp(-x)))
+    return tl.where(tl.abs(x) < 0.35, series, tl.exp(0.5 * x) * (0.5 * tl.exp(0.5 * x)) - tl.exp(-0.5 * x) * (0.5 * tl.exp(-0.5 * x)))
+
+
+@triton.jit
+def mod_cosh(x):
+    # By halves, since e^x overflows before cosh does.
+    return tl.exp(0.5 * x) * (0.5 * tl.exp(0.5 * x)) + tl.exp(-0.5 * x) * (0.5 * tl.exp(-0.5 * x))
 
 
 @triton.jit
@@ -58,7 +64,15 @@ def mod_asinh(x):
 @triton.jit
 def mod_acosh(x):
     more = x - 1.0
-    return tl.where(x < 1e8, mod_log1p(more + tl.sqrt_rn(more * (2.0 + more))), tl.log(x) + 0.6931472)
+    found = tl.where(x < 1e8, mod_log1p(more + tl.sqrt_rn(more * (2.0 + more))), tl.log(x) + 0.6931472)
+    return tl.where(x < 1.0, float("nan"), found)
+
+
+@triton.jit
+def mod_atanh(x):
+    size = tl.abs(x)
+    found = 0.5 * mod_log1p(2.0 * size / (1.0 - size))
+    return tl.where(x < 0, -found, found)
 
 
 @triton.jit
@@ -76,7 +90,7 @@ def mod_atan(x):
 
 @triton.jit
 def mod_signbit(x):
-    return (x < 0) | (1.0 / x == float("-inf"))
+    return tl.where(x == 0.0, 1.0 / x, x) < 0.0
 
 
 @triton.jit
@@ -88,7 +102,7 @@ def mod_copysign(x, y):
 def mod_atan2(y, x):
     above, beside = tl.abs(y), tl.abs(x)
     ratio = tl.where(above == beside, tl.where(above == 0.0, 0.0, 1.0), above / beside)
-    found = mod_atan(tl.where((above != above) | (beside != beside), above + beside, ratio))
+    found = mod_atan(tl.where(above + beside != above + beside, above + beside, ratio))
     return mod_copysign(tl.where(mod_signbit(x), 3.1415927 - found, found), y)
 
 
@@ -96,8 +110,8 @@ def mod_atan2(y, x):
 def mod_round(x):
     down = tl.floor(x)
     rest = x - down
-    odd = down - 2.0 * tl.floor(down * 0.5) != 0.0
-    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1.0, down)
+    even = tl.where(down - 2.0 * tl.floor(down * 0.5) == 0.0, down, down + 1.0)
+    return tl.where(rest > 0.5, down + 1.0, tl.where(rest == 0.5, even, down))
 
 
 @triton.jit
@@ -119,7 +133,41 @@ def mod_erfc(x):
 def mod_hypot(x, y):
     large, small = tl.maximum(tl.abs(x), tl.abs(y)), tl.minimum(tl.abs(x), tl.abs(y))
     ratio = small / large
-    return tl.where((large == 0.0) | (large == float("inf")), large, large * tl.sqrt_rn(1.0 + ratio * ratio))
+    found = tl.where(large == 0.0, large, large * tl.sqrt_rn(1.0 + ratio * ratio))
+    found = tl.where(x + y != x + y, x + y, found)
+    return tl.where(tl.abs(x) == float("inf"), float("inf"), tl.where(tl.abs(y) == float("inf"), float("inf"), found))
+
+
+@triton.jit
+def mod_fmax(x, y):
+    return tl.where(x != x, y, tl.where(y != y, x, tl.where(x > y, x, y)))
+
+
+@triton.jit
+def mod_fmin(x, y):
+    return tl.where(x != x, y, tl.where(y != y, x, tl.where(x < y, x, y)))
+
+
+@triton.jit
+def mod_xlogy(x, y):
+    return tl.where(y != y, y, tl.where(x == 0.0, 0.0, x * tl.log(y)))
+
+
+@triton.jit
+def mod_xlog1py(x, y):
+    return tl.where(y != y, y, tl.where(x == 0.0, 0.0, x * mod_log1p(y)))
+
+
+@triton.jit
+def mod_sinc(x):
+    angle = 3.1415927 * x
+    return tl.where(x == 0.0, 1.0, tl.sin(angle) / angle)
+
+
+@triton.jit
+def mod_hardsigmoid(x):
+    below = tl.where(x > -3.0, (x + 3.0) * 0.16666667, 0.0)
+    return tl.where(x != x, x, tl.where(x < 3.0, below, 1.0))
 
 
 @triton.jit
@@ -136,10 +184,14 @@ def mod_logaddexp2(x, y):
 
 @triton.jit
 def mod_pow(x, y):
-    size = tl.exp2(y * tl.log2(tl.abs(x)))
-    odd = y - 2.0 * tl.floor(y * 0.5) != 0.0
-    below = tl.where(tl.floor(y) == y, tl.where(odd, -size, size), float("nan"))
-    return tl.where((y == 0.0) | (x == 1.0), 1.0, tl.where(x < 0, below, size))"""
+    far = tl.abs(x)
+    size = tl.where(far == 1.0, tl.where(y == y, 1.0, y), tl.exp2(y * tl.log2(far)))
+    # Numbers of 2^24 and more are even, infinite ones, too.
+    even = tl.where(tl.abs(y) < 16777216.0, y - 2.0 * tl.floor(y * 0.5), 0.0) == 0.0
+    between = tl.where(far == 0.0, size, tl.where(far == float("inf"), size, float("nan")))
+    below = tl.where(tl.floor(y) == y, tl.where(even, size, -size), between)
+    found = tl.where(mod_signbit(x), below, size)
+    return tl.where(y == 0.0, 1.0, tl.where(x == 1.0, 1.0, found))"""
 
 _TEXTS = {re.findall(r"def (\w+)", text)[0]: text for text in _LATER.split("\n\n\n")}
 

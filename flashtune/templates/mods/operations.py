@@ -54,14 +54,14 @@ ARITHMETIC = {
     aten.log10: "(tl.log2({0}) * 0.30103)", aten.log1p: "mod_log1p({0})", aten.expm1: "mod_expm1({0})", aten.erfc: "mod_erfc({0})",
     aten.tan: "(tl.sin({0}) / tl.cos({0}))", aten.asin: "mod_atan({0} / tl.sqrt_rn((1.0 - {0}) * (1.0 + {0})))",
     aten.acos: "(2.0 * mod_atan(tl.sqrt_rn((1.0 - {0}) / (1.0 + {0}))))", aten.atan: "mod_atan({0})", aten.atan2: "mod_atan2({0}, {1})",
-    aten.sinh: "mod_sinh({0})", aten.cosh: "(0.5 * (tl.exp({0}) + tl.exp(-{0})))", aten.asinh: "mod_asinh({0})",
-    aten.acosh: "mod_acosh({0})", aten.atanh: "(0.5 * mod_log1p(2.0 * {0} / (1.0 - {0})))", aten.trunc: "mod_trunc({0})",
+    aten.sinh: "mod_sinh({0})", aten.cosh: "mod_cosh({0})", aten.asinh: "mod_asinh({0})",
+    aten.acosh: "mod_acosh({0})", aten.atanh: "mod_atanh({0})", aten.trunc: "mod_trunc({0})",
     aten.frac: "({0} - mod_trunc({0}))", aten.copysign: "mod_copysign({0}, {1})", aten.hypot: "mod_hypot({0}, {1})",
     aten.logaddexp: "mod_logaddexp({0}, {1})", aten.logaddexp2: "mod_logaddexp2({0}, {1})",
-    aten.xlogy: "tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * tl.log({1}))",
-    aten.special_xlog1py: "tl.where(({0} == 0.0) & ({1} == {1}), 0.0, {0} * mod_log1p({1}))",
-    aten.heaviside: "tl.where({0} == 0, {1}, ({0} > 0).to({0}.dtype))", aten.fmax: "tl.maximum({0}, {1})",
-    aten.fmin: "tl.minimum({0}, {1})",
+    aten.xlogy: "mod_xlogy({0}, {1})", aten.special_xlog1py: "mod_xlog1py({0}, {1})", aten.sinc: "mod_sinc({0})",
+    aten.hardsigmoid: "mod_hardsigmoid({0})", aten.hardswish: "({0} * mod_hardsigmoid({0}))",
+    aten.heaviside: "tl.where({0} == 0, {1}, ({0} > 0).to({0}.dtype))", aten.fmax: "mod_fmax({0}, {1})",
+    aten.fmin: "mod_fmin({0}, {1})",
 }  # fmt: skip
 """Operations whose operands have the result's type."""
 
@@ -72,7 +72,7 @@ LOGICAL = {
 
 OTHERS = (
     aten.where, aten.masked_fill, aten.div, aten.floor_divide, aten.remainder, aten.fmod, aten.pow, aten.clamp, aten.clamp_min,
-    aten.clamp_max, aten._to_copy, aten.isnan, aten.isinf, aten.signbit, aten.round,
+    aten.clamp_max, aten._to_copy, aten.isnan, aten.isinf, aten.signbit, aten.round, aten.hardtanh,
 )  # fmt: skip
 """Operations with rules of their own (flashtune.templates.mods.writer)."""
 
@@ -86,10 +86,10 @@ POINTWISE: set[Any] = _overloads(*COMPARISONS, *ARITHMETIC, *LOGICAL, *OTHERS)
 
 DECOMPOSED = (
     aten.tanh_backward, aten.sigmoid_backward, aten.threshold_backward, aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward,
-    aten.hardtanh, aten.hardtanh_backward, aten.softplus, aten.softplus_backward, aten.leaky_relu, aten.leaky_relu_backward,
-    aten.hardsigmoid, aten.hardswish, aten.elu, aten.elu_backward, aten.lerp, aten.addcmul, aten.addcdiv, aten.hardsigmoid_backward,
+    aten.hardtanh_backward, aten.softplus, aten.softplus_backward, aten.leaky_relu, aten.leaky_relu_backward,
+    aten.elu, aten.elu_backward, aten.lerp, aten.addcmul, aten.addcdiv, aten.hardsigmoid_backward,
     aten.hardswish_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.mish, aten.mish_backward, aten.celu,
-    aten.softshrink, aten.softshrink_backward, aten.hardshrink, aten.hardshrink_backward, aten.logit, aten.logit_backward, aten.sinc,
+    aten.softshrink, aten.softshrink_backward, aten.hardshrink, aten.hardshrink_backward, aten.logit, aten.logit_backward,
     aten.deg2rad, aten.rad2deg, aten.special_entr, aten.special_log_ndtr, aten.threshold, aten.nan_to_num, aten.isposinf, aten.isneginf,
     aten.ldexp,
 )  # fmt: skip

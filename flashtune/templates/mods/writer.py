@@ -104,6 +104,8 @@ class Writer:
 
     def _arithmetic(self, packet: Any, node: Node, wide: torch.dtype) -> str:
         given = [self._operand(x, wide) for x in node.arguments]
+        if node.dtype in INTEGERS and packet in (aten.floor, aten.ceil, aten.trunc):
+            return given[0]
         if "mod_" in ARITHMETIC[packet]:
             # Functions take tensors.
             given = [self._tensor(x, text, wide) for x, text in zip(node.arguments, given, strict=True)]
@@ -135,6 +137,10 @@ class Writer:
             text = self._operand(a, wide)
             text = text if low is None else f"tl.maximum({text}, {self._operand(low, wide)}, propagate_nan=tl.PropagateNan.ALL)"
             return text if high is None else f"tl.minimum({text}, {self._operand(high, wide)}, propagate_nan=tl.PropagateNan.ALL)"
+        if packet is aten.hardtanh:
+            low, high = (self._operand(x, wide) for x in (*rest, *(-1.0, 1.0)[len(rest) :]))
+            x = self._operand(a, wide)
+            return f"tl.where({x} < {low}, {low}, tl.where({x} > {high}, {high}, {x}))"
         if packet is aten.pow:
             return self._power(a, rest[0], wide)
         if packet is aten.round:
@@ -155,8 +161,8 @@ class Writer:
             )
         if node.dtype in FLOATS:
             if packet is aten.remainder or packet is aten.fmod:
-                x, y = self._tensor(a, x, wide), self._tensor(rest[0], y, wide)
-                return f"({x} % {y})" if packet is aten.fmod else f"mod_remainder({x}, {y})"
+                # Triton's own is off by whole periods on GPUs: it rounds the quotient first.
+                raise Unsupported(f"kernels have no {packet} of floating-point numbers ({node.line})")
             quotient = f"tl.div_rn({x} + 0.0, {y} + 0.0)"
             return (
                 f"tl.floor({quotient})" if rounding != "trunc" else f"tl.where({quotient} < 0, tl.ceil({quotient}), tl.floor({quotient}))"
@@ -170,6 +176,8 @@ class Writer:
     def _power(self, base: Any, exponent: Any, wide: torch.dtype) -> str:
         if isinstance(base, Node) and not isinstance(exponent, Node):
             x = self._operand(base, wide)
+            if exponent == 0:
+                return f"tl.full([], {_literal(1, wide)}, {TYPES[wide]})"
             if exponent == 0.5 and wide is torch.float32:
                 return f"tl.sqrt_rn({x})"
             if exponent == -0.5 and wide is torch.float32:
@@ -180,7 +188,7 @@ class Writer:
             if float(exponent).is_integer() and -8 <= exponent < 0 and wide is torch.float32:
                 x = self.line(f"{x} * 1.0")
                 return "(1.0 / (" + " * ".join([x] * int(-exponent)) + "))"
-        if not isinstance(base, Node) and base > 0 and wide is torch.float32:
+        if not isinstance(base, Node) and 0 < base < math.inf and base != 1 and wide is torch.float32:
             return f"tl.exp2({self._operand(exponent, wide)} * {math.log2(base)!r})"
         if wide is not torch.float32:
             raise Unsupported("kernels have powers of integers with a small whole exponent alone")

@@ -14,7 +14,7 @@ from flashtune.core.gpu.target import Target, targets
 from flashtune.core.problems.config import Variant
 from flashtune.core.records.results import PROVIDERS, Fate, TuningRecord
 from flashtune.core.system.errors import EnvironmentProblem, first_line
-from flashtune.templates import family, unservable, written_here
+from flashtune.templates import family, without_kernel, written_here
 from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.tasks import Source
@@ -117,7 +117,7 @@ def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
     records = list(records) if can_have_binaries(target) else []
     for record in [*records, *(other for one in records for other in one.beside())]:
         # Captured tensors are a call's: kernels of functions are compiled where they are first called.
-        if unservable(record) is not None or record.problem.features.mods:
+        if without_kernel(record) is not None or record.problem.features.mods:
             continue
         variant, source = variant_for(record), source_for(record)
         cached = kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version())
