@@ -396,12 +396,11 @@ def test_records_of_heads_that_only_others_take_are_merged_and_exported(tmp_path
     path = samples.write(tmp_path / "a.sqlite", (found,))
     [record] = Library.of(path).winners()
     assert unservable(record) is None and without_kernel(record) == "ffpa serves it, and there is no kernel of it"
-    for words in (
-        ("merge", str(path), "--out", str(tmp_path / "merged.sqlite")),
-        ("export", str(tmp_path / "exported.sqlite"), "--db", str(path)),
-    ):
+    merged, exported = tmp_path / "merged.sqlite", tmp_path / "exported.sqlite"
+    for words in (("merge", str(path), "--out", str(merged)), ("export", str(exported), "--db", str(path))):
         done = flashtune(*words)
         assert done.exit_code == 0, done.output
-        assert [one.outcome.template for one in Library.of(Path(words[1])).winners()] == ["ffpa"]
+    for written in (merged, exported):
+        assert [one.outcome.template for one in Library.of(written).winners()] == ["ffpa"]
     done = flashtune("generate", str(tmp_path / "kernels"), "--db", str(path))
     assert done.exit_code != 0 and "Traceback" not in done.output
