@@ -41,8 +41,7 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
         ("dilated", "bwd", ""),
         ("pairs", "fwd", "hopper"),
         ("shifted", "bwd", ""),
-        ("angles", "bwd", ""),
-        ("of_two", "fwd", "hopper"),
+        ("angles", "fwd", "hopper"),
     ],
 )
 def test_functions_compile(name: str, direction: str, template: str) -> None:

@@ -261,7 +261,7 @@ def test_learned_tensors_are_served_where_flex_attentions_backward_does_not_fit(
     monkeypatch.setattr(flex.devices, "target_of", lambda device: find_target("h100"))
     monkeypatch.setattr(torch, "__version__", version)
     module = SimpleNamespace(accepts=lambda *given: True)
-    kernel = SimpleNamespace(code=SimpleNamespace(module=module), failed=None, record=None)
+    kernel = SimpleNamespace(code=SimpleNamespace(module=module), failed=None, record=None, variant=None, choice=None)
     dispatch.reload()
     monkeypatch.setattr(flex_kernels, "loaded_kernel", lambda choice, *_: "no Gluon" if "hopper" in choice.family.name else kernel)
     q, k, v = (torch.zeros(1, 2, 32, d) for _ in range(3))

@@ -48,10 +48,14 @@ class Fault:
         return here and all(getattr(problem, name) <= most for name, most in self.most.items())
 
 
+FAULTS = Path(__file__).with_name("faults.json")
+"""The table."""
+
+
 @cache
 def faults() -> tuple[Fault, ...]:
     """Every fault of the table."""
-    found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("faults.json").read_text())
+    found: list[dict[str, Any]] = json.loads(FAULTS.read_text())
     rows: list[dict[str, Any]] = [
         {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()} for row in found
     ]

@@ -19,6 +19,7 @@ from flashtune import __version__
 from flashtune.core.gpu.target import Target, find_target, plain_words
 from flashtune.core.problems.config import Variant
 from flashtune.core.problems.problem import Features
+from flashtune.core.records.faults import FAULTS
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.standalone import FORMAT, module_of
 from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, InputError, NoKernelFound
@@ -112,6 +113,8 @@ def _files(records: Sequence[TuningRecord], variants: Mapping[str, Variant]) -> 
     named = {name: (host.__module__, host.__qualname__) for name, host in sorted(hosts.items()) if isinstance(host, type)}
     assert named.keys() == hosts.keys(), "families' host code is a class of a module"
     found = copies(["flashtune.core.standalone", *(module for module, _ in named.values())])
+    if "core/records/faults.py" in found:
+        found["core/records/faults.json"] = FAULTS.read_text()
     found["__init__.py"] = _rendered("hub_entry.py.jinja")
     found["hosts.py"] = _hosts_text(named)
     found["kernels/__init__.py"] = '"""Kernels that flashtune rendered."""\n'
