@@ -108,7 +108,7 @@ def main() -> None:
         if name == "gradients":
             out.sum().backward()
             found[name]["gradient"] = bool(operands[0].grad is not None and operands[0].grad.isfinite().all())
-    print(json.dumps({"calls": found, "flashtune": any(name.partition(".")[0] == "flashtune" for name in sys.modules)}))
+    print(json.dumps({"calls": found, "flashtune": any(name.startswith("flashtune.") for name in sys.modules)}))
 
 
 main()
