@@ -82,7 +82,7 @@ class SearchOptions:
     metavar="SHARE",
     default="0.5%",
     show_default=True,
-    help="Stop a problem after 8 trials in a row without a gain of this share of the best time, if none is expected; 0: never.",
+    help="Stop after 8 trials without an improvement of this fraction, if the model expects none; 0: never.",
 )
 @click.option(
     "--gpus",
