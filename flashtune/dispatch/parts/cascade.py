@@ -5,13 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtune.core.system.errors import InputError, InputTypeError
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.api import attention
-from flashtune.dispatch.parts.merge import merge
+from flashtune.dispatch.parts.merge import Pair, check_pairs, merge
 from flashtune.dispatch.varlen import attention_varlen
-
-Pair = tuple[Tensor, Tensor]
-"""Keys and values."""
 
 
 def cascade(
@@ -74,9 +71,7 @@ def cascade(
         InputError: for arguments that make no sense.
         InputTypeError: for arguments of a wrong type.
     """
-    for name, pair in (("prefix", prefix), ("suffix", suffix)):
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)):
-            raise InputTypeError(f"{name} must be keys and values, not {type(pair).__name__}: give a pair of tensors")
+    check_pairs(prefix=prefix, suffix=suffix)
     words: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "allow_tf32": allow_tf32}
     words |= {"deterministic": deterministic, "implementation": implementation, "return_lse": True}
     more: dict[str, Any] = {"is_causal": is_causal, "causal_alignment": "bottom_right", "sinks": sinks}

@@ -21,6 +21,16 @@ _MOST_COLUMNS = 2048
 Parts = tuple[list[Tensor], list[Tensor]]
 """Outputs and LSEs."""
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, or an output and its LSE."""
+
+
+def check_pairs(**pairs: object) -> None:
+    """Raise InputTypeError for an argument that isn't a pair of keys and values."""
+    for name, pair in pairs.items():
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)):
+            raise InputTypeError(f"{name} must be keys and values, not {type(pair).__name__}: give a pair of tensors")
+
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], *, packed: bool = False) -> tuple[Tensor, Tensor]:
     """Output and LSE of attention over all keys, from those of the same queries over parts of them.

@@ -8,11 +8,8 @@ from torch import Tensor
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.api import attention
 from flashtune.dispatch.call.inspection import PLAIN_TYPES
-from flashtune.dispatch.parts.merge import merge
+from flashtune.dispatch.parts.merge import Pair, check_pairs, merge
 from flashtune.dispatch.varlen import attention_varlen
-
-Pair = tuple[Tensor, Tensor]
-"""Keys and values."""
 
 
 def tree(
@@ -63,9 +60,7 @@ def tree(
         InputError: for arguments that make no sense; places of parents are checked on a CPU. On a GPU one out of range is a root.
         InputTypeError: for arguments of a wrong type.
     """
-    for name, pair in (("cache", cache), ("drafts", drafts)):
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)):
-            raise InputTypeError(f"{name} must be keys and values, not {type(pair).__name__}: give a pair of tensors")
+    check_pairs(cache=cache, drafts=drafts)
     if not isinstance(query, Tensor) or query.dim() != 4:
         raise InputError(f"query is {tuple(getattr(query, 'shape', ()))}: give the drafts' queries, (requests, Hq, N, D)")
     words: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "allow_tf32": allow_tf32}

@@ -16,32 +16,30 @@ from flashtune.dispatch.rows.kernel import place_of
 from flashtune.dispatch.rows.libraries import PACKED, refusal, tried
 
 
-def offered(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> Choice | None:
-    """The choice of a library for a call without an LSE, or for its training step where it is `trained`; None where kernels are to be
-    compared."""
+def offered(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> tuple[Choice, Problem] | None:
+    """The choice of a library for a call without an LSE, or for its training step where it is `trained`, and the problem; None where
+    kernels are to be compared."""
     if memo.pinned or packed.table is not None or numbers.dropout_p or packed.empty:
         return None
     device, problem = packed.query.device, problem_of(packed, numbers, "bwd" if trained else "fwd")
     if problem is None:
         return None
     if (plan := memo.settings.plan) is not None:
-        return _planned(plan, packed, numbers, problem)
+        return None if (named := _planned(plan, packed, numbers, problem)) is None else (named, problem)
     place: Hashable = "offered", problem, device, packed.used is None, packed.cu_k is packed.cu_q, numbers[2:]
     if place not in memo.packed:
-        memo.packed[place] = _chosen(memo, packed, numbers, trained=trained)
+        memo.packed[place] = _chosen(memo, packed, numbers, problem)
     found: Choice | None = memo.packed[place]
     if found is None or found.provider is None:
         return None
     variant = variant_of(found.provider, problem)
     failed = variant is not None and memo.kernels.failure(variant, device) is not None
-    return None if failed else found
+    return None if failed else (found, problem)
 
 
-def _chosen(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> Choice | None:
-    """The same, decided anew."""
-    problem, device = problem_of(packed, numbers, "bwd" if trained else "fwd"), packed.query.device
-    assert problem is not None, "the caller looked"
-    target, _, pool = memo.surroundings(device, problem)
+def _chosen(memo: Memo, packed: Packed, numbers: Numbers, problem: Problem) -> Choice | None:
+    """The choice for a problem, decided anew."""
+    target, _, pool = memo.surroundings(packed.query.device, problem)
     if not isinstance(pool, Pool):
         return None
 
@@ -67,15 +65,15 @@ def _planned(plan: Frozen, packed: Packed, numbers: Numbers, problem: Problem) -
     return chosen
 
 
-def by_offer(memo: Memo, choice: Choice, packed: Packed, numbers: Numbers) -> Tensor | None:
-    """Output by the library of a choice; None where it failed, which is remembered."""
+def by_offer(memo: Memo, choice: Choice, problem: Problem, packed: Packed, numbers: Numbers) -> Tensor | None:
+    """Output by the library of a choice for a problem; None where it failed, which is remembered."""
     assert choice.provider is not None, "a library is chosen"
     out = tried(choice.provider, packed, numbers)
-    problem = problem_of(packed, numbers, choice.spec.direction)
-    assert problem is not None, "a choice is a problem's"
-    place = place_of(packed, problem)
-    if out is not None:
-        memo.met.note(place, None, provider=choice.provider)
-    elif memo.settings.plan is not None:
-        raise memo.settings.plan.unable(place, f"{choice.provider} failed")
+    if out is None and memo.settings.plan is not None:
+        raise memo.settings.plan.unable(place_of(packed, problem), f"{choice.provider} failed")
+    # Once for each problem: later calls get here, too.
+    noted = "noted", choice.provider, problem, packed.used is None
+    if out is not None and noted not in memo.packed:
+        memo.packed[noted] = True
+        memo.met.note(place_of(packed, problem), None, provider=choice.provider)
     return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtune.core.problems.lengths import spread
+from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.private import FORWARD_AD, C
 from flashtune.dispatch.call.call import PerHead
@@ -89,14 +90,14 @@ def _by_library(packed: Packed, numbers: Numbers) -> Tensor | None:
     memo, found = context.current(), _library_of(packed, numbers, why_torch)
     if found is None or (perhaps_fake(why_torch, packed.query) and not has_values(why_torch, packed.query)):
         return None
-    out = by_offer(memo, found, packed, numbers)
+    out = by_offer(memo, *found, packed, numbers)
     if out is not None:
         meet(packed, numbers, why_torch)
     return out
 
 
-def _library_of(packed: Packed, numbers: Numbers, why_torch: str | None) -> Choice | None:
-    """Choice of a library for a call without an LSE; a learned bias's gradients are kernels' or PyTorch's."""
+def _library_of(packed: Packed, numbers: Numbers, why_torch: str | None) -> tuple[Choice, Problem] | None:
+    """Choice of a library and the problem, for a call without an LSE; a learned bias's gradients are kernels' or PyTorch's."""
     if why_torch is not None and (why_torch not in GRADIENTS or GRADIENTS[why_torch]):
         return None
     memo = context.current()
@@ -107,9 +108,9 @@ def _library_of(packed: Packed, numbers: Numbers, why_torch: str | None) -> Choi
 def explanation_of(packed: Packed, numbers: Numbers, *, return_lse: bool = True) -> Explanation:
     """Explanation of who serves such a call, and its gradients where they are needed; no kernel is launched."""
     why_torch = torch_only(packed)
-    if not return_lse and (chosen := _library_of(packed, numbers, why_torch)) is not None:
-        problem = problem_of(packed, numbers, chosen.spec.direction, exact=True)
-        assert problem is not None, "a record decides on it"
+    if not return_lse and (library := _library_of(packed, numbers, why_torch)) is not None:
+        chosen, problem = library
+        problem = problem_of(packed, numbers, problem.direction, exact=True) or problem
         return explained(chosen, problem, devices.target_of(packed.query.device), ())
     if why_torch in GRADIENTS:
         found = explained_pass(packed, numbers, None if _has_backward(packed, numbers, why_torch) else why_torch)
