@@ -3,8 +3,10 @@
 A provider that hangs, crashes or leaves a GPU unusable costs its own verdict and nothing more.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from flashtune.bench.rulings import Ruled, Ruling, now
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 JUDGE_S, COMPILE_S = 120.0, 600.0
 """Seconds that a verdict may take, and one for which PyTorch compiles FlexAttention for each case."""
+
+SHAPES_A_JOB = 2
+"""Shapes that a process checks before all are timed: the more, the less it waits for the slowest, and the more an interruption loses."""
 
 
 def judge(name: str, problem: Problem, target: Target, seed: int) -> Judged | Failed:
@@ -75,40 +80,74 @@ def served(name: str, problem: Problem, *, named: bool) -> bool:
     return named or name != "flex" or bool(problem.features.mods)
 
 
-def ruled(
-    problem: Problem,
-    names: Sequence[str],
-    versions: Mapping[str, Mapping[str, str]],
-    workers: "Workers",
-    target: Target,
-    *,
-    seed: int,
-    seconds: float,
-) -> Ruled:
-    """The rulings on these providers for a shape, and the times of those that are right."""
-    rulings: dict[str, Ruling] = {}
-    for name in names:
-        # After a crash the next process has none of the inputs.
-        reply: Ready | Judged | Failed = workers.prepare(problem, target, seed, pytorch=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Who judges shapes: child processes on one GPU, the versions here of each provider, the seed of the inputs, and the seconds of timing
+    that a shape takes."""
+
+    workers: "Workers"
+    target: Target
+    versions: Mapping[str, Mapping[str, str]]
+    seed: int
+    seconds: float
+
+    def ruled(self, asked: Sequence[tuple[Problem, Sequence[str]]], *, jobs: int, enough: Callable[[], bool]) -> Iterator[Ruled]:
+        """Rulings on these providers for each shape, until `enough`, and times of those that are right: `jobs` shapes are checked at the
+        same time, and their calls timed while nothing else runs."""
+        free: SimpleQueue[int] = SimpleQueue()
+        for device in range(jobs):
+            free.put(device)
+
+        def judged(problem: Problem, names: Sequence[str]) -> tuple[Ruled, int] | None:
+            if enough():
+                return None
+            device = free.get()
+            try:
+                return self._judged(problem, names, device), device
+            finally:
+                free.put(device)
+
+        for start in range(0, len(asked), SHAPES_A_JOB * jobs):
+            with ThreadPoolExecutor(jobs) as beside:
+                found = list(beside.map(judged, *zip(*asked[start : start + SHAPES_A_JOB * jobs], strict=True)))
+            # Timed by the process that checked them, which has compiled what they call.
+            yield from (self._timed(*one) for one in found if one is not None and (jobs == 1 or not one[0].undecided))
+            crowded = [one for one, _ in filter(None, found) if jobs > 1 and one.undecided]
+            for device in range(jobs if crowded else 0):
+                self.workers.dismiss("device", device)
+            for one in crowded:
+                again = self._judged(one.problem, one.undecided, 0)
+                yield self._timed(replace(one, rulings={**one.rulings, **again.rulings}), 0)
+
+    def _judged(self, problem: Problem, names: Sequence[str], device: int) -> Ruled:
+        """The rulings without times, by one child process."""
+        workers, seed = self.workers, self.seed
+        rulings: dict[str, Ruling] = {}
+        for name in names:
+            # After a crash the next process has none of the inputs.
+            reply: Ready | Judged | Failed = workers.prepare(problem, self.target, seed, device=device, pytorch=False)
+            if isinstance(reply, Failed):
+                # A GPU that can't take the inputs is no provider's fault.
+                reply = replace(reply, inconclusive=True)
+            else:
+                limit_s = COMPILE_S if name == "flex" or problem.features.mods else JUDGE_S
+                reply = workers.submit("device", judge, name, problem, self.target, seed, limit_s=limit_s, device=device).reply()
+            rulings[name] = Ruling.of(reply, self.versions[name])
+        return Ruled(problem=problem, seed=seed, rulings=rulings, judged_at=now())
+
+    def _timed(self, found: Ruled, device: int) -> Ruled:
+        """The rulings with times of those that are right, or with the reason why there are none."""
+        problem, workers = found.problem, self.workers
+        right = [name for name, one in found.rulings.items() if one.verdict == "right"]
+        if not right:
+            return found
+        reply: Ready | Compared | Failed = workers.prepare(problem, self.target, found.seed, device=device, pytorch=False)
+        if isinstance(reply, Ready):
+            limit_s = (COMPILE_S if problem.features.mods or "flex" in right else JUDGE_S) + 10 * self.seconds
+            task = workers.submit(
+                "device", time_right, right, problem, self.target, found.seed, self.seconds, limit_s=limit_s, device=device
+            )
+            reply = task.reply()
         if isinstance(reply, Failed):
-            # A GPU that can't take the inputs is no provider's fault.
-            reply = replace(reply, inconclusive=True)
-        else:
-            limit_s = COMPILE_S if name == "flex" or problem.features.mods else JUDGE_S
-            reply = workers.submit("device", judge, name, problem, target, seed, limit_s=limit_s).reply()
-        rulings[name] = Ruling.of(reply, versions[name])
-    found = Ruled(problem=problem, seed=seed, rulings=rulings, judged_at=now())
-    right = [name for name, one in rulings.items() if one.verdict == "right"]
-    return _timed(found, right, workers, target, seconds) if right else found
-
-
-def _timed(found: Ruled, right: Sequence[str], workers: "Workers", target: Target, seconds: float) -> Ruled:
-    """The rulings with times, or with the reason why there are none."""
-    problem, seed = found.problem, found.seed
-    reply: Ready | Compared | Failed = workers.prepare(problem, target, seed, pytorch=False)
-    if isinstance(reply, Ready):
-        limit_s = (COMPILE_S if problem.features.mods or "flex" in right else JUDGE_S) + 10 * seconds
-        reply = workers.submit("device", time_right, right, problem, target, seed, seconds, limit_s=limit_s).reply()
-    if isinstance(reply, Failed):
-        return replace(found, untimed=reply.reason)
-    return replace(found, rulings={name: replace(one, time=reply.times.get(name)) for name, one in found.rulings.items()})
+            return replace(found, untimed=reply.reason)
+        return replace(found, rulings={name: replace(one, time=reply.times.get(name)) for name, one in found.rulings.items()})

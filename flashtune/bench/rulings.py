@@ -80,6 +80,11 @@ class Ruled:
         )
 
     @property
+    def undecided(self) -> list[str]:
+        """Those on whom the machine left no verdict."""
+        return [name for name, one in self.rulings.items() if one.verdict == "undecided"]
+
+    @property
     def fastest(self) -> str | None:
         """Who is right and has the lowest median."""
         times = {name: one.time.median_us for name, one in self.rulings.items() if one.time is not None}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashtune.bench.referee import ruled, served, versions_here
+from flashtune.bench.referee import Bench, served, versions_here
 from flashtune.bench.referee_report import LOUD, cell, findings, html, times, totals
 from flashtune.bench.rulings import NAMES, Results, Ruled, read
 from flashtune.cli.console import console, fitted, messages, print_json
@@ -23,7 +23,7 @@ from flashtune.core.system.words import counted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashtune.core.gpu.target import Target
+    from flashtune.tuner.children.workers import Workers
 
 CHOOSING = frozenset({"--d", "--n", "--dtype", "--direction"})
 """Options that choose among the default shapes where no other describes some."""
@@ -42,6 +42,9 @@ CHOOSING = frozenset({"--d", "--n", "--dtype", "--direction"})
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.json", help="Write results there, or continue them.")
 @click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write them as a page, too.")
 @click.option("--budget", metavar="TIME", help="Wall time after which no further shape is begun: 90s, 10m, 1h.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), metavar="N", help="Shapes that are checked at the same time (default: half of the cores)."
+)
 @click.option("--seconds", type=click.FloatRange(min=0.05), default=0.5, show_default=True, help="Timing per shape.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Seed of the random inputs.")
 @json_option
@@ -52,18 +55,20 @@ def referee(
     out: Path | None,
     page: Path | None,
     budget: str | None,
+    jobs: int | None,
     seconds: float,
     seed: int,
     as_json: bool,
 ) -> None:
     """Check who is right and how fast on this GPU: flashtune, PyTorch's own choice, its backends, and libraries that are installed.
 
-    Each passes what a kernel passes in a search, then those that are right are timed in turns. A crash or a hang costs one verdict.
+    Each passes what a kernel passes in a search. Several shapes are checked at the same time, each by a process of its own. Then those
+    that are right are timed in turns, while nothing else runs. A crash or a hang costs one verdict.
 
     Without options some 200 shapes are judged, of which --d, --n, --dtype and --direction choose. Others describe shapes, as in bench.
 
-    A file --out is written after each shape. The same command continues it: what was judged with the versions that are installed
-    isn't judged again. Exit code 1 where one is wrong, 4 without a GPU.
+    A file --out is written after each shape that was timed. The same command continues it: what was judged with the versions that are
+    installed isn't judged again. Exit code 1 where one is wrong, 4 without a GPU.
 
     \b
     flashtune referee --out referee.json --html referee.html
@@ -77,7 +82,7 @@ def referee(
         if not os.access(page.parent, os.W_OK):
             raise InputError(f"--html {page} can't be written: name a file in an existing folder that you may write to")
     problems = _problems(requested)
-    from flashtune.tuner.machine import local_gpu, provenance
+    from flashtune.tuner.machine import cores, local_gpu, provenance
 
     gpu = local_gpu()
     if gpu is None or gpu.target is None:
@@ -88,7 +93,12 @@ def referee(
     run = Results(gpu=target.slug, provenance=provenance(command=line, seed=seed, measured=True, target=target).as_json())
     judging = _Judging(names, run, before, out, named=providers != "all")
     ends = None if budget_s is None else time.monotonic() + budget_s
-    found = judging.all(problems, target, seed=seed, seconds=seconds, enough=lambda: ends is not None and time.monotonic() > ends)
+    found = judging.all(
+        problems,
+        lambda workers: Bench(workers=workers, target=target, versions=versions_here(NAMES), seed=seed, seconds=seconds),
+        jobs=jobs or max(1, cores() // 2),
+        enough=lambda: ends is not None and time.monotonic() > ends,
+    )
     if page is not None:
         write_whole(page, html(found).encode())
         messages().print(f"wrote {page}")
@@ -142,30 +152,31 @@ class _Judging:
 
     def __init__(self, names: list[str], run: Results, before: dict[Problem, Ruled], out: Path | None, *, named: bool) -> None:
         self._names, self._run, self._known, self._out, self._explicit = names, run, before, out, named
-        self._versions = versions_here(NAMES)
 
-    def all(self, problems: list[Problem], target: "Target", *, seed: int, seconds: float, enough: "Callable[[], bool]") -> Results:
+    def all(self, problems: list[Problem], bench: "Callable[[Workers], Bench]", *, jobs: int, enough: "Callable[[], bool]") -> Results:
         """Judge each shape that isn't known, until `enough`, and return the results of those that are."""
         from flashtune.tuner.children.workers import Workers
 
-        found: list[Ruled] = []
         # What can't be written is said at once.
         self._keep()
         with Workers(jobs=1) as workers:
-            for count, problem in enumerate(problems, start=1):
-                asked = [name for name in self._names if served(name, problem, named=self._explicit)]
-                known = self._known.get(problem)
-                if known is None or not known.stands(asked, self._versions, seed):
-                    if enough():
-                        continue
-                    # Others that the file has are judged, too: all times of a shape are of one race.
-                    asked = [name for name in NAMES if name in asked or (known is not None and name in known.rulings)]
-                    known = ruled(problem, asked, self._versions, workers, target, seed=seed, seconds=seconds)
-                    self._known[problem] = known
-                    self._keep()
-                    messages().print(f"[{count}/{len(problems)}] {known.title}: {_line(known)}")
-                found.append(known)
-        return self._with(found)
+            judging = bench(workers)
+            asked = [(problem, names) for problem in problems if (names := self._left(problem, judging))]
+            stand = {problem: self._known[problem] for problem in problems if problem not in dict(asked)}
+            for one in judging.ruled(asked, jobs=min(jobs, len(asked)), enough=enough) if asked else ():
+                stand[one.problem] = self._known[one.problem] = one
+                self._keep()
+                messages().print(f"[{len(stand)}/{len(problems)}] {one.title}: {_line(one)}")
+        return self._with([stand[problem] for problem in problems if problem in stand])
+
+    def _left(self, problem: Problem, judging: "Bench") -> list[str]:
+        """Those to be judged for a shape; none where all of them are."""
+        asked = [name for name in self._names if served(name, problem, named=self._explicit)]
+        known = self._known.get(problem)
+        if known is not None and known.stands(asked, judging.versions, judging.seed):
+            return []
+        # Others that the file has are judged, too: all times of a shape are of one race.
+        return [name for name in NAMES if name in asked or (known is not None and name in known.rulings)]
 
     def _with(self, found: list[Ruled]) -> Results:
         return Results(gpu=self._run.gpu, provenance=self._run.provenance, ruled=found)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +21,11 @@ from flashtune.bench import providers, referee, rulings, whole_calls
 from flashtune.bench.shapes import shapes
 from flashtune.core.gpu.target import find_target
 from flashtune.core.pytorch import devices
-from flashtune.core.records.results import Fate
+from flashtune.core.records.results import Fate, Measurement
 from flashtune.tuner import machine
 from flashtune.tuner.children import tasks, workers
 from flashtune.tuner.children.workers import Limits
-from flashtune.tuner.replies import Failed, Ready
+from flashtune.tuner.replies import Compared, Failed, Judged, Ready
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -47,10 +49,13 @@ class InThisProcess:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def prepare(self, *_: object, pytorch: bool) -> Ready:
+    def prepare(self, *_: object, device: int, pytorch: bool) -> Ready:
         return Ready()
 
-    def submit(self, crew: str, task: Callable[..., Any], name: Any, *arguments: Any, limit_s: float) -> Any:
+    def dismiss(self, crew: str, device: int) -> None:
+        pass
+
+    def submit(self, crew: str, task: Callable[..., Any], name: Any, *arguments: Any, limit_s: float, device: int) -> Any:
         assert crew == "device" and limit_s > 0
         if task is referee.judge:
             self.judged.append(name)
@@ -259,3 +264,48 @@ def test_the_default_shapes_are_some_200_of_every_kind() -> None:
     for kind in ("causal", "window", "softcap", "mask", "dbias", "alibi", "sinks", "alignment", "packed", "mods", "decoding"):
         assert kinds[kind] >= 2, kind
     assert all(one.direction == "fwd" for one in found if one.n_q <= 4) and any(one.gqa_ratio == 16 for one in found)
+
+
+def bench(times: dict[int, list[str]], replies: dict[str, list[Any]]) -> referee.Bench:
+    """A bench whose processes, by number, note what they do, and reply to a provider by `replies` in turn, else that it is right."""
+    right = Judged(fate=Fate.CORRECT, versions=devices.versions_of("fa4"), error=0.5)
+    checking = threading.Semaphore(100)
+
+    class Noting(InThisProcess):
+        def dismiss(self, crew: str, device: int) -> None:
+            times.setdefault(device, []).append("ended")
+
+        def submit(self, crew: str, task: Callable[..., Any], name: Any, *arguments: Any, limit_s: float, device: int) -> Any:
+            problem = arguments[0]
+            if task is referee.judge:
+                with checking:
+                    time.sleep(0.01)
+                    times.setdefault(device, []).append(f"judged {problem.n_q}")
+                    return SimpleNamespace(reply=lambda: replies.get(name, []).pop(0) if replies.get(name) else right)
+            # Nobody is being checked, or all would not be free.
+            assert all(checking.acquire(blocking=False) for _ in range(100))
+            checking.release(100)
+            assert f"judged {problem.n_q}" in times[device] or "ended" in times[device]
+            times[device].append(f"timed {problem.n_q}")
+            return SimpleNamespace(reply=lambda: Compared(times={one: Measurement.of([1.0]) for one in name}, left_out={}))
+
+    made: Any = Noting()
+    target = find_target("h200")
+    return referee.Bench(workers=made, target=target, versions=referee.versions_here(("torch", "fa4")), seed=0, seconds=0.1)
+
+
+def test_shapes_are_checked_at_the_same_time_and_timed_alone_by_who_checked_them() -> None:
+    asked = [(replace(shapes()[0], n_q=100 + place, n_kv=100 + place), ["torch", "fa4"]) for place in range(9)]
+    told: dict[int, list[str]] = {}
+    found = list(bench(told, {}).ruled(asked, jobs=2, enough=lambda: False))
+    assert [one.problem for one in found] == [problem for problem, _ in asked]
+    assert set(told) == {0, 1} and all(one.time is not None for row in found for one in row.rulings.values())
+
+
+def test_what_others_left_no_memory_for_is_checked_again_alone() -> None:
+    asked = [(replace(shapes()[0], n_q=100 + place, n_kv=100 + place), ["torch", "fa4"]) for place in range(3)]
+    told: dict[int, list[str]] = {}
+    full = Failed(fate=Fate.RUNTIME, reason="CUDA out of memory", inconclusive=True)
+    found = list(bench(told, {"torch": [full]}).ruled(asked, jobs=3, enough=lambda: False))
+    assert {one.problem for one in found} == {problem for problem, _ in asked} and [one.undecided for one in found] == [[], [], []]
+    assert all("ended" in did for did in told.values()) and told[0][-1] == f"timed {found[-1].problem.n_q}"

@@ -163,12 +163,12 @@ class Workers:
             )
         return self._pools[crew, device]
 
-    def prepare(self, problem: Problem, target: Target, seed: int, *, pytorch: bool = True) -> Ready | Failed:
+    def prepare(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Ready | Failed:
         """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and PyTorch's call.
 
         The reason of a failure is a whole sentence.
         """
-        return self.prepared(problem, self.preparing(problem, target, seed, pytorch=pytorch))
+        return self.prepared(problem, self.preparing(problem, target, seed, device=device, pytorch=pytorch))
 
     def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Pending[Ready]:
         """Begin to `prepare` without waiting: later tasks of this GPU's process wait for it there."""
