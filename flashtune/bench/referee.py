@@ -28,6 +28,8 @@ SHAPES_A_JOB = 2
 
 def judge(name: str, problem: Problem, target: Target, seed: int) -> Judged | Failed:
     """Task that checks one provider in the process with the problem's inputs on its GPU."""
+    import torch
+
     from flashtune.bench.providers import verdict_on
 
     try:
@@ -35,6 +37,9 @@ def judge(name: str, problem: Problem, target: Target, seed: int) -> Judged | Fa
         return verdict_on(name, *tasks.inputs_on_device(problem, target, seed))
     except Exception as error:
         return tasks.failed_on_device(error)
+    finally:
+        # Other processes use this GPU.
+        torch.cuda.empty_cache()
 
 
 def time_right(names: Sequence[str], problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
@@ -110,14 +115,20 @@ class Bench:
         for start in range(0, len(asked), SHAPES_A_JOB * jobs):
             with ThreadPoolExecutor(jobs) as beside:
                 found = list(beside.map(judged, *zip(*asked[start : start + SHAPES_A_JOB * jobs], strict=True)))
-            # Timed by the process that checked them, which has compiled what they call.
-            yield from (self._timed(*one) for one in found if one is not None and (jobs == 1 or not one[0].undecided))
-            crowded = [one for one, _ in filter(None, found) if jobs > 1 and one.undecided]
+            crowded = []
+            for one, device in filter(None, found):
+                # Timed by the process that checked it, which has compiled what it calls.
+                timed = one if one.undecided else self._timed(one, device)
+                if jobs > 1 and (timed.undecided or timed.untimed):
+                    crowded.append(timed)
+                else:
+                    yield self._timed(timed, device) if timed.undecided else timed
             for device in range(jobs if crowded else 0):
                 self.workers.dismiss("device", device)
+            # What others left no memory for has the GPU for itself.
             for one in crowded:
                 again = self._judged(one.problem, one.undecided, 0)
-                yield self._timed(replace(one, rulings={**one.rulings, **again.rulings}), 0)
+                yield self._timed(replace(one, rulings={**one.rulings, **again.rulings}, untimed=""), 0)
 
     def _judged(self, problem: Problem, names: Sequence[str], device: int) -> Ruled:
         """The rulings without times, by one child process."""

@@ -209,7 +209,12 @@ def test_providers_pass_what_kernels_pass(kind: str, direction: Any) -> None:
 
 
 def test_what_is_written_beside_an_output_is_found() -> None:
-    """A tensor of that size is given a freed place between two that stay."""
+    """A tensor of that size is given a freed place between two that stay, where an earlier test left none of its own."""
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        _written_beside()
+
+
+def _written_beside() -> None:
     kernel = torch.cuda._compile_kernel('extern "C" __global__ void beyond(float* x, int n) { x[n + threadIdx.x] = 0.0f; }', "beyond")
     size = 128 * 1024
     for past, seen in ((0, "memory beside its outputs"), (-32, "")):
