@@ -59,8 +59,9 @@ class Poisoned:
         stay: dict[str, Tensor] = {}
         for place, size in enumerate(sizes):
             few = size * dtype.itemsize > _LARGE
-            blocks = [torch.full((size,), math.nan, dtype=dtype, device=device) for _ in range(1 if few else 2 * HOLES + 1)]
-            stay |= {} if few else {f"memory beside its outputs ({place}, {number})": one for number, one in enumerate(blocks[::2])}
+            # The last one is freed, too: it takes what is left of a segment, where that is exactly of this size.
+            blocks = [torch.full((size,), math.nan, dtype=dtype, device=device) for _ in range(1 if few else 2 * HOLES + 2)]
+            stay |= {} if few else {f"memory beside its outputs ({place}, {number})": one for number, one in enumerate(blocks[:-1:2])}
             del blocks
         self._stay = Kept(stay)
 

@@ -241,6 +241,8 @@ def compare(inputs: Inputs, wanted: Iterable[Wanted], titles: tuple[str, ...] = 
                 if name == "-inf":
                     return Verdict(error=math.inf, reason=f"{label}: the {title} is -inf on the wrong rows ({where})")
                 what = f"{title}'s norm" if name else title
+                if math.isnan(number):
+                    return Verdict(error=math.inf, reason=f"{label}: the {title} has NaN or infinities ({where})")
                 return Verdict(error=number, reason=f"{label}: {what} is off by {number:.3g} tolerances ({where})")
             worst = max(worst, number)
         first += len(ratio)
