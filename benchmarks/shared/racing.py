@@ -13,7 +13,7 @@ from benchmarks.shared.trials import todays
 from flashtune.core.code.shipped import PACKAGE, shipped_index
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.config import Value, asks_first, settles
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import Fate, Outcome, SearchResult
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
@@ -124,14 +124,16 @@ def first_to_race(problem: Problem, target: Target, *, most: int, seed: int) -> 
 
 
 def of_records(results: Iterable[SearchResult], target: Target, *, most: int) -> Work:
-    """This GPU's records in their order."""
-    return [(result.problem, candidates_of(result, target, most=most)) for result in results if result.gpu == target.slug]
+    """This GPU's records of kernels in their order."""
+    own = (one for one in results if one.gpu == target.slug and unfit_heads(one.problem.d, one.problem.d_v) is None)
+    return [(result.problem, candidates_of(result, target, most=most)) for result in own]
 
 
 def of_another_gpu(results: Sequence[SearchResult], gpu: str, target: Target, *, most: int) -> Work:
     """Problems of another GPU's records that have none of this one, the most important first, with the best configs there."""
     known = {result.problem.key(target.slug) for result in results if result.gpu == target.slug}
-    theirs = [result for result in results if result.gpu == gpu and result.problem.key(target.slug) not in known]
+    fitting = (one for one in results if one.gpu == gpu and unfit_heads(one.problem.d, one.problem.d_v) is None)
+    theirs = [result for result in fitting if result.problem.key(target.slug) not in known]
     return [(r.problem, candidates_of(r, target, most=most)) for r in sorted(theirs, key=lambda result: importance(result.problem))]
 
 

@@ -97,7 +97,7 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
 
     checked = None if licence is None else checked_licence(licence)
     with Store.open(location or overlay_path(), writable=False) as store:
-        records = servable(store.records(passed_over=without_kernel, **filters))
+        records = servable(store.records(passed_over=without_kernel, **filters), without_kernel)
     kept = [record for record in records if predicted or record.outcome.source == "measured"]
     if not kept:
         holds = "only predicted records, which --predicted exports" if records else "no record"

@@ -123,7 +123,7 @@ def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
     from flashtune.tuner.publish.generated import arrange
 
     database = location or shipped_path()
-    found = arrange(servable(Library.of(database).records(passed_over=without_kernel, bits=BITS, **filters)))
+    found = arrange(servable(Library.of(database).records(passed_over=without_kernel, bits=BITS, **filters), without_kernel))
     if not found:
         wanted = "no record" + (f" of gpu {filters.get('gpu')}" if filters.get("gpu") else "")
         raise NoKernelFound(f"{database} holds {wanted} that could be served: search first, or name another database")

@@ -114,11 +114,11 @@ def predicted_only(location: str | None) -> str:
     )
 
 
-def servable(records: Sequence[TuningRecord]) -> list[TuningRecord]:
-    """Records of kernels that this version can serve; the others are listed with the reason on standard error."""
+def servable(records: Sequence[TuningRecord], reason: Callable[[TuningRecord], str | None] = unservable) -> list[TuningRecord]:
+    """Records that this version can serve; those with a `reason` why not are listed with it on standard error."""
     found = []
     for record in records:
-        if why := unservable(record):
+        if why := reason(record):
             messages().print(f"left out: {record.key.gpu} {record.problem.label()}: {why}")
         else:
             found.append(record)

@@ -100,13 +100,15 @@ def show(
 
 def source_of(variant_id: str, records: Sequence[TuningRecord]) -> str:
     """Rendered source of the kernel with this id, which is a record's kernel or one beside it."""
-    from flashtune.templates import unservable, written_here
+    from flashtune.templates import without_kernel, written_here
     from flashtune.tuner.publish.winners import source_for, variant_for
 
     for record in records:
         for one in (record, *record.beside()):
             # A record of an earlier version may hold another id than its kernel has today, which is what explain prints.
-            if unservable(one) is None and written_here(one.problem.spec()) and variant_id in (one.outcome.variant_id, variant_for(one).id):
+            if without_kernel(one) is not None or not written_here(one.problem.spec()):
+                continue
+            if variant_id in (one.outcome.variant_id, variant_for(one).id):
                 return source_for(one).text
     raise InputError(f"no record's kernel has the id {variant_id!r}: take one that flashtune explain prints")
 

@@ -15,7 +15,6 @@ from flashtune.core.problems.lengths import Lengths
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Fate
 from flashtune.dispatch.call.sequences import Numbers, Packed
-from flashtune.dispatch.providers.provider import AT_THE_START
 from flashtune.dispatch.rows.libraries import PACKED
 from flashtune.tuner.replies import Judged
 from flashtune.tuner.verify.correctness import Verifier
@@ -98,10 +97,12 @@ def test_pytorchs_own_backends_pass(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("fault", ["", "nan", "head"])
+@pytest.mark.parametrize(("fault", "alignment"), [("", "bottom_right"), ("", "top_left"), ("nan", "bottom_right"), ("head", "top_left")])
 def test_libraries_of_packed_sequences_are_checked_for_a_search_of_them(
-    fault: str, direction: Any, monkeypatch: pytest.MonkeyPatch
+    fault: str, alignment: Any, direction: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where lengths are equal, both alignments are one, which every library has."""
+
     def run(packed: Packed, numbers: Numbers) -> torch.Tensor:
         outs = []
         for (start, stop), (first, end) in zip(pairwise(packed.cu_q.tolist()), pairwise(packed.cu_k.tolist()), strict=True):
@@ -117,8 +118,8 @@ def test_libraries_of_packed_sequences_are_checked_for_a_search_of_them(
     library = PACKED["fa4"]
     monkeypatch.setattr(library, "run", run)
     monkeypatch.setattr(library, "missing", lambda packed: None)
-    monkeypatch.setattr(library, "takes", library.takes | {"float32 or float64", AT_THE_START})
-    features, lengths = Features(causal=True, alignment="bottom_right", packed=True), Lengths.of("uniform", 3, 120)
+    monkeypatch.setattr(library, "takes", library.takes | {"float32 or float64"})
+    features, lengths = Features(causal=True, alignment=alignment, packed=True), Lengths.of("uniform", 3, 120)
     packed = Problem(batch=3, heads=4, kv_heads=2, n_q=40, n_kv=40, d=16, d_v=16, dtype="fp32", features=features, lengths=lengths)
     found = verdicts(replace(packed, direction=direction))
     assert set(found) <= {"flash", "fa4", "fa2"}, "others take no packed sequences"

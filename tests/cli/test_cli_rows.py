@@ -221,7 +221,7 @@ def test_hardly_any_row_is_more_than_one_line_of_a_terminal(columns: int) -> Non
     limited = reasons.count("SwPowerCap")
     throttled = sum(bool(reason) for reason in reasons) - limited
     # For each GPU its name, the columns' names and a rule stand before the rows, and at the end what power-limited means, if any row is.
-    explained = ("power-limited: ", "show --wide has")
+    explained = ("< NAME: ", "power-limited: ", "show --wide has")
     legend = next((place for place, line in enumerate(filled) if line.startswith(explained)), len(filled))
     names = {record.key.gpu for record in records}
     measured = [line for line in filled[:legend] if line.strip() not in names and "TFLOP/s" not in line and "problem " not in line]

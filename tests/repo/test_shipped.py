@@ -1,6 +1,7 @@
 """The shipped data: the tuned records are complete, safe and current, and the kernels are exactly what the templates render."""
 
 import pytest
+from shipped_rows import with_kernels
 
 from flashtune import dispatch
 from flashtune.core.code.shipped import PACKAGE, shipped_index
@@ -8,11 +9,12 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import TuningRecord
 from flashtune.db.library import Library, shipped_path
-from flashtune.templates import BITS, family
+from flashtune.templates import BITS, family, unservable, without_kernel
 from flashtune.tuner.publish.winners import variant_for
 
 H200 = find_target("h200")
-RECORDS = Library.of(shipped_path()).records(gpu="h200")
+RECORDS = with_kernels(gpu="h200")
+ALL = Library.of(shipped_path()).records(gpu="h200")
 CELLS = [
     (d, n, dtype, causal)
     for d in (64, 128, 256)
@@ -64,8 +66,16 @@ def test_rows_and_their_fallbacks_are_of_the_installed_templates_and_inside_the_
 
 def test_machine_code_ships_of_what_serves_deterministic_calls() -> None:
     index = shipped_index(PACKAGE)
-    beside = [row for row in Library.of(shipped_path()).records(gpu="h200", bits=BITS) if row not in RECORDS]
+    beside = [row for row in with_kernels(gpu="h200", bits=BITS) if row not in RECORDS]
     assert len(beside) == 10 and all(BITS.repeats(row) for row in beside)
     for row in beside:
         variant = variant_for(row)
         assert variant.id in {kernel.variant_id for kernel in index.kernels}, row.problem.label()
+
+
+def test_heads_that_no_kernel_takes_have_their_fastest_library() -> None:
+    large = [row for row in ALL if row.problem.d > 256]
+    assert len(large) == 12 and all(unservable(row) is None and without_kernel(row) is not None for row in large)
+    for row in large:
+        assert row.outcome.template == ("cudnn_fe" if row.problem.direction == "fwd" else "ffpa")
+        assert row.framework_call_us is not None and row.outcome.call_us is not None and row.framework_call_us / row.outcome.call_us > 2.5

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from commands import flashtune
+from shipped_rows import with_kernels
 
 from flashtune.cli.generate import in_a_checkout
 from flashtune.core.code.index import INDEX, read_index
 from flashtune.core.problems.config import settles
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.system.errors import EnvironmentProblem
-from flashtune.db.library import Library, shipped_path
+from flashtune.db.library import shipped_path
 from flashtune.templates import BITS, family
 from flashtune.tuner.publish.generated import arrange, differing, index_text, selected, text_files, write
 from flashtune.tuner.publish.winners import variant_for
@@ -28,7 +29,7 @@ PACKAGE = ROOT / "flashtune" / "kernels_generated"
 # Not before a test needs them, since every worker collects this file.
 @cache
 def shipped() -> list[TuningRecord]:
-    return Library.of(shipped_path()).records(bits=BITS)
+    return with_kernels(bits=BITS)
 
 
 @cache

@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from commands import flashtune
+from shipped_rows import with_kernels
 
 from flashtune.core.code.archive import Archive
 from flashtune.core.code.binaries import Binary, Manifest, source_digest
@@ -22,7 +23,6 @@ from flashtune.core.code.index import INDEX, read_index
 from flashtune.core.code.launching import LoadedKernel, keyword_plan, provided
 from flashtune.core.code.shipped import PACKAGE, folder_of, manifest_in, shipped_index, shipped_manifest
 from flashtune.core.problems.problem import Problem
-from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS, family
 from flashtune.templates.loading import host_of, load_kernel
 from flashtune.tuner.children.compile import compiling_for, machine_code_of, taking
@@ -51,7 +51,7 @@ def ordered(one: Arranged) -> Order:
 # Not before a test needs them, since every worker collects this file.
 @cache
 def arranged() -> list[Arranged]:
-    return arrange(Library.of(shipped_path()).records(bits=BITS))
+    return arrange(with_kernels(bits=BITS))
 
 
 @cache

@@ -230,7 +230,9 @@ def make_inputs(
     if sequences:
         of_q, of_k = ([0, *accumulate(lengths)] for lengths in zip(*sequences, strict=True))
         sizes = replace(p, batch=1, n_q=of_q[-1], n_kv=of_k[-1])
-        bounds = [torch.tensor(one, dtype=torch.int32, device=device) for one in (of_q, of_k)]
+        begins = torch.tensor(of_q, dtype=torch.int32, device=device)
+        # One list for both, as callers have it, says that lengths are equal, and diagonals with them.
+        bounds = [begins, begins if of_q == of_k else torch.tensor(of_k, dtype=torch.int32, device=device)]
 
     def allocated(shape: tuple[int, ...], dtype: DType, sampled: bool) -> torch.Tensor:
         inside = (heads_inside or bool(sequences)) and len(shape) == 4
