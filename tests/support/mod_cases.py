@@ -180,6 +180,29 @@ def _documents(generator: torch.Generator) -> list[Tensor]:
     return [torch.randint(0, 4, (2, 70), generator=generator, dtype=torch.int32).sort(-1).values]
 
 
+class Straight(torch.autograd.Function):
+    """Rounded, with the derivative of what isn't, and more of it for large scores."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(s: Tensor) -> Tensor:  # pyright: ignore
+        return torch.round(s * 8) / 8
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        [s] = ctx.saved_tensors
+        return grad * torch.where(s.abs() > 0.5, 3.0, 1.0)
+
+
+def _straight(table: Tensor) -> Functions:
+    return lambda s, b, h, q, k: Straight.apply(s * table[h]) - 0.01 * k, None
+
+
 CASES: dict[str, Case] = {
     "causal": Case(_causal),
     "window": Case(_window, n_q=70, heads=2),
@@ -206,6 +229,7 @@ CASES: dict[str, Case] = {
     "constants": Case(_constants, _of(_numbers(4, 3, scale=0.3)), heads=2),
     "root": Case(_root, heads=2),
     "far_below": Case(_far_below),
+    "straight": Case(_straight, _of(_numbers(4, trained=False)), heads=2),
 }
 
 

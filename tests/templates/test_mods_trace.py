@@ -26,7 +26,7 @@ from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import INDICES, ordered
 from flashtune.templates.mods.reader import Unsupported
-from flashtune.templates.mods.scores import _evaluated
+from flashtune.templates.mods.scores import _evaluated, known_structure
 from flashtune.templates.mods.trace import gradients, traced
 
 CPU = torch.device("cpu")
@@ -464,6 +464,30 @@ class Pair(torch.autograd.Function):
         return 5 * grads[0], grads[1]
 
 
+class Summing(Fivefold):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.stack([grad, grad]).sum()
+
+
+class Tanh(torch.autograd.Function):
+    """As a soft cap by the GPU's own tanh has it."""
+
+    @staticmethod
+    def forward(s: Tensor) -> Tensor:  # pyright: ignore
+        found: Tensor = torch.ops.approx.tanh(s)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        [result] = ctx.saved_tensors
+        return grad * (1 - result * result)
+
+
 LEARNED = torch.randn(4, 15, requires_grad=True)
 
 
@@ -481,11 +505,8 @@ LACKING: dict[str, tuple[Mod, str]] = {
     "none": (lambda s, b, h, q, k: s + TABLE[None, q, h], "indexes with"),
     "few": (lambda s, b, h, q, k: s + TABLE[..., h], "indexes with"),
     "derivative": (lambda s, b, h, q, k: torch.func.grad(torch.sin)(s), "uses a transform of torch.func"),
-    "own derivative": (lambda s, b, h, q, k: Fivefold.apply(s), "applies an autograd.Function"),
-    "own derivative in C": (lambda s, b, h, q, k: in_c(Fivefold)(s).sin(), "applies an autograd.Function"),
-    "own derivative of a score left as it is": (lambda s, b, h, q, k: in_c(Unchanged)(s) + q, "applies an autograd.Function"),
-    "own derivative of two": (lambda s, b, h, q, k: in_c(Pair)(s, 0.5 * s)[1], "applies an autograd.Function"),
     "own derivative of a tensor": (lambda s, b, h, q, k: s * in_c(Fivefold)(LEARNED[h, q]), "applies an autograd.Function"),
+    "own derivative that sums": (lambda s, b, h, q, k: Summing.apply(s), "whose result is no scalar"),
     "hook": (lambda s, b, h, q, k: (s := s * 2, s.register_hook(lambda g: 5 * g))[0], "has gradients of its own by register_hook"),
     "derivative by autograd": (lambda s, b, h, q, k: torch.autograd.grad(s * s, s)[0], "has gradients of its own by grad"),
 }
@@ -496,6 +517,38 @@ def test_what_a_trace_would_lose_is_left_to_pytorch(name: str) -> None:
     function, why = LACKING[name]
     with pytest.raises(Unsupported, match=why):
         traced(function, score=True, device=CPU)
+
+
+OWN: dict[str, Mod] = {
+    "own derivative": lambda s, b, h, q, k: Fivefold.apply(s) * q,
+    "in C": lambda s, b, h, q, k: in_c(Fivefold)(s).sin(),
+    "of a score left as it is": lambda s, b, h, q, k: in_c(Unchanged)(s) + q,
+    "of two": lambda s, b, h, q, k: in_c(Pair)(s, 0.5 * s)[1] + TABLE[q, h],
+    "twice": lambda s, b, h, q, k: Fivefold.apply(Fivefold.apply(s) + s.detach()),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_derivative_is_kept_and_no_known_score_has_it(name: str) -> None:
+    found = traced(OWN[name], score=True, device=CPU)
+    of_score, of_loads = gradients(found.output)
+    score = torch.tensor(0.7, requires_grad=True)
+    places = [torch.tensor(place) for place in (1, 2, 3, 4)]
+    wanted = OWN[name](score, *places)
+    inputs = dict(zip(("score", *INDICES, "grad"), (score.detach(), *places, torch.tensor(2.0)), strict=True))
+    for output, value in ((found.output, wanted), (of_score, 2 * torch.autograd.grad(wanted, score)[0])):
+        torch.testing.assert_close(torch.as_tensor(_evaluated(output, found.captured, inputs)).float().reshape(()), value.detach())
+    assert not of_loads and known_structure(found.output, None) is None
+
+
+def test_a_soft_cap_by_the_gpus_own_tanh_is_one() -> None:
+    library = torch.library.Library("approx", "DEF")
+    library.define("tanh(Tensor x) -> Tensor")
+    library.impl("tanh", torch.tanh, "CompositeExplicitAutograd")
+    library.impl("tanh", torch.tanh, "Meta")
+    found = traced(lambda s, b, h, q, k: 20.0 * Tanh.apply(s / 20.0), score=True, device=CPU)
+    known = known_structure(found.output, None)
+    assert known is not None and known[1].softcap == 20.0 and found.output.own_gradient is None
 
 
 def test_functions_of_autograd_whose_derivative_nobody_asks_for_are_traced() -> None:

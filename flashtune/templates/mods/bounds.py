@@ -28,7 +28,7 @@ def check(name: str, output: Node, captured: Sequence[torch.Tensor], sizes: Mapp
 
     Where bounds aren't certain nothing is raised: kernels read NaN (integers 0) outside of a tensor.
     """
-    for load in loads([output]):
+    for load in loads([output, *([] if output.own_gradient is None else [output.own_gradient])]):
         tensor = captured[load.captured]
         for axis, index in enumerate(load.arguments):
             found, size = _range(index, sizes), tensor.shape[axis]

@@ -41,6 +41,8 @@ class Node:
     line: str = ""
     reads: frozenset[str] = frozenset()
     """Names of the inputs that the value depends on."""
+    own_gradient: "Node | None" = None
+    """Of a score with a derivative of its own: the gradient of the score, a multiple of the input `grad`."""
 
     @property
     def operands(self) -> tuple["Node", ...]:

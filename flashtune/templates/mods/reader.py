@@ -17,6 +17,9 @@ LINE = "line of the function"
 UNRECORDED = "under no_grad"
 """Key that an operation has which the function computes without gradients."""
 
+NAMED_ALIKE = {"approx.tanh.default": aten.tanh.default}
+"""Operators that users define for what an operation does exactly: the soft cap of attention-gym, which names the GPU's own tanh."""
+
 _VALUE_READ = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
 
 
@@ -107,7 +110,7 @@ class Reader:
         return self._detached(found) if unrecorded else found
 
     def _computed(self, node: Any, instead: Any) -> Any:
-        target, where, name = instead or node.target, self._where(node), str(node.target)
+        target, where, name = instead or NAMED_ALIKE.get(str(node.target), node.target), self._where(node), str(node.target)
         if target in _VALUE_READ:
             raise Untraceable(
                 f"{self.name} reads a tensor's value by {name} ({where}): branch by torch.where, and convert nothing to numbers"

@@ -48,10 +48,13 @@ def known_structure(score: Node | None, mask: Node | None) -> tuple[structure.Ba
 
 
 def known_score(score: Node, band: structure.Band) -> Score | None:
-    """The structure of a score where a query sees a band (left, right) of keys; None for any other score.
+    """The structure of a score where a query sees a band (left, right) of keys; None for any other score, and for one with a derivative of
+    its own.
 
     Up to float32's rounding it is equal: graphs are compared as sums of products, whatever their spelling.
     """
+    if score.own_gradient is not None:
+        return None
     reader = _Reader()
     form = reader.form(score)
     if form is None:
@@ -206,11 +209,40 @@ def as_function(output: Node, captured: Sequence[torch.Tensor]) -> Callable[...,
     """A traced function as a caller's own was: of scalars, by position."""
 
     def function(*given: torch.Tensor) -> torch.Tensor:
+        if output.own_gradient is not None:
+            found: torch.Tensor = _WithOwnGradient.apply(output, captured, *given)  # type: ignore[no-untyped-call]
+            return found
         inputs: dict[str, torch.Tensor] = dict(zip(INDICES if len(given) == len(INDICES) else ("score", *INDICES), given, strict=True))
-        found: torch.Tensor = _evaluated(output, captured, inputs)
+        found = _evaluated(output, captured, inputs)
         return found.reshape(())
 
     return function
+
+
+class _WithOwnGradient(torch.autograd.Function):
+    """A traced score, differentiated by its own gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Node, captured: Sequence[torch.Tensor], score: torch.Tensor, *places: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The score of one pair."""
+        named: dict[str, torch.Tensor] = dict(zip(("score", *INDICES), (score, *places), strict=True))
+        found: torch.Tensor = _evaluated(output, captured, named)
+        return found.reshape(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Keep the inputs."""
+        ctx.of, ctx.captured = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradient of the score alone."""
+        named: dict[str, torch.Tensor] = dict(zip(("score", *INDICES, "grad"), (*ctx.saved_tensors, grad), strict=True))
+        found: torch.Tensor = _evaluated(ctx.of.own_gradient, ctx.captured, named)
+        return None, None, found.reshape(()), *(None,) * len(INDICES)
 
 
 def _evaluated(output: Node, captured: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashtune.core.pytorch.private import FakeTensor, decompositions, is_functorch_wrapped_tensor
 from flashtune.core.system.errors import InputError
-from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, Node, loads, ordered
+from flashtune.templates.mods.graph import FLOATS, INDICES, INTEGERS, Node, loads, numbered, ordered
 from flashtune.templates.mods.operations import DECOMPOSED
 from flashtune.templates.mods.reader import LINE, UNRECORDED, Reader, Unsupported, Untraceable, input_node
 
@@ -59,6 +59,7 @@ class _Indexing(TorchFunctionMode):
     def __init__(self, name: str, code: CodeType | None) -> None:
         super().__init__()
         self.name, self.code, self.line = name, code, ""
+        self.differentiates = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         self.line = self._line_here() or self.line
@@ -67,7 +68,7 @@ class _Indexing(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             return self._noted(self._item(*args))
         called = getattr(func, "__name__", "")
-        if called in _OWN_GRADIENTS and _tracing() is not None:
+        if called in _OWN_GRADIENTS and _tracing() is not None and not self.differentiates:
             raise Unsupported(f"{self.name} has gradients of its own by {called} ({self.line}), which kernels don't have")
         if called in _CONVERTED and any(map(_captured, args)):
             raise Untraceable(
@@ -147,15 +148,39 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
         # A result of autograd, and no leaf, which nothing may change in place.
         inputs.insert(0, torch.zeros((), dtype=torch.float32, device=device, requires_grad=True).clone())
 
+    own: str | None = None
+
     # make_fx counts parameters with defaults and a method's `self`, too.
     def evaluated(given: tuple[torch.Tensor, ...]) -> Any:
+        nonlocal own
         found = function(*given)
-        if isinstance(found, torch.Tensor) and (own := _own_backward(found)) is not None:
-            raise Unsupported(f"{name} applies an autograd.Function ({own}), whose gradient kernels don't have")
+        own = _own_backward(found) if isinstance(found, torch.Tensor) else None
         return found
 
     called = (lambda s, b, h, q, k: evaluated((s, b, h, q, k))) if score else (lambda b, h, q, k: evaluated((b, h, q, k)))
     mode = _Indexing(name, getattr(function, "__code__", None))
+    graph = _graph(called, inputs, name, mode)
+    # An autograd.Function computes its forward without gradients, which then are its own.
+    read = Reader(name, graph, trained=score and own is None)
+    output, *others = read.all(["score"] * score + list(INDICES))
+    if others or not isinstance(output, Node) or (not score and output.dtype is not torch.bool):
+        found = f"{1 + len(others)} values" if others else output.dtype if isinstance(output, Node) else "no tensor"
+        raise Untraceable(f"{name} returns {found}: it must return {'a number' if score else 'a bool'}")
+    if output.dtype not in FLOATS and score:
+        words: Any = {"arguments": (output,), "keywords": {"dtype": torch.float32}, "reads": output.reads}
+        output = Node("operation", torch.float32, aten._to_copy.default, **words)
+    if own is not None and score:
+        if any(x.requires_grad for x in read.captured):
+            raise Unsupported(f"{name} applies an autograd.Function ({own}) beside captured tensors that are trained")
+        own_gradient, [plain] = _own_gradient(function, name, mode, read, inputs[1:]), gradients(output)[:1]
+        numbers = numbered([own_gradient, plain])
+        # A function that says what autograd would find, for the sake of its own forward, is as any other.
+        output = replace(output, own_gradient=None if numbers[own_gradient] == numbers[plain] else own_gradient)
+    return Traced(output, tuple(read.captured))
+
+
+def _graph(called: Callable[..., Any], inputs: Sequence[torch.Tensor], name: str, mode: _Indexing) -> Any:
+    """The operations of a function, as make_fx records them."""
     # Imported here, since it brings the compiler.
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -172,15 +197,28 @@ def traced(function: Callable[..., Any], *, score: bool, device: torch.device) -
         # What autograd keeps for its backward.
         if not node.users and node.target in (aten.detach.default, aten.alias.default):
             graph.graph.erase_node(node)
-    read = Reader(name, graph, trained=score)
-    output, *others = read.all(["score"] * score + list(INDICES))
-    if others or not isinstance(output, Node) or (not score and output.dtype is not torch.bool):
-        found = f"{1 + len(others)} values" if others else output.dtype if isinstance(output, Node) else "no tensor"
-        raise Untraceable(f"{name} returns {found}: it must return {'a number' if score else 'a bool'}")
-    if output.dtype not in FLOATS and score:
-        words: Any = {"arguments": (output,), "keywords": {"dtype": torch.float32}, "reads": output.reads}
-        output = Node("operation", torch.float32, aten._to_copy.default, **words)
-    return Traced(output, tuple(read.captured))
+    return graph
+
+
+def _own_gradient(function: Callable[..., Any], name: str, mode: _Indexing, read: Reader, places: Sequence[torch.Tensor]) -> Node:
+    """The gradient of a score through autograd.Functions, whose own backward is traced; its captured tensors join those of `read`."""
+
+    def backward(grad: torch.Tensor, score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
+        leaf = score.detach().requires_grad_()
+        # No leaf, as in the forward's trace.
+        [found] = torch.autograd.grad(function(leaf.clone(), b, h, q, k), leaf, grad.float(), allow_unused=True)
+        return torch.zeros_like(score) if found is None else found
+
+    numbers = [torch.zeros((), dtype=torch.float32, device=places[0].device) for _ in range(2)]
+    # The function itself was looked at before.
+    mode.differentiates = True
+    graph = _graph(backward, [*numbers, *places], name, mode)
+    graph.graph.eliminate_dead_code()
+    of_gradient = Reader(f"the gradient of {name}", graph)
+    of_gradient.captured = read.captured
+    [gradient] = of_gradient.all(["grad", "score", *INDICES])
+    assert isinstance(gradient, Node), "a gradient is a tensor"
+    return gradient
 
 
 def _own_backward(result: torch.Tensor) -> str | None:
@@ -219,6 +257,8 @@ def gradients(output: Node) -> tuple[Node, list[tuple[Node, Node]]]:
 
     All are multiples of the input `grad`, the gradient of the output. A score that the output doesn't depend on has the gradient 0.
     """
+    if output.own_gradient is not None:
+        return output.own_gradient, []
     order = ordered([output])
     found = {node.name: node for node in order if node.kind == "input"}
     score = found.get("score", input_node("score", torch.float32))
@@ -311,4 +351,5 @@ def recaptured(output: Node, places: Sequence[int]) -> Node:
         keywords = {name: made.get(x, x) if isinstance(x, Node) else x for name, x in node.keywords.items()}
         moved = places[node.captured] if node.kind == "load" else node.captured
         made[node] = replace(node, arguments=given, keywords=keywords, captured=moved)
-    return made[output]
+    own = None if output.own_gradient is None else recaptured(output.own_gradient, places)
+    return replace(made[output], own_gradient=own)
