@@ -1,6 +1,7 @@
 """Attention that others provide, on a GPU: every one that is installed, named by a caller; what a first call measures and keeps; and
 verdicts on them."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,11 +175,14 @@ def test_a_first_call_is_measured_and_kept(
     # FlexAttention compiles no more kinds of calls than PyTorch's limit for one function.
     torch._dynamo.reset()
     dispatch.reload()
-    with dispatch.use(confirm=True):
+    with dispatch.use(confirm=True), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         bound(dispatch.attention(q, k, v, **words), wanted, TOLERANCES["bf16"].relative_norm)
         explained = dispatch.explain(q, k, v, **words)
         times = {one.name: one.us for one in explained.providers if one.us is not None}
-        assert explained.source == "measured" and explained.origin == "overlay" and "torch" in times, explained
+        # What wasn't kept, and why, is warned of.
+        said = [str(one.message) for one in told]
+        assert explained.source == "measured" and explained.origin == "overlay" and "torch" in times, (said, explained)
         assert ("flashtune" in times) is (kernels > 0)
         fastest = min(times, key=lambda name: times[name] or 0.0)
         chosen = explained.provider or ("torch" if explained.kind == "framework" else "flashtune")

@@ -110,6 +110,7 @@ class Reader:
         return self._detached(found) if unrecorded else found
 
     def _computed(self, node: Any, instead: Any) -> Any:
+        target: Any
         target, where, name = instead or NAMED_ALIKE.get(str(node.target), node.target), self._where(node), str(node.target)
         if target in _VALUE_READ:
             raise Untraceable(
