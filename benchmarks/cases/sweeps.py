@@ -34,8 +34,9 @@ from flashtune.templates.cost import predict_us
 from flashtune.templates.family import Constraint, Family
 from flashtune.templates.learned.residual import Likeness, Residual
 from flashtune.tuner.propose import sampling
-from flashtune.tuner.propose.space import Candidate, SearchSpace
+from flashtune.tuner.propose.space import Array, Candidate, SearchSpace
 from flashtune.tuner.propose.study import Study
+from flashtune.tuner.search.stopping import UNTIL, StoppingRule
 
 SWEEPS = tuple(folder() / name for name in ("2026-11-22-h200-sweeps", "2026-11-27-h100-sweeps"))
 STARTS = {"all": 0, "less5": 5, "less20": 20, "none": 10**6}
@@ -44,7 +45,7 @@ NOISE = 0.005
 """Standard deviation of a trial's median around the sweep's, as a share."""
 AHEAD = 8
 """Candidates under way at a time, as with eight compilers side by side."""
-SHOWN = (10, 20, 30, 40)
+SHOWN = (5, 10, 20, 30, 40)
 OPTUNA = "optuna.samplers:"
 """Prefix of the names of Optuna's samplers but TPE, in whose place in a search they are."""
 KERNEL_TUNER = "kernel_tuner:"
@@ -163,23 +164,34 @@ def swept(sweep: SearchResult) -> Swept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A search's end by its own rule: its trials, its true regret, and samples of it by the surrogate, None without one."""
+
+    trials: int
+    regret: float
+    sampled: Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One search of one sweep, with its regret after each trial."""
+    """One search of one sweep, with its regret after each trial, and where its own rule stops it (at the last trial in any case)."""
 
     problem: str
     sampler: str
     starts: str
     seed: int
     regrets: tuple[float, ...]
+    stop: Stop
     cpu_s: float = 0.0
 
 
-def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *, ahead: int = AHEAD) -> Run:
-    """A search of the sweep with up to `ahead` candidates under way, whose outcomes come in the order of proposal."""
+def replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, *, ahead: int = AHEAD, beyond: bool = True) -> Run:
+    """A search of the sweep with up to `ahead` candidates under way, whose outcomes come in the order of proposal; `beyond` the end that
+    its own rule finds it goes on, to compare searches at a number of trials."""
     if sampler.startswith(KERNEL_TUNER):
         return _by_kernel_tuner(place, sampler, trials, seed)
     with patch.object(expected, "learned", place.learned):
-        return _replayed(place, sampler, starts, trials, seed, ahead)
+        return _replayed(place, sampler, starts, trials, seed, ahead, beyond)
 
 
 def _by_kernel_tuner(place: Swept, sampler: str, trials: int, seed: int) -> Run:
@@ -192,14 +204,14 @@ def _by_kernel_tuner(place: Swept, sampler: str, trials: int, seed: int) -> Run:
     times = {config: one.measurement.median_us if one.measurement else None for config, one in mine.items()}
     found = [mine[config] for config in tried(times, sampler.removeprefix(KERNEL_TUNER), trials, seed)]
     regrets = [place.regret(found[: count + 1]) for count in range(len(found))]
-    spent = time.process_time() - started
-    return _run_of(place, sampler, "none", seed, regrets, trials, spent)
+    # No rule stops the strategies.
+    return _run_of(place, sampler, "none", seed, regrets, trials, Stop(trials=trials, regret=regrets[-1]), time.process_time() - started)
 
 
-def _run_of(place: Swept, sampler: str, starts: str, seed: int, regrets: list[float], trials: int, cpu_s: float) -> Run:
+def _run_of(place: Swept, sampler: str, starts: str, seed: int, regrets: Sequence[float], trials: int, stop: Stop, cpu_s: float) -> Run:
     """A search whose last regret stays, where its candidates were exhausted before."""
-    regrets += regrets[-1:] * (trials - len(regrets))
-    return Run(problem=place.label, sampler=sampler, starts=starts, seed=seed, regrets=tuple(regrets), cpu_s=cpu_s)
+    padded = (*regrets, *regrets[-1:] * (trials - len(regrets)))
+    return Run(problem=place.label, sampler=sampler, starts=starts, seed=seed, regrets=padded, stop=stop, cpu_s=cpu_s)
 
 
 def study_of(place: Swept, sampler: str, starts: str, seed: int) -> Study:
@@ -213,22 +225,29 @@ def study_of(place: Swept, sampler: str, starts: str, seed: int) -> Study:
     return Study(place.space, place.problem, sampler="gp", seed=seed, source="measured", storage=storage, by=by)
 
 
-def _replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, ahead: int) -> Run:
+def _replayed(place: Swept, sampler: str, starts: str, trials: int, seed: int, ahead: int, beyond: bool) -> Run:
     study = study_of(place, sampler, starts, seed)
-    noise = random.Random(seed)
+    noise, rule = random.Random(seed), StoppingRule(UNTIL)
     waiting: list[Candidate] = []
     found: list[Outcome] = []
     regrets: list[float] = []
+    stop: Stop | None = None
     started = time.process_time()
-    while len(found) < trials:
+    while len(found) < trials and (beyond or stop is None):
         waiting += study.ask(ahead - len(waiting), limit=trials)
         if not waiting:
             break
         candidate = waiting.pop(0)
         found.append(place.outcome(candidate, noise))
         study.tell(candidate, found[-1])
+        rule.add(found[-1])
         regrets.append(place.regret(found))
-    return _run_of(place, sampler, starts, seed, regrets, trials, time.process_time() - started)
+        if stop is None and rule.nearly:
+            sampled = study.regrets()
+            if rule.verdict(study.left_to_gain(), 0.0 if sampled is None else float(sampled.mean())) is not None:
+                stop = Stop(trials=len(found), regret=regrets[-1], sampled=sampled)
+    stop = stop or Stop(trials=len(found), regret=regrets[-1], sampled=study.regrets())
+    return _run_of(place, sampler, starts, seed, regrets, trials, stop, time.process_time() - started)
 
 
 def _as_swept(sweep: SearchResult) -> dict[str, Family]:
@@ -246,17 +265,21 @@ def _known(configs: set[Config]) -> Constraint:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, str | int]]:
-    """A row to each choice of starts, sampler and sweep: median and 90th percentile of the regret after `SHOWN` trials."""
+    """A row to each choice of starts, sampler and sweep: median and 90th percentile of the regret after `SHOWN` trials, and the median
+    number of trials and the regrets at the searches' own stop."""
     groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.starts, run.sampler, run.problem), []).append(run)
     rows: list[dict[str, str | int]] = []
     for (starts, sampler, problem), group in groups.items():
         row: dict[str, str | int] = {"starts": starts, "sampler": sampler, "sweep": problem, "seeds": len(group)}
-        for count in (count for count in SHOWN if count <= len(group[0].regrets)):
-            regrets = sorted(run.regrets[count - 1] for run in group)
-            row[f"median at {count}"] = f"{statistics.median(regrets):.2%}"
-            row[f"90th at {count}"] = f"{regrets[math.ceil(0.9 * len(regrets)) - 1]:.2%}"
+        at: dict[str, list[float]] = {
+            str(count): [run.regrets[count - 1] for run in group] for count in SHOWN if count <= len(group[0].regrets)
+        }
+        for name, regrets in {**at, "stop": [run.stop.regret for run in group]}.items():
+            row[f"median at {name}"] = f"{statistics.median(regrets):.2%}"
+            row[f"90th at {name}"] = f"{sorted(regrets)[math.ceil(0.9 * len(regrets)) - 1]:.2%}"
+        row["trials at stop"] = f"{statistics.median(run.stop.trials for run in group):.0f}"
         rows.append({**row, "cpu s": f"{statistics.median(run.cpu_s for run in group):.2f}"})
     return rows
 

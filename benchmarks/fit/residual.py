@@ -264,9 +264,28 @@ def by_problems(likeness: Likeness, trials: Sequence[Observed]) -> None:
     known = [others.without(one.problem) for one in trials]
     for kind, of in kinds(trials).items():
         print(f"{likeness.file}, {kind}, by the model: {said(rates([trials[place] for place in of], unlearned, LEAST[likeness]))}")
+        print(f"{likeness.file}, {kind}, {held_out(likeness, [trials[place] for place in of], [known[place] for place in of])}", flush=True)
         for word, caution in (("and by trials", 0.0), ("with caution", CAUTION)):
             shares = [chosen(likeness, trials[place], known[place], caution) for place in of]
             print(f"{likeness.file}, {kind}, {word}: {said([share for one in shares for share in one])}", flush=True)
+
+
+def held_out(likeness: Likeness, trials: Sequence[Observed], known: Sequence[Residual], least: int = 5) -> str:
+    """What regressions that didn't see these problems leave of their errors, and by problem how much of what they say is so."""
+    left, slopes = [], []
+    for one, regression in zip(trials, known, strict=True):
+        if len(one.wrong) < least:
+            continue
+        found = regression.of(one.problem, list(one.wrong), one.gpu)
+        said = np.array([more - likeness.families[name] for (name, _), more in zip(one.wrong, found, strict=True)])
+        said, wrong = said - said.mean(), np.array(list(one.wrong.values()))
+        left += (wrong - wrong.mean() - said).tolist()
+        # Where next to nothing is said, its slope is that of noise.
+        slopes.append(float(said @ wrong / (said @ said + 1e-4)))
+    if not slopes:
+        return "too few trials of a problem for slopes"
+    low, middle, high = np.quantile(slopes, (0.1, 0.5, 0.9))
+    return f"deviation left {np.std(left):.3f}, slopes of {len(slopes)} problems {middle:.2f} ({low:.2f} to {high:.2f} in eight of ten)"
 
 
 LEAST = {FORWARDS: CHOSEN_OF, STEPS: CHOSEN_OF, GRADIENTS: 3}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, rescales_grown, settles
@@ -12,7 +13,7 @@ from flashtune.templates.family import Family, blocks_of_problem
 from flashtune.templates.hopper.layout import HopperLayout, tile_queries
 from flashtune.templates.learned.forwards import FORWARDS
 from flashtune.templates.learned.gradients import GRADIENTS
-from flashtune.templates.learned.residual import Likeness, Residual, learned
+from flashtune.templates.learned.residual import learned
 from flashtune.templates.learned.steps import STEPS
 
 LEFT_OUT = {
@@ -48,6 +49,10 @@ Fitted to trials on an H200 (benchmarks/run.py fit_expected; benchmarks/results/
 LIKENESSES = (FORWARDS, STEPS, GRADIENTS)
 """Sets of trials for the learned residual, each for its own problems."""
 
+RANGES = {"flash_fwd": (1.05, 1.4, 2.15), "flash_bwd": (1.0, 1.15, 1.7), "flash_decode": (0.75, 0.9, 1.25)}
+"""The 10th, 50th and 90th percentile of measured over predicted times by family, of the candidate that the cost model puts first, on an
+H100 and an H200 (benchmarks/run.py fit_ranges). No other GPU's times are known."""
+
 SMALL = 64
 """Greatest head size of small heads."""
 
@@ -56,29 +61,55 @@ LOG_HOST = math.log(22.0)
 (benchmarks/results/2026-11-22-h200-steps/steps.json)."""
 
 
-def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target, *, caution: float = 0.0) -> list[float | None]:
-    """`log_us` of each candidate plus the learned residual (flashtune.templates.learned); `caution` is for choices without a
-    measurement (`Residual.of`)."""
-    found = [log_us(family, config, problem, target) for family, config in candidates]
-    for likeness in LIKENESSES:
-        places = [
-            place
-            for place, (family, _) in enumerate(candidates)
-            if found[place] is not None and family.name in likeness.families and likeness.serves(problem)
-        ]
-        known = learned(likeness) if places else None
-        if known is not None:
-            wrong = known.of(problem, [(candidates[place][0].name, candidates[place][1]) for place in places], target, caution=caution)
-            for place, more in zip(places, wrong, strict=True):
-                found[place] = (found[place] or 0.0) + more
+class Likely(NamedTuple):
+    """Range of the microseconds that a predicted time stands for: what 8 of 10 problems of measured GPUs would take, and the median."""
+
+    low: float
+    about: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"about {self.about:.0f} us, likely {self.low:.0f} to {self.high:.0f}"
+
+
+def likely(template: str, direction: str, predicted_us: float) -> Likely:
+    """Range of a predicted time; families that RANGES lacks have that of the generic one of their direction."""
+    return Likely(*(ratio * predicted_us for ratio in RANGES.get(template, RANGES[f"flash_{direction}"])))
+
+
+class Estimate(NamedTuple):
+    """The logarithm of a config's predicted microseconds, learned residual included, and that residual."""
+
+    log_us: float
+    learned: float
+
+
+def estimates(
+    candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target, *, caution: float = 0.0
+) -> list[Estimate | None]:
+    """Estimate of each candidate, None where `log_us` has none: its residual is learned from trials of similar problems
+    (flashtune.templates.learned); `caution` is for choices without a measurement (`Residual.of`)."""
+    logs = [log_us(family, config, problem, target) for family, config in candidates]
+    found = [None if log is None else Estimate(log, 0.0) for log in logs]
+    likeness = next((likeness for likeness in LIKENESSES if likeness.serves(problem)), None)
+    if likeness is None:
+        return found
+    told = {
+        place: log
+        for place, ((family, _), log) in enumerate(zip(candidates, logs, strict=True))
+        if log is not None and family.name in likeness.families
+    }
+    known = learned(likeness) if told else None
+    if known is not None:
+        wrong = known.of(problem, [(candidates[place][0].name, candidates[place][1]) for place in told], target, caution=caution)
+        for (place, log), more in zip(told.items(), wrong, strict=True):
+            found[place] = Estimate(log + more, more)
     return found
 
 
-def learned_of(problem: Problem) -> tuple[Likeness, Residual] | None:
-    """The learned residual that `logs_us` uses for a problem; None where there is none."""
-    likeness = next((likeness for likeness in LIKENESSES if likeness.serves(problem)), None)
-    known = None if likeness is None else learned(likeness)
-    return None if likeness is None or known is None else (likeness, known)
+def logs_us(candidates: Sequence[tuple[Family, Config]], problem: Problem, target: Target, *, caution: float = 0.0) -> list[float | None]:
+    """The logarithms of `estimates`."""
+    return [None if one is None else one.log_us for one in estimates(candidates, problem, target, caution=caution)]
 
 
 def log_us(family: Family, config: Config, problem: Problem, target: Target) -> float | None:

@@ -1,11 +1,13 @@
 """The committed sweeps, replayed: what the cost model and the search are worth, without a GPU."""
 
 import math
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
+import numpy as np
 import pytest
 
 from benchmarks.cases import stops, sweeps
+from benchmarks.fit import ranges
 from benchmarks.shared.earlier import EARLIER, completed
 from benchmarks.shared.trials import todays
 from flashtune.core.gpu.target import find_target
@@ -16,7 +18,7 @@ from flashtune.db.library import shipped_path
 from flashtune.db.store import Store
 from flashtune.templates import family
 from flashtune.templates.cost import predict_us
-from flashtune.templates.expected import left_out
+from flashtune.templates.expected import RANGES, left_out, likely
 
 
 @pytest.fixture
@@ -27,9 +29,6 @@ def sweep(request: pytest.FixtureRequest) -> SearchResult:
 
 IN_FULL, SAMPLED = 4, 7
 """Sweeps of all candidates of earlier kernels, and of random ones of today's."""
-
-LEFT = {"n1500-d64-bf16-full+mask-bwd": 0.013}
-"""Regret that stays where the default ends up beside the best."""
 
 of_every_sweep = pytest.mark.parametrize("sweep", range(IN_FULL + SAMPLED), indirect=True)
 of_every_full_sweep = pytest.mark.parametrize("sweep", range(IN_FULL), indirect=True)
@@ -57,14 +56,17 @@ def test_the_cost_models_first_ten_hold_a_config_within_5_percent_of_the_best(sw
     assert sweeps.cost_ratio(sweep) <= 1.05
 
 
+SLOW = "n1500-d64-bf16-full+mask-bwd"
+"""A problem of which trials of others tell the least: it takes 40 trials."""
+
+
 @of_every_sweep
-def test_twenty_trials_without_any_start_or_near_trial_find_a_config_within_half_a_percent_or_what_is_left(sweep: SearchResult) -> None:
-    """With every seed: noise in the times differs, and so do the proposals, nothing learned of the problem or its neighbours."""
-    place = sweeps.swept(sweep)
-    for seed in range(2):
-        regrets = sweeps.replayed(place, "gp", "none", 40, seed).regrets
-        left = LEFT.get(sweep.problem.label(), 0.0)
-        assert regrets[19] <= max(0.005, left) and regrets[-1] <= max(0.002, left), seed
+def test_twenty_trials_without_any_start_or_near_trial_find_a_config_within_half_a_percent(sweep: SearchResult) -> None:
+    """In the median of seeds: noise in the times differs, and so do the proposals, nothing learned of the problem or its neighbours."""
+    place, slow = sweeps.swept(sweep), sweep.problem.label() == SLOW
+    regrets = [sweeps.replayed(place, "gp", "none", 40, seed).regrets for seed in range(5 if slow else 3)]
+    at_20, at_40 = (median(found[count - 1] for found in regrets) for count in (20, 40))
+    assert at_40 <= (0.007 if slow else 0.002) and (slow or at_20 <= 0.005)
 
 
 def test_kernel_tuners_strategies_try_a_sweeps_candidates() -> None:
@@ -78,12 +80,20 @@ def test_kernel_tuners_strategies_try_a_sweeps_candidates() -> None:
     assert row["median at 20"] == f"{sorted(run.regrets[-1] for run in runs)[1]:.2%}"
 
 
-def test_what_a_search_states_at_its_end_holds_in_most_stops_and_not_in_all() -> None:
-    """Its 90th percentile; of the replays' stops 80 to 97 %."""
-    ends = [stops.stopped(sweeps.swept(sweep), "none", seed) for sweep in sweeps.sweeps() for seed in range(2)]
-    assert 0.8 <= stops.share(ends) <= 0.97
+def test_searches_stop_close_to_the_best_and_know_of_a_regret() -> None:
+    """Among the stops with a regret, since for the others nothing is left to be known."""
+    ends = [stops.stopped(sweeps.swept(sweep), "none", seed).stop for sweep in sweeps.sweeps() for seed in range(2)]
     regrets = sorted(stop.regret for stop in ends)
     assert regrets[-2] <= 0.02 and regrets[-1] <= 0.025 and all(stop.trials <= 40 for stop in ends)
+    assert stops.share(ends) >= 0.8
+
+
+def test_a_percentile_is_judged_by_stops_with_a_regret_alone_and_its_factor_needs_enough_of_them() -> None:
+    sampled = np.linspace(0.0, 0.01, 101)
+    ends = [sweeps.Stop(trials=9, regret=regret, sampled=sampled) for regret in (0.0, 0.0, 0.004, 0.018)]
+    assert stops.share(ends) == 0.5 and math.isnan(stops.share(ends[:2])) and stops.factor_of(ends) == math.inf
+    many = [sweeps.Stop(trials=9, regret=number / 1000, sampled=sampled) for number in range(1, 20)]
+    assert stops.factor_of(many) == pytest.approx(2.0) and stops.share(many, 2.0) >= 0.9
 
 
 def test_a_replayed_search_begins_with_todays_starts_but_for_those_that_are_struck() -> None:
@@ -164,3 +174,14 @@ def test_a_config_of_an_archived_run_becomes_todays(name: str) -> None:
         assert todays(name, default.replace(**{axis: "other"})) is None
     for axis, (value, other, where) in earlier.merged.items():
         assert completed(name, default.replace(**{axis: value, **where})) == default.replace(**{axis: other, **where})
+
+
+def test_measured_times_lie_in_the_ranges_that_predictions_are_shown_with() -> None:
+    """Eight of ten of each generic family with enough problems, and what is said in words."""
+    for name, found in ranges.ratios().items():
+        low, about, high = RANGES[name]
+        if len(found) > 30:
+            assert 0.75 <= np.mean([low <= ratio <= high for ratio in found]) <= 0.85
+            assert about == pytest.approx(median(found), rel=0.05)
+    assert str(likely("flash_fwd", "fwd", 50.0)) == "about 70 us, likely 52 to 108"
+    assert likely("flash_bwd_hopper", "bwd", 50.0) == likely("flash_bwd", "bwd", 50.0)

@@ -218,11 +218,10 @@ class Finding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """The reason why a search stopped (a word of flashtune.tuner.search.stopping), and its expected regret: the share by which its best
-    time exceeds that of the best candidate (0.01 is 1 %), None where unknown; `worst` is its 90th percentile, which records don't keep."""
+    time exceeds that of the best candidate (0.01 is 1 %), None where unknown."""
 
     reason: str
     regret: float | None = None
-    worst: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,15 +76,6 @@ def alike(ours: "NDArray[np.float64]", theirs: "NDArray[np.float64]") -> "NDArra
     return np.exp(-0.5 * squares)
 
 
-class NearTrials(NamedTuple):
-    """Trials of the problems that are most alike to one: of each its config's coordinates (n, .), its covariance with a config of the same
-    coordinates at that problem, and the covariances of all of them with each other, noise included (n, n)."""
-
-    configs: "NDArray[np.float64]"
-    there: "NDArray[np.float64]"
-    among: "NDArray[np.float64]"
-
-
 class Residual:
     """Regression over a set of trials: coordinates of distinct problems (p, .) and configs (c, .), and of each trial the indices of its
     problem and config, and its weight.
@@ -125,17 +116,6 @@ class Residual:
             wrong = (same * by_config).sum(1)
             found += (wrong + caution * self._left_open(same, covariances) if caution else wrong).tolist()
         return [more + likeness.families[name] for (name, _), more in zip(configs, found, strict=True)]
-
-    def near(self, problem: Problem, most: int) -> NearTrials:
-        """Up to `most` trials, of the problems most alike to this one."""
-        likeness = self._likeness
-        there = alike(np.minimum([likeness.problem(problem)], self._most), self._problems)[0]
-        chosen = np.argsort(-there[self._problem_of], kind="stable")[:most]
-        problems, configs = self._problem_of[chosen], self._configs[self._config_of[chosen]]
-        among = likeness.together**2 * alike(self._problems[problems], self._problems[problems]) + likeness.alone**2
-        among *= alike(configs, configs)
-        among += likeness.offset**2 * (problems[:, None] == problems[None, :]) + likeness.noise**2 * np.eye(len(chosen))
-        return NearTrials(configs=configs, there=likeness.together**2 * there[problems] + likeness.alone**2, among=among)
 
     def _left_open(self, same: "NDArray[np.float64]", covariances: "NDArray[np.float64]") -> "NDArray[np.float64]":
         """The standard deviation of each config given its nearest trial; `same` are covariances with known configs (n, c), `covariances`

@@ -16,7 +16,7 @@ from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.nearness import mods_in, nearest
 from flashtune.core.records.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.system.errors import InputError
-from flashtune.templates.expected import logs_us
+from flashtune.templates.expected import Estimate, estimates
 from flashtune.templates.family import Family
 from flashtune.templates.mods.known import alike
 from flashtune.templates.rendering import variant_of
@@ -193,19 +193,18 @@ class Candidates:
 
         Equal for all candidates of a space without expected facts; a little above the slowest for those without them in a mixed space.
         """
-        times, known = self._estimates, self.estimated
-        found: Array = np.where(known, times, math.log(1.5) + times[known].max() if known.any() else 0.0)
-        return found
+        logs = [one.log_us for one in self._estimates if one is not None]
+        unknown = math.log(1.5) + max(logs) if logs else 0.0
+        return np.array([unknown if one is None else one.log_us for one in self._estimates])
 
     @cached_property
-    def estimated(self) -> NDArray[np.bool_]:
-        """True for each candidate with an estimate."""
-        return np.isfinite(self._estimates)
+    def learned(self) -> Array:
+        """Learned residual of each candidate's log time; 0 for those without."""
+        return np.array([0.0 if one is None else one.learned for one in self._estimates])
 
     @cached_property
-    def _estimates(self) -> Array:
-        logs = logs_us([(candidate.family, candidate.config) for candidate in self.candidates], self.problem, self.target)
-        return np.array([np.nan if log is None else log for log in logs])
+    def _estimates(self) -> list[Estimate | None]:
+        return estimates([(candidate.family, candidate.config) for candidate in self.candidates], self.problem, self.target)
 
     @cached_property
     def features(self) -> Array:

@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from flashtune.core.records.results import Ending, Outcome
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 Reason = Literal["trials", "budget", "space", "gain", "patience"]
@@ -35,17 +34,17 @@ _WORDS = {
 }
 
 
-def sentence(ending: Ending) -> str:
-    """Short reason why a search stopped, with the share of the best time that the best kernel left would save, where that is known.
+def sentence(ending: Ending, *, share: bool = True) -> str:
+    """Short reason why a search stopped, with the `share` of the best time that the best kernel left is expected to save, where that is
+    known.
 
-    A regret of 1 stands for half of the time: no share is more than all of it. A bound below what is expected bounds nothing.
+    A regret of 1 stands for half of the time: no share is more than all of it. No percentile is said, since too few recorded sweeps end
+    with a regret to calibrate one (benchmarks/run.py stops).
     """
     why, expected = _WORDS.get(ending.reason, ending.reason), ending.regret
-    if expected is None or not math.isfinite(expected):
+    if not share or expected is None or not math.isfinite(expected):
         return why
-    known = ending.worst is not None and math.isfinite(ending.worst) and ending.worst >= expected
-    at_most = f", at most {_saved(ending.worst or 0.0):.1%} with 90% confidence" if known else ""
-    return f"{why}; the best kernel not tried yet is expected to be {_saved(expected):.1%} faster{at_most}"
+    return f"{why}; the best kernel not tried yet is expected to be {_saved(expected):.1%} faster"
 
 
 def _saved(regret: float) -> float:
@@ -57,8 +56,8 @@ def ending_of(reason: Reason, regrets: "NDArray[np.float64] | None") -> Ending:
     """The end of a search by its reason and samples of its best candidate's regret; without any nothing is left where the whole space was
     tried, and elsewhere nothing is known."""
     if regrets is None:
-        return Ending(reason=reason, regret=0.0, worst=0.0) if reason == "space" else Ending(reason=reason)
-    return Ending(reason=reason, regret=float(regrets.mean()), worst=float(np.quantile(regrets, 0.9)))
+        return Ending(reason=reason, regret=0.0) if reason == "space" else Ending(reason=reason)
+    return Ending(reason=reason, regret=float(regrets.mean()))
 
 
 @dataclass
