@@ -48,8 +48,14 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
         with using(location):
             found = explain_problem(seen, target.slug)
     found = replace(found, reason=f"{packed}; {found.reason}") if packed else found
+    range_us = None
+    if found.source == "predicted" and found.template is not None and found.median_us is not None:
+        from flashtune.templates.expected import likely
+
+        range_us = likely(found.template, seen.direction, found.median_us)
     if as_json:
         row = asdict(found)
+        row["likely_us"] = None if range_us is None else [round(us, 3) for us in range_us]
         row["config"] = None if found.config is None else found.config.as_dict()
         row["twin"] = None if found.twin is None else found.twin.as_dict()
         print_json(row)
@@ -64,6 +70,8 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     if found.template is not None:
         config = "" if found.config is None else found.config.label()
         console().print(f"{found.template} {found.variant_id or ''}\n  {config}")
+    if range_us is not None:
+        console().print(f"{range_us} (predicted)")
     timed = [one for one in found.providers if one.us is not None]
     if timed:
         console().print("whole calls, us: " + ", ".join(f"{one.name} {one.us:.1f}" for one in sorted(timed, key=lambda one: one.us or 0.0)))

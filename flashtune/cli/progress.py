@@ -16,6 +16,7 @@ from flashtune.core.records.results import Fate, Outcome, SearchResult
 from flashtune.core.system.errors import FlashtuneError
 from flashtune.core.system.secrets import mask_secrets
 from flashtune.core.system.words import counted
+from flashtune.templates.expected import likely
 from flashtune.tuner.search.stopping import sentence
 from flashtune.tuner.timing.racing import CALL_GAIN, TIE
 
@@ -214,10 +215,14 @@ class SearchProgress:
         ratio = ""
         if result.baseline is not None:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x PyTorch ({result.baseline.backend})"
-        ended = f"; stopped: {sentence(result.ending)}" if result.ending is not None else ""
+        measured = best.source == "measured"
+        # What a cost model expects to be left is its own arithmetic.
+        ended = f"; stopped: {sentence(result.ending, share=measured)}" if result.ending is not None else ""
+        us = best.measurement.median_us
+        time_us = f"{us:.1f} us measured" if measured else f"{likely(best.template, result.problem.direction, us)} (predicted)"
         ended += f"; {why}" if why else ""
         self._console.print(
-            f"{result.problem.label()}: {best.measurement.median_us:.1f} us {best.source}{ratio}, {best.template} "
+            f"{result.problem.label()}: {time_us}{ratio}, {best.template} "
             f"{short_config(best.config.as_dict())} ({_trials(result)}{', ' + others if others else ''}{ended})",
             soft_wrap=True,
         )

@@ -60,6 +60,15 @@ def test_json_holds_whole_calls_trials_fates_and_the_conditions_of_the_race(data
     assert unchecked["provenance"]["conditions"] is None
 
 
+def test_a_predicted_time_is_a_range_and_a_measured_one_is_not(database: Path) -> None:
+    measured, predicted = json.loads(flashtune("show", "--db", str(database), "--json").stdout)
+    low, about, high = predicted["likely_us"]
+    assert measured["likely_us"] is None and predicted["median_us"] < low < about < high
+    [row] = [line for line in flashtune("show", "--db", str(database)).stdout.splitlines() if " ~" in line]
+    assert f"~{about:.0f} ({low:.0f}-{high:.0f})" in row
+    assert f"~{predicted['tflops'] * predicted['median_us'] / about:.0f} " in row
+
+
 def test_plain_rows_say_what_was_not_checked_and_what_was_disturbed(database: Path) -> None:
     shown = flashtune("show", "--db", str(database)).stdout
     assert "unchecked: predicted, without a check of its results" in shown

@@ -61,7 +61,7 @@ def test_features_compile_together_at_padded_head_sizes(features: Features) -> N
     assert cross_compile(source("flash_fwd", wanted, target), "compiled", wanted, target).tensor_core_ops > 0
 
 
-@pytest.mark.parametrize("gpu", ["l4", "h200", "b200", "rtx5090", "mi300x"])
+@pytest.mark.parametrize("gpu", ["l4", "h200", "b200", "rtx5090"])
 def test_fp8_with_alibi_compiles_for_every_gpu_that_has_e4m3(gpu: str) -> None:
     target, wanted = find_target(gpu), replace(problem(Features(causal=True, alibi=True, sinks=True)), dtype="fp8")
     facts = cross_compile(source("flash_fwd", wanted, target), "compiled", wanted, target)

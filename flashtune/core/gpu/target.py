@@ -67,8 +67,9 @@ class Target:
 
     @property
     def has_e4m3(self) -> bool:
-        """True if Triton compiles conversions of e4m3 (fp8) for it: on NVIDIA's GPUs from compute capability 8.9 on."""
-        return self.capability is None or self.capability >= 89
+        """True if it converts e4m3 (fp8): on NVIDIA's GPUs from compute capability 8.9 on, on AMD's gfx950 and gfx12. For gfx942, whose own
+        format is another, Triton emulates it in tens of thousands of instructions."""
+        return self.arch.startswith(("gfx95", "gfx12")) if self.capability is None else self.capability >= 89
 
     @property
     def is_hopper(self) -> bool:

@@ -52,7 +52,7 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
     if not target.compilable:
         return f"Triton doesn't compile for {target.name}"
     if spec.dtype == "fp8" and not target.has_e4m3:
-        return f"{target.name} has no e4m3 (fp8): it came with compute capability 8.9"
+        return f"{target.name} has no e4m3 (fp8): it came with compute capability 8.9 and gfx950"
     if spec.packed and spec.mask != "none":
         return "flash_fwd takes no mask beside packed sequences"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
