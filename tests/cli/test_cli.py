@@ -206,6 +206,8 @@ def test_explain_names_the_record_that_a_search_stored(
     found = json.loads(result.stdout)
     assert found["kind"] == "predicted"
     assert found["config"] == searched[1][0]["config"]
+    assert found["likely_us"] == pytest.approx(searched[1][0]["likely_us"], abs=2e-3)
+    assert found["likely_us"][0] < found["likely_us"][2]
 
 
 @pytest.mark.parametrize("sizes", [("--d", "512"), ("--d", "64", "--d-v", "257"), ("--d", "4096", "--d-v", "8")])

@@ -4,7 +4,7 @@ import io
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from planted import PLANTED_PROBLEM
@@ -13,7 +13,7 @@ from rich.console import Console
 from flashtune.cli import progress
 from flashtune.cli.progress import SearchProgress, lasting
 from flashtune.core.problems.config import Config
-from flashtune.core.records.results import Fate, Measurement, Outcome, Provenance, SearchResult
+from flashtune.core.records.results import Ending, Fate, Measurement, Outcome, Provenance, SearchResult
 
 GRID = [replace(PLANTED_PROBLEM, n_q=n, n_kv=n) for n in (64, 96, 128)]
 PROVENANCE = Provenance(flashtune="", torch="", triton="")
@@ -155,6 +155,17 @@ def test_the_live_display_tells_the_same() -> None:
     shown.problem_finished(result)
     shown.problem_known(replace(result, problem=GRID[1]), 1, 3)
     assert shown._bars.tasks[0].completed == 2
+
+
+@pytest.mark.parametrize("source", ["measured", "predicted"])
+def test_a_predicted_time_is_told_as_a_range_without_a_share_that_is_left(source: Literal["measured", "predicted"]) -> None:
+    shown, out = drawn(Clock())
+    best, ending = replace(correct(10.0), source=source), Ending(reason="patience", regret=0.104)
+    shown.problem_finished(SearchResult(gpu="a100", problem=GRID[0], outcomes=(best,), provenance=PROVENANCE, ending=ending))
+    said = out.getvalue()
+    predicted = source == "predicted"
+    assert ("us, likely " in said and "(predicted)" in said) == predicted
+    assert ("10.0 us measured" in said and "%" in said) != predicted and "without a gain" in said
 
 
 def test_ended_problems_say_how_many_trials_they_had() -> None:
