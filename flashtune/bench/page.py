@@ -17,12 +17,24 @@ INSET = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Table of text cells: words in the first column, figures in the others."""
+    """Table of text cells: words in the first column and in those of `words`, figures in the others.
+
+    Cells of `loud` stand out; so does in each row that of the column which its last cell names. On a phone a `stacked` table is a list.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
+    words: tuple[str, ...] = ()
+    loud: tuple[str, ...] = ()
+    stacked: bool = False
+
+    def kind(self, row: tuple[str, ...], place: int) -> str:
+        """Classes of the cell at a place of a row."""
+        column, cell = self.columns[place], row[place]
+        found = {"loud": cell in self.loud, "best": row[-1] == column, "none": cell in ("-", ""), "text": column in self.words}
+        return " ".join(name for name, holds in found.items() if holds)
 
 
 class Row(NamedTuple):

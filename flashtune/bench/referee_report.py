@@ -1,8 +1,8 @@
-"""The referee's results as tables: cells for a terminal, and a page that loads no other."""
+"""The referee's results as tables, for a terminal and for a page."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from flashtune.bench.page import Table
+from flashtune.bench.page import Table, origin, page
 from flashtune.bench.rulings import NAMES, VERDICTS, Results, Ruled, Ruling
 from flashtune.core.records.versions import TITLES
 
@@ -66,17 +66,9 @@ def findings(results: Results) -> Table:
     return Table(title="Findings", columns=("provider", "shape", "verdict", "reason", "versions"), rows=rows)
 
 
-def tables(results: Results) -> Sequence[Table]:
-    """Tables of the page: what matters most first, empty ones left out."""
-    return [table for table in (totals(results), findings(results), times(results)) if table.rows]
-
-
 def html(results: Results) -> str:
-    """Page of the results, with the command, the GPU, versions and the date."""
-    # Imported here: a run without a page doesn't need it.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    page = Environment(loader=PackageLoader("flashtune.bench", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    versions = {TITLES.get(part, part): version for part, version in results.versions().items()}
-    found = {"provenance": results.provenance, "gpu": results.gpu, "versions": versions, "loud": LOUD, "words": WORDS}
-    return page.get_template("referee.html.jinja").render(tables=tables(results), **found)
+    """Page of the results: what matters most first, empty tables left out."""
+    tables = (replace(table, words=WORDS, loud=LOUD, stacked=True) for table in (totals(results), findings(results), times(results)))
+    versions = ", ".join(f"{TITLES.get(part, part)} {version}" for part, version in results.versions().items())
+    written = f"{origin(results.provenance)}\nLibraries: {versions}"
+    return page(f"Who is right, and how fast: {results.gpu}", [table for table in tables if table.rows], written)
