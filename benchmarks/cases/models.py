@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from benchmarks.shared.turns import DEVICE, Call, described, guarded, medians, report, timed_in_turns
 from flashtune import dispatch
-from flashtune.dispatch.decisions import context
+from flashtune.dispatch.state import context
 
 Attention = Callable[..., torch.Tensor]
 

@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.cases.mods import CASES, whole_calls
 from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from flashtune import dispatch
-from flashtune.dispatch.decisions.context import Memo, serving
 from flashtune.dispatch.functions import kernels as flex_kernels
 from flashtune.dispatch.policy.choose import Choice, Refusal
 from flashtune.dispatch.policy.orders import rank_coded
+from flashtune.dispatch.state.context import Memo, serving
 from flashtune.templates import families
 from flashtune.tuner.timing.stopwatch import Stopwatch
 

@@ -20,9 +20,9 @@ from flashtune import dispatch
 from flashtune.core.problems.config import Config
 from flashtune.dispatch.call.parse import Options
 from flashtune.dispatch.call.sequences import Packed
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.rows import packed, paged
 from flashtune.dispatch.rows import read as packed_read
+from flashtune.dispatch.state import context
 from flashtune.templates.paged import flash_paged
 
 ROUNDS, ROUND_S = 9, 0.01

@@ -21,10 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks.shared.environment import argument_parser, names_of, this_gpu
 from benchmarks.shared.turns import DEVICE, guarded, host_in_turns, medians, report, tensors, timed_in_turns
 from flashtune import dispatch
-from flashtune.dispatch.decisions import confirming, context
+from flashtune.dispatch.decisions import confirming
 from flashtune.dispatch.providers.libraries import PROVIDERS
 from flashtune.dispatch.providers.provider import ProviderPlan
 from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.dispatch.state import context
 
 ALLOWED = 1.02
 """Largest time of the choice over that of the best implementation at which the choice counts as right."""

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.shared.environment import made_by, output_folder
 from flashtune import dispatch
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.state import context
 
 Call = Callable[[], Any]
 

@@ -11,12 +11,12 @@ from flashtune.bench.whole_calls import attention_call, training_step
 from flashtune.core.pytorch import devices
 from flashtune.core.records.results import PROVIDERS, Fate
 from flashtune.core.system.errors import EnvironmentProblem, InputError, first_line
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.context import Memo
-from flashtune.dispatch.decisions.settings import Settings
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.providers.libraries import PROVIDERS as INSTALLABLE
 from flashtune.dispatch.rows.libraries import PACKED
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import Memo
+from flashtune.dispatch.state.settings import Settings
 from flashtune.tuner.children.tasks import failed_on_device
 from flashtune.tuner.replies import Failed, Judged
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call

@@ -14,9 +14,9 @@ from flashtune.core.code.launching import LoadedKernel
 from flashtune.core.pytorch.flex import flex_arguments
 from flashtune.dispatch import api, flex, varlen
 from flashtune.dispatch.call.parse import Options
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.explanation import Explanation
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import Memo
 from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.inputs import Inputs
 

@@ -9,8 +9,9 @@ import click
 from rich.table import Table
 
 from flashtune.cli.console import console, fitted, messages, print_json
-from flashtune.cli.options import ListCommand, ProblemOptions, json_option, problem_options
+from flashtune.cli.options import ListCommand, json_option
 from flashtune.cli.plots import check_page, plot_option, write_bench
+from flashtune.cli.problem_options import ProblemOptions, problem_options
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem
 from flashtune.core.system.errors import EnvironmentProblem

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from flashtune.cli.console import console, print_json
-from flashtune.cli.options import GPU, ProblemOptions, db_option, gpu_of, json_option, problem_options, using
+from flashtune.cli.options import GPU, db_option, gpu_of, json_option, using
+from flashtune.cli.problem_options import ProblemOptions, problem_options
 from flashtune.core.problems.problem import LARGEST_HEAD, Problem, unfit_head
 from flashtune.templates.mods.known import PackedInstead
 

@@ -12,8 +12,9 @@ from flashtune.bench.referee import Bench, served, versions_here
 from flashtune.bench.referee_report import LOUD, cell, findings, html, times, totals
 from flashtune.bench.rulings import NAMES, Results, Ruled, read
 from flashtune.cli.console import console, fitted, messages, print_json
-from flashtune.cli.options import Known, ListCommand, ProblemOptions, json_option, problem_options, seconds_of
+from flashtune.cli.options import Known, ListCommand, json_option, seconds_of
 from flashtune.cli.outputs import PICTURES, refuse_foreign, refuse_shared
+from flashtune.cli.problem_options import ProblemOptions, problem_options
 from flashtune.core.problems.problem import Problem
 from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.core.system.files import write_whole

@@ -14,18 +14,9 @@ import click
 
 from flashtune.cli.console import console, log_of, messages, print_json, silent
 from flashtune.cli.interrupts import INTERRUPTED
-from flashtune.cli.options import (
-    GPU,
-    TEMPLATE,
-    ListCommand,
-    ProblemOptions,
-    gpu_of,
-    json_option,
-    problem_options,
-    seconds_of,
-    share_of,
-)
+from flashtune.cli.options import GPU, TEMPLATE, ListCommand, gpu_of, json_option, seconds_of, share_of
 from flashtune.cli.plots import check_page, plot_option, write_search
+from flashtune.cli.problem_options import ProblemOptions, problem_options
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import Source, TuningRecord

@@ -9,12 +9,12 @@ from flashtune.core.system.collector import held_off
 with held_off():
     from flashtune.dispatch.api import attention, explain
     from flashtune.dispatch.decisions.by_records import explain_problem
-    from flashtune.dispatch.decisions.context import Use, reload, use
     from flashtune.dispatch.decisions.explanation import Explanation
-    from flashtune.dispatch.decisions.freezing import freeze
-    from flashtune.dispatch.decisions.recorded import save_calls
     from flashtune.dispatch.flex import explain_flex, flex_attention
     from flashtune.dispatch.jagged import attention_jagged
+    from flashtune.dispatch.state.context import Use, reload, use
+    from flashtune.dispatch.state.freezing import freeze
+    from flashtune.dispatch.state.recorded import save_calls
     from flashtune.dispatch.varlen import attention_varlen, explain_varlen
 
 if TYPE_CHECKING:

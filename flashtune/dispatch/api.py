@@ -28,8 +28,6 @@ from flashtune.dispatch.call.inspection import (
 )
 from flashtune.dispatch.call.parse import Arguments, Options, parse, unwrapped
 from flashtune.dispatch.decisions import by_plan, resolve
-from flashtune.dispatch.decisions import recorded as calls
-from flashtune.dispatch.decisions.context import STACK, Memo, current
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.decisions.resolve import Candidate
 from flashtune.dispatch.operators import define_lazily
@@ -40,6 +38,8 @@ from flashtune.dispatch.policy.offers import TORCHS, measured_record, offers
 from flashtune.dispatch.policy.records import Pool
 from flashtune.dispatch.providers.libraries import PROVIDERS
 from flashtune.dispatch.providers.provider import ProviderPlan
+from flashtune.dispatch.state import recorded as calls
+from flashtune.dispatch.state.context import STACK, Memo, current
 from flashtune.dispatch.typed import DenseKeywords, with_signature_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from flashtune.core.pytorch.flex import Mod
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch import api
 from flashtune.dispatch.call.parse import check_flags, check_implementation, number, unwrapped, wants_lse
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import sizes_of
@@ -24,6 +23,7 @@ from flashtune.dispatch.functions.kernels import explained_kernel, problem_with_
 from flashtune.dispatch.functions.recent import keep_recent, recent_call
 from flashtune.dispatch.functions.trained import attend_by_kernels
 from flashtune.dispatch.rows.kernel import Kernel, NotBuilt
+from flashtune.dispatch.state.context import current
 from flashtune.dispatch.typed import with_signature_of
 from flashtune.templates.mods.graph import INDICES
 

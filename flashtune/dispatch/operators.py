@@ -22,14 +22,15 @@ from flashtune.dispatch.call import inspection
 from flashtune.dispatch.call.call import Call, Outputs, PerHead, Returned
 from flashtune.dispatch.call.inspection import DECIDED, GRADIENTS, autocast, switched_off, transformed, why_torch_ever
 from flashtune.dispatch.call.parse import Arguments, Options, parse, seed_bits, signed
-from flashtune.dispatch.decisions import backwards, context
-from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.decisions import backwards
 from flashtune.dispatch.plans import pytorch
 from flashtune.dispatch.plans.autograd import refuse_twice
 from flashtune.dispatch.plans.gradients import BackwardInputs
 from flashtune.dispatch.plans.plan import capturing, random_bits
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.providers.libraries import traced_backend
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import Memo
 
 
 def define_lazily(define: Callable[[], None], name: str = "flashtune") -> None:

@@ -9,12 +9,12 @@ from flashtune.dispatch import operators
 from flashtune.dispatch.call.call import Call, Outputs, PerHead
 from flashtune.dispatch.call.parse import signed
 from flashtune.dispatch.decisions import backwards
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans import autograd
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.gradients import BackwardInputs
 from flashtune.dispatch.plans.plan import Plan, capturing, random_bits
 from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.state.context import Memo
 
 
 class TrainingPlan(Plan):

@@ -9,7 +9,7 @@ import torch
 
 from flashtune import dispatch
 from flashtune.core.problems.problem import Problem
-from flashtune.dispatch.decisions.recorded import CALLS
+from flashtune.dispatch.state.recorded import CALLS
 from flashtune.model.runs import runner
 from flashtune.model.sources import Subject
 from flashtune.model.workloads import Workload

@@ -335,7 +335,7 @@ def test_verify_checks_every_row(searched: tuple[Path, list[dict[str, Any]]]) ->
 
 
 def test_several_values_can_follow_one_option() -> None:
-    from flashtune.cli.options import ProblemOptions
+    from flashtune.cli.problem_options import ProblemOptions
     from flashtune.cli.search import search
 
     with search.make_context("search", ["--gpu-name", "a100", "--d", "64", "--n", "512", "1024", "--dtype", "fp16", "--causal"]) as context:
@@ -346,7 +346,7 @@ def test_several_values_can_follow_one_option() -> None:
 
 
 def test_the_default_grid_is_both_bands_and_both_half_types() -> None:
-    from flashtune.cli.options import ProblemOptions
+    from flashtune.cli.problem_options import ProblemOptions
     from flashtune.cli.search import search
 
     with search.make_context("search", ["--gpu-name", "a100", "--d", "64"]) as context:

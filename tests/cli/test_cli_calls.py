@@ -15,7 +15,7 @@ from commands import flashtune
 from db_samples import outcome, result
 
 from flashtune import dispatch
-from flashtune.cli.options import ProblemOptions
+from flashtune.cli.problem_options import ProblemOptions
 from flashtune.cli.problems import worth_searching
 from flashtune.cli.search import search
 from flashtune.core.gpu.target import find_target
@@ -23,7 +23,7 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.calls import add
 from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
-from flashtune.dispatch.decisions.recorded import CALLS
+from flashtune.dispatch.state.recorded import CALLS
 from flashtune.integrations import torchs_place
 
 A100, H200 = find_target("a100"), find_target("h200")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import flashtune
 
-from flashtune.cli.options import ProblemOptions
+from flashtune.cli.problem_options import ProblemOptions
 from flashtune.cli.search import search
 from flashtune.core.records.models import Model, find_model, models
 from flashtune.core.system.errors import InputError

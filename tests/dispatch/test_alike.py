@@ -26,9 +26,9 @@ from flashtune.core.problems.tolerances import TOLERANCES
 from flashtune.core.pytorch import devices
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.decisions.explanation import Explanation
-from flashtune.dispatch.decisions.recorded import CALLS
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.rows.kernel import Kernel
+from flashtune.dispatch.state.recorded import CALLS
 
 WITH_CODE = ("functions", "packed functions")
 TAKES: dict[str, tuple[str, ...]] = {

@@ -17,9 +17,9 @@ from flashtune.core.pytorch.attention import sound_backends
 from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, TuningRecord
 from flashtune.dispatch.call.parse import Arguments, Options, parse
 from flashtune.dispatch.decisions import backwards, resolve
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans import pytorch
 from flashtune.dispatch.policy.choose import Pool
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families, family
 
 H200 = find_target("h200")

@@ -19,10 +19,10 @@ from flashtune import dispatch
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.calls import read
 from flashtune.core.system.errors import EnvironmentProblem, InputError
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions import recorded as calls
-from flashtune.dispatch.decisions.context import Memo
-from flashtune.dispatch.decisions.recorded import CALLS
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state import recorded as calls
+from flashtune.dispatch.state.context import Memo
+from flashtune.dispatch.state.recorded import CALLS
 from flashtune.integrations import torchs_place
 from flashtune.templates import families
 

@@ -15,10 +15,10 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.pytorch import devices
 from flashtune.dispatch.call.parse import Arguments, Options, parse
 from flashtune.dispatch.decisions import backwards, resolve
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.launch import Code
 from flashtune.dispatch.plans.plan import random_bits
+from flashtune.dispatch.state.context import Memo
 
 GPU = torch.device("cuda", 0)
 Q = torch.zeros(1, 2, 8, 16)

@@ -18,8 +18,8 @@ from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
 from flashtune.core.problems.config import Variant
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.state import context
 from flashtune.templates import families
 from flashtune.templates.family import Family
 

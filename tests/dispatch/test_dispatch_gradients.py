@@ -20,9 +20,9 @@ from flashtune.core.problems.parameters import PER_HEAD_FLAGS, per_head_words
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
 from flashtune.dispatch.call.parse import Arguments, Options, parse
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.plans import gradients, pytorch
 from flashtune.dispatch.rows import operators as packed_ops
+from flashtune.dispatch.state.context import current
 from flashtune.templates import families
 
 

@@ -20,8 +20,8 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import Variant
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.system.errors import EnvironmentProblem, InputError
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import variant_of
 

@@ -20,10 +20,10 @@ from flashtune.core.problems.problem import Features
 from flashtune.core.pytorch import devices
 from flashtune.dispatch.call.parse import Arguments, Options, parse
 from flashtune.dispatch.decisions import resolve
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans import driver, kernels, launch
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.launch import Code, Program
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render

@@ -24,8 +24,8 @@ from flashtune.core.pytorch import devices
 from flashtune.core.records.results import Provenance
 from flashtune.core.system.errors import DatabaseError, InputError
 from flashtune.db.library import Library
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import Memo
 
 machine = pretended.machine
 

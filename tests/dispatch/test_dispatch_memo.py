@@ -16,9 +16,10 @@ from flashtune.core.problems.band import Band
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.store import Store
 from flashtune.dispatch import api
-from flashtune.dispatch.decisions import context, resolve
+from flashtune.dispatch.decisions import resolve
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.policy import choose as policy
+from flashtune.dispatch.state import context
 
 machine = pretended_gpu.machine
 
@@ -234,7 +235,7 @@ def test_many_threads_decide_once_and_agree(machine: Machine) -> None:
 
 
 def test_the_memo_does_not_grow_without_bound(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashtune.dispatch.decisions.context.MOST_PLANS", 4)
+    monkeypatch.setattr("flashtune.dispatch.state.context.MOST_PLANS", 4)
     for scale in range(1, 11):
         attend(scale=float(scale))
     assert 1 <= len(context.current().plans) <= 4

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.functions import blocks as flex_blocks
 from flashtune.dispatch.functions import recent as flex_recent
 from flashtune.dispatch.functions.traced import Snapshot
+from flashtune.dispatch.state.context import current
 from flashtune.templates.mods.capture import Dependencies
 
 limit = 3

@@ -20,7 +20,7 @@ from flashtune.core.records import plans
 from flashtune.core.records.plans import Entry, Place, Served
 from flashtune.core.system.errors import FlashtuneError, InputError
 from flashtune.dispatch import api
-from flashtune.dispatch.decisions.frozen import Met, versions
+from flashtune.dispatch.state.frozen import Met, versions
 from flashtune.templates import family
 
 __all__ = ["libraries"]

@@ -15,12 +15,12 @@ from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
 from flashtune.core.problems.config import settles
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows import packed as packed_calls
 from flashtune.dispatch.rows.kernel import Kernel
+from flashtune.dispatch.state import context
 from flashtune.templates import family
 
 BOUNDS = (0, 100, 230)

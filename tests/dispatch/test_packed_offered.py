@@ -21,12 +21,12 @@ from flashtune.core.records.results import Baseline, Outcome, SearchResult
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.inspection import GRADIENT
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
-from flashtune.dispatch.decisions.context import Memo
-from flashtune.dispatch.decisions.frozen import versions
 from flashtune.dispatch.rows import packed as kernels
 from flashtune.dispatch.rows import run
 from flashtune.dispatch.rows.kernel import place_of
 from flashtune.dispatch.rows.libraries import PACKED
+from flashtune.dispatch.state.context import Memo
+from flashtune.dispatch.state.frozen import versions
 from flashtune.templates import families
 
 __all__ = ["libraries", "varlen"]

@@ -18,11 +18,11 @@ from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.call.sequences import Numbers
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows import paged
 from flashtune.dispatch.rows import run as packed_run
 from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel
+from flashtune.dispatch.state import context
 from flashtune.templates.paged import flash_paged
 from flashtune.tuner.children.compile import compiling_for, facts_of
 

@@ -30,13 +30,14 @@ from flashtune.db.library import Library
 from flashtune.db.store import Store
 from flashtune.dispatch import api
 from flashtune.dispatch.call.parse import Arguments, Options, parse
-from flashtune.dispatch.decisions import context, resolve
+from flashtune.dispatch.decisions import resolve
 from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.providers import libraries as providers
 from flashtune.dispatch.providers import torch_backends
 from flashtune.dispatch.providers.libraries import PROVIDERS
 from flashtune.dispatch.providers.provider import Provider, ProviderPlan
 from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.dispatch.state import context
 
 __all__ = ["machine"]
 

@@ -16,7 +16,8 @@ from flashtune.core.records.results import PROVIDERS as NAMES
 from flashtune.core.records.results import SearchResult
 from flashtune.core.system.errors import InputError
 from flashtune.db.library import Library
-from flashtune.dispatch.decisions import confirming, context
+from flashtune.dispatch.decisions import confirming
+from flashtune.dispatch.state import context
 
 __all__ = ["machine"]
 

@@ -17,12 +17,12 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import settles
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of, rows_last, viewed
-from flashtune.dispatch.decisions.context import Memo, current
 from flashtune.dispatch.plans import launch
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.orders import rank_packed
 from flashtune.dispatch.rows import packed
 from flashtune.dispatch.rows.packed import named, parameters_of
+from flashtune.dispatch.state.context import Memo, current
 from flashtune.templates import families, family
 from flashtune.templates.hopper.flash_fwd_hopper import FAMILY
 from flashtune.templates.loading import load_kernel, loaded

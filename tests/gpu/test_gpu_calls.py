@@ -9,8 +9,8 @@ from call_checks import close, in_threads, inputs
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flashtune import dispatch
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.plans.forward import KernelPlan
+from flashtune.dispatch.state import context
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a GPU")
 

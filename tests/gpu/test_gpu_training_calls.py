@@ -56,7 +56,7 @@ def alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> N
 
 def prepared_backwards() -> list[bool]:
     """For each plan of a backward whether it launches through the driver."""
-    from flashtune.dispatch.decisions import context
+    from flashtune.dispatch.state import context
 
     found = [plan.backward for plan in context.current().plans.values() if hasattr(plan, "backward")]
     return [getattr(plan, "program", None) is not None for backward in found for plan, _ in backward._plans.values()]

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flashtune import dispatch
 from flashtune.core.problems.tolerances import TOLERANCES
-from flashtune.dispatch.decisions.context import current
+from flashtune.dispatch.state.context import current
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

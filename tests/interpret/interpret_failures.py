@@ -14,8 +14,8 @@ from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
 from flashtune.core.code.launching import LoadedKernel
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.state import context
 
 BOUNDS = torch.tensor([0, 9, 30], dtype=torch.int32)
 TABLE = torch.linspace(-1.0, 1.0, 10).view(2, 5)

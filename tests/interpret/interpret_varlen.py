@@ -10,7 +10,7 @@ from interpreting import failures_of
 from varlen_cases import CASES, EMPTY, RAGGED, SQUARE, agrees, forced, inputs, without_tokens
 
 from flashtune import dispatch
-from flashtune.dispatch.decisions import context
+from flashtune.dispatch.state import context
 
 warnings.filterwarnings("ignore")
 

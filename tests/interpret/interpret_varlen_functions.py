@@ -17,11 +17,11 @@ from flashtune.core.gpu.target import find_target
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex
 from flashtune.dispatch.call.sequences import Packed
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.functions import decided as flex_decided
 from flashtune.dispatch.functions import kernels as flex_kernels
 from flashtune.dispatch.functions import trained as flex_autograd
 from flashtune.dispatch.rows import operators as packed_ops
+from flashtune.dispatch.state import context
 from flashtune.templates import family
 
 warnings.filterwarnings("ignore")

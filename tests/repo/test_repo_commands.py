@@ -8,7 +8,7 @@ import click
 import pytest
 
 from flashtune.cli.main import COMMANDS, main
-from flashtune.cli.options import ProblemOptions
+from flashtune.cli.problem_options import ProblemOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(

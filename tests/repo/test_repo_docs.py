@@ -19,8 +19,8 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.system.versions import RUNS
 from flashtune.db.library import Library, shipped_path
 from flashtune.dispatch.decisions import backwards
-from flashtune.dispatch.decisions.context import Memo, Settings
 from flashtune.dispatch.policy.choose import choose
+from flashtune.dispatch.state.context import Memo, Settings
 from flashtune.templates import families
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,10 +10,10 @@ from flashtune import dispatch
 from flashtune.dispatch import api
 from flashtune.dispatch.call.inspection import GRADIENTS
 from flashtune.dispatch.decisions import backwards, resolve
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.plans.gradients import GradientPlan
 from flashtune.dispatch.plans.plan import Plan
 from flashtune.dispatch.plans.pytorch import TorchPlan
+from flashtune.dispatch.state.context import current
 from flashtune.dispatch.training import TrainingPlan
 
 Branch = Literal["torch", "kernels"]

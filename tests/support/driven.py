@@ -11,10 +11,10 @@ from flashtune.core.code import launching
 from flashtune.core.code.binaries import Binary, Parameter, TensorMap
 from flashtune.core.gpu.target import find_target
 from flashtune.core.pytorch import devices
-from flashtune.dispatch.decisions import context
 from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows import packed
+from flashtune.dispatch.state import context
 from flashtune.templates import family
 
 

@@ -20,8 +20,8 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.records.results import Baseline, Fate, Measurement, Outcome, Provenance, SearchResult, Source
 from flashtune.db.store import Store
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import text_hash, variant_of

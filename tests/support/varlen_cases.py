@@ -15,10 +15,10 @@ from flashtune import dispatch
 from flashtune.core.problems import reference
 from flashtune.core.problems.band import Sides
 from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.rows import operators as packed_ops
 from flashtune.dispatch.rows import packed
 from flashtune.dispatch.rows import run as packed_run
+from flashtune.dispatch.state.context import current
 
 SEED = 11
 

@@ -34,11 +34,11 @@ from flashtune.core.system.errors import FlashtuneError, InputError
 from flashtune.core.system.secrets import command_line
 from flashtune.db.preference import latest
 from flashtune.db.store import Store
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.functions import kernels as flex_kernels
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.orders import rank_coded
 from flashtune.dispatch.policy.records import Pool
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families, family, unservable
 from flashtune.templates.mods.emit import emitted
 from flashtune.templates.mods.known import NAMED, Named, PackedInstead

@@ -28,13 +28,13 @@ from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
 from flashtune.dispatch import varlen_flex
 from flashtune.dispatch.call.sequences import Numbers, Packed
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.functions import by_torch as flex_torch
 from flashtune.dispatch.functions import decided as flex_decided
 from flashtune.dispatch.functions import kernels as flex_kernels
 from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import FlexCall
 from flashtune.dispatch.functions.kernels import Sequences
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families, family
 from flashtune.templates.mods.known import Named
 from flashtune.tuner import functions

@@ -28,10 +28,10 @@ from flashtune.core.records.calls import read
 from flashtune.core.records.results import Finding
 from flashtune.db.preference import Findings, latest
 from flashtune.db.store import Store
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.recorded import CALLS
 from flashtune.dispatch.policy.choose import Choice, Pool
 from flashtune.dispatch.policy.orders import rank_packed
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.recorded import CALLS
 from flashtune.templates import families
 from flashtune.tuner.children import tasks
 from flashtune.tuner.replies import Called

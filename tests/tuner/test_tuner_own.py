@@ -17,8 +17,8 @@ from flashtune.core.code.launching import compiler_options
 from flashtune.core.gpu.target import find_target
 from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.db.library import Library, shipped_path
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.plans import kernels
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import family
 from flashtune.templates.rendering import render
 from flashtune.tuner.publish import machine_code, winners

@@ -17,12 +17,12 @@ from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call.call import Call, trained_as
-from flashtune.dispatch.decisions.context import MOST_PLANS, Memo
-from flashtune.dispatch.decisions.recorded import CALLS
 from flashtune.dispatch.plans.gradients import Backward, BackwardInputs, GradientPlan, Gradients, ReferencePlan
 from flashtune.dispatch.plans.launch import Code
 from flashtune.dispatch.policy.choose import Choice, Pool, rank
 from flashtune.dispatch.policy.torch_times import HOST_BACKWARD_US, backward_kind, reads_matrix, scaled_backward_us
+from flashtune.dispatch.state.context import MOST_PLANS, Memo
+from flashtune.dispatch.state.recorded import CALLS
 from flashtune.templates import families
 from flashtune.templates.family import Family
 

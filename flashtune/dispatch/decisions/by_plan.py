@@ -8,14 +8,14 @@ from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.call import Call, PerHead
 from flashtune.dispatch.call.inspection import GRADIENTS
 from flashtune.dispatch.decisions import backwards
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.explanation import explanation_by
-from flashtune.dispatch.decisions.frozen import Frozen
 from flashtune.dispatch.decisions.resolve import Candidate, by_rank, provided_by
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
+from flashtune.dispatch.state.context import Memo
+from flashtune.dispatch.state.frozen import Frozen
 
 
 def place_of(call: Call, why_torch: str | None, name: str | None = None) -> Place | None:

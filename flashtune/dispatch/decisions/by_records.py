@@ -5,10 +5,10 @@ from dataclasses import replace
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Problem
 from flashtune.dispatch.decisions import resolve
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.policy.offers import measured_record, offers
 from flashtune.dispatch.providers.libraries import PROVIDERS
+from flashtune.dispatch.state.context import current
 
 
 def explain_problem(problem: Problem, gpu: str) -> Explanation:

@@ -23,7 +23,6 @@ from flashtune.core.system.errors import FlashtuneError
 from flashtune.dispatch.call.call import Call
 from flashtune.dispatch.call.parse import Arguments
 from flashtune.dispatch.decisions import resolve
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.judging import Judge
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.plan import Plan, capturing
@@ -31,6 +30,7 @@ from flashtune.dispatch.plans.pytorch import TorchPlan
 from flashtune.dispatch.policy.records import Pool
 from flashtune.dispatch.providers.libraries import PROVIDERS, plan_of, torchs_choice, variant_of
 from flashtune.dispatch.providers.provider import ProviderPlan
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families
 
 BUDGET_S = 0.05

@@ -18,7 +18,6 @@ from flashtune.dispatch.call.call import Call, PerHead, trained_as
 from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.call.parse import cannot_serve
 from flashtune.dispatch.decisions import backwards
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.explanation import Explanation, explained
 from flashtune.dispatch.decisions.soundness import instead_of_torchs, sound_ones, warn_of_suspect, warn_of_wrong
 from flashtune.dispatch.plans import kernels
@@ -31,6 +30,7 @@ from flashtune.dispatch.policy.orders import rank_coded, rank_packed
 from flashtune.dispatch.providers.libraries import PROVIDERS, plan_of, variant_of
 from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families
 from flashtune.templates.family import Family
 

@@ -12,10 +12,10 @@ from flashtune.core.records.faults import known_fault
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.records.versions import holding, said, suspicion, versions_in
 from flashtune.dispatch.call.call import Call, PerHead, trained_as
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.policy.choose import Pool
 from flashtune.dispatch.providers.libraries import PROVIDERS, torchs_choice
 from flashtune.dispatch.providers.provider import Tensors
+from flashtune.dispatch.state.context import Memo
 
 INSTEAD = ("flash", "efficient", "cudnn", "math")
 """PyTorch's backends in the order in which one serves where PyTorch's own choice is wrong."""

@@ -14,7 +14,6 @@ from flashtune.core.records.plans import Place
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import api
 from flashtune.dispatch.call.sequences import Packed, octaves_of
-from flashtune.dispatch.decisions.context import Memo, current
 from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import FOREIGN, FlexCall, Functions, Passes, agrees, agrees_with_band, sizes_of
 from flashtune.dispatch.functions.by_torch import check_shapes, check_types, why_named, why_torch_dense
@@ -23,6 +22,7 @@ from flashtune.dispatch.functions.kernels import Sequences, kernel_of, problem_w
 from flashtune.dispatch.functions.trained import types_of
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows.kernel import NotBuilt, layout, note
+from flashtune.dispatch.state.context import Memo, current
 from flashtune.templates.mods import known
 from flashtune.templates.mods.emit import Mods, emitted
 from flashtune.templates.mods.graph import INDICES

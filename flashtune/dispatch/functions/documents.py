@@ -12,7 +12,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashtune.dispatch.call.inspection import flash_attention_on
 from flashtune.dispatch.call.parse import Options
 from flashtune.dispatch.call.sequences import Packed
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions.blocks import FOREIGN, MOST_LISTS, agrees_with_band, versions_of
 from flashtune.dispatch.plans.plan import capturing
@@ -21,6 +20,7 @@ from flashtune.dispatch.policy.orders import BUILT_FOR_IT
 from flashtune.dispatch.rows.kernel import layout
 from flashtune.dispatch.rows.read import cast, parsed
 from flashtune.dispatch.rows.run import attend, explanation_of
+from flashtune.dispatch.state.context import current
 from flashtune.templates.mods.documents import SHORTEST_MEAN, Documents, bounds_of
 from flashtune.templates.mods.scores import slopes_of
 

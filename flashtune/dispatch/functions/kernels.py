@@ -16,14 +16,14 @@ from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.sequences import Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.call.sequences import problem_of as packed_problem
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.decisions.explanation import Explanation, explanation_by
-from flashtune.dispatch.decisions.recorded import meet_coded
 from flashtune.dispatch.plans import launch as launches
 from flashtune.dispatch.policy.choose import Choice, Refusal, kind_by
 from flashtune.dispatch.policy.orders import UNMEASURED, rank_coded
 from flashtune.dispatch.policy.records import differences
 from flashtune.dispatch.rows.kernel import Kernel, layout, loaded_kernel, note
+from flashtune.dispatch.state.context import current
+from flashtune.dispatch.state.recorded import meet_coded
 from flashtune.templates import families
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.launches.mods import kinds_launch, mask_launch, sorting_launch

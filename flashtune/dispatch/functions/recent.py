@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flashtune.core.pytorch.private import FORWARD_AD, C, check_of
 from flashtune.dispatch.call.inspection import flash_attention_on
-from flashtune.dispatch.decisions.context import STACK, current
 from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, stream_of, varies, versions_of
 from flashtune.dispatch.functions.documents import PackedCall
 from flashtune.dispatch.functions.traced import Snapshot
 from flashtune.dispatch.plans.plan import guarded
+from flashtune.dispatch.state.context import STACK, current
 
 MOST = 256
 """Most calls of a context: a model has a few, unless it makes its functions anew."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.sequences import Numbers, Packed
-from flashtune.dispatch.decisions.recorded import part_of_packed
+from flashtune.dispatch.state.recorded import part_of_packed
 
 
 def by_sequence(

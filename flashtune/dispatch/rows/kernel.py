@@ -20,12 +20,12 @@ from flashtune.core.pytorch.private import C
 from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call.sequences import Packed
-from flashtune.dispatch.decisions.context import Memo, current
 from flashtune.dispatch.plans import driver, kernels, launch
 from flashtune.dispatch.plans.launch import Code, Program
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, Latch
 from flashtune.dispatch.plans.plan import placed
 from flashtune.dispatch.policy.choose import Choice
+from flashtune.dispatch.state.context import Memo, current
 from flashtune.templates.family import Family
 
 MOST_PROGRAMS = 256

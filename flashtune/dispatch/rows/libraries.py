@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flashtune.core.pytorch.private import C
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
-from flashtune.dispatch.decisions.context import current
 from flashtune.dispatch.plans.plan import capturing
 from flashtune.dispatch.providers.libraries import PROVIDERS, refused, variant_of
 from flashtune.dispatch.providers.library import found_in
 from flashtune.dispatch.providers.provider import AT_THE_START, OTHER_BANDS, features_anywhere, undescribed
+from flashtune.dispatch.state.context import current
 
 UNUSED = "keys that aren't used"
 

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from flashtune.core.problems.problem import Problem
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
-from flashtune.dispatch.decisions.context import Memo
-from flashtune.dispatch.decisions.frozen import Frozen
 from flashtune.dispatch.decisions.soundness import sound_ones, warn_of_suspect
 from flashtune.dispatch.policy.choose import Choice, Pool
 from flashtune.dispatch.policy.offers import deciding_record, provider_choice
 from flashtune.dispatch.providers.libraries import variant_of
 from flashtune.dispatch.rows.kernel import place_of
 from flashtune.dispatch.rows.libraries import PACKED, refusal, tried
+from flashtune.dispatch.state.context import Memo
+from flashtune.dispatch.state.frozen import Frozen
 
 
 def offered(memo: Memo, packed: Packed, numbers: Numbers, *, trained: bool) -> tuple[Choice, Problem] | None:

@@ -14,8 +14,6 @@ from flashtune.core.system.errors import InputError
 from flashtune.dispatch.api import attention
 from flashtune.dispatch.call.parse import signed
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
-from flashtune.dispatch.decisions.context import Memo, current
-from flashtune.dispatch.decisions.recorded import meet_packed
 from flashtune.dispatch.operators import define_lazily, schema_of
 from flashtune.dispatch.plans.autograd import differentiated, refuse_twice
 from flashtune.dispatch.plans.gradients import sink_gradients
@@ -24,6 +22,8 @@ from flashtune.dispatch.rows import packed as kernels
 from flashtune.dispatch.rows.by_sequence import by_sequence
 from flashtune.dispatch.rows.packed import PackedPlan, served
 from flashtune.dispatch.rows.paged import gathered
+from flashtune.dispatch.state.context import Memo, current
+from flashtune.dispatch.state.recorded import meet_packed
 
 
 def dropout_bits(packed: Packed, numbers: Numbers, seed: int | None) -> int:

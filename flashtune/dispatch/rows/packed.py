@@ -12,8 +12,6 @@ from flashtune.core.problems.config import Direction, KernelSpec
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
 from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, parameters_of, problem_of, rows_last, viewed
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.decisions.explanation import Explanation, explanation_by
 from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.plans.autograd import readable
@@ -22,6 +20,8 @@ from flashtune.dispatch.policy.choose import Choice, Refusal
 from flashtune.dispatch.policy.orders import rank_packed
 from flashtune.dispatch.rows import paged as pages
 from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared, note, place_of
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families
 
 

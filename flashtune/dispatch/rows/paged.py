@@ -11,9 +11,9 @@ from flashtune.core.problems.config import Config
 from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of, rows_last
-from flashtune.dispatch.decisions.context import Memo
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel, note, served_here
+from flashtune.dispatch.state.context import Memo
 from flashtune.templates.paged import flash_paged
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)

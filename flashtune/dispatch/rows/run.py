@@ -25,10 +25,7 @@ from flashtune.dispatch.call.inspection import (
 )
 from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, signed
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.context import STACK
 from flashtune.dispatch.decisions.explanation import Explanation, explained
-from flashtune.dispatch.decisions.recorded import meet_packed
 from flashtune.dispatch.plans.autograd import apply
 from flashtune.dispatch.plans.plan import Recent
 from flashtune.dispatch.policy.choose import Choice
@@ -38,6 +35,9 @@ from flashtune.dispatch.rows.offered import by_offer, offered
 from flashtune.dispatch.rows.operators import TrainedPlan, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.rows.packed import PackedPlan, explained_pass, served
 from flashtune.dispatch.rows.read import parsed
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import STACK
+from flashtune.dispatch.state.recorded import meet_packed
 
 
 def attend(

@@ -17,7 +17,7 @@ from flashtune.core.system.errors import FlashtuneError, InputError
 from flashtune.dispatch.call.call import Call, trained_as
 from flashtune.dispatch.call.inspection import GRADIENTS, ON_THE_CPU, PLAIN_TYPES, WITH_GRADIENTS
 from flashtune.dispatch.call.parse import Arguments
-from flashtune.dispatch.decisions.context import Memo
+from flashtune.dispatch.state.context import Memo
 
 if TYPE_CHECKING:
     from pathlib import Path

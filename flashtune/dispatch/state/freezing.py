@@ -5,8 +5,8 @@ from pathlib import Path
 
 from flashtune.core.records import plans
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch.decisions import context
-from flashtune.dispatch.decisions.frozen import versions
+from flashtune.dispatch.state import context
+from flashtune.dispatch.state.frozen import versions
 
 
 def freeze(path: str | Path) -> str:

@@ -22,12 +22,12 @@ from flashtune.core.pytorch import devices
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.system.collector import held_off
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch.decisions.frozen import Frozen, Met
-from flashtune.dispatch.decisions.settings import Settings, located, seen_of
 from flashtune.dispatch.plans.gradients import Backward
 from flashtune.dispatch.plans.kernels import Kernels
 from flashtune.dispatch.plans.plan import Plan, Plans
 from flashtune.dispatch.policy.choose import Choice, Pool, group_of
+from flashtune.dispatch.state.frozen import Frozen, Met
+from flashtune.dispatch.state.settings import Settings, located, seen_of
 from flashtune.templates import families
 from flashtune.templates.family import Family
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch.decisions.frozen import Frozen
+from flashtune.dispatch.state.frozen import Frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
