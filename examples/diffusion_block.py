@@ -1,4 +1,4 @@
-"""A block of a diffusion transformer, as others wrote it, served by tuned kernels: `torchs_place()` leaves the model's code as it is."""
+"""A block of a diffusion transformer, as others wrote it, run by tuned kernels: `torchs_place()` leaves the model's code as it is."""
 
 import torch
 import torch.nn.functional as F

@@ -9,7 +9,7 @@ from flashtune.core.problems.problem import Features, Problem
 
 
 def prepare(database: Path) -> None:
-    """Search for an A100 and print what would serve there."""
+    """Search for an A100 and print what would run calls there."""
     # In a shell: flashtune search --gpu-name a100 --d 64 --n 1024 --causal --dtype bf16 --predict --trials 2 --db tuned.sqlite
     # Two trials are enough for an example; the default is 60.
     words = "--d 64 --n 1024 --causal --dtype bf16 --heads 12 --batch 4 --predict --trials 2 --seed 1"

@@ -14,7 +14,7 @@ from flashtune.db.library import shipped_path
 folder = Path(tempfile.mkdtemp())
 
 
-# The owner, once. The rows are those that ship with flashtune here; yours come from `flashtune search` on your GPU.
+# The owner, once. The records are those that ship with flashtune here; yours come from `flashtune search` on your GPU.
 class Model(nn.Module):
     """Causal attention of 16 heads of 128 numbers."""
 
@@ -25,7 +25,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, N, 2048)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, 16, 128)).permute(2, 0, 3, 1, 4)
-        # Whose rows serve is decided here, for this call alone: another model beside it has its own.
+        # This database is for this call alone: another model in the process may have its own.
         with dispatch.use(folder / "tuned.sqlite"):
             return dispatch.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
@@ -38,7 +38,7 @@ model = Model()
 model.load_state_dict(torch.load(folder / "weights.pt"))
 print("output", tuple(model(torch.randn(1, 64, 2048, dtype=torch.bfloat16)).shape))
 
-# What serves on the GPU that the rows are for can be asked anywhere.
+# What would run such a call on the GPU of the records can be asked anywhere.
 problem = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 with dispatch.use(folder / "tuned.sqlite", alone=True):
     explanation = dispatch.explain_problem(problem, "h200")

@@ -41,7 +41,7 @@ def offer() -> None:
 
 
 def _activated() -> object:
-    """Attention of this process, served from now on until `remove` is called."""
+    """Attention of this process, which flashtune runs from now on until `remove` is called."""
     import pkgutil
 
     # By its name: everybody imports this module, and nobody above it shall come along.

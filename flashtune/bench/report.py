@@ -81,7 +81,7 @@ def _measured(found: Document) -> Iterator[Table]:
         rows = [(row["name"], _us(row["time_us"]), f"{row['share']:.1%}", *achieved(row)) for row in measured["steps"]]
         yield Table(title="Steps of the standard pipeline, each timed by itself", columns=("step", "us", "share", *rates), rows=rows)
     rows = [(KINDS[row["name"]], _us(row["time_us"]), *achieved(row)) for row in measured["attention"]]
-    note = f"the tuned kernel was served by {measured['served_by']}"
+    note = f"the tuned call was run by {measured['served_by']}"
     yield Table(title="Whole attentions", columns=("attention", "us", *rates), rows=rows, note=note)
     times = {one["name"]: {point["n"]: _us(point["time_us"]) for point in one["points"]} for one in measured["scaling"]}
     sizes = sorted({n for points in times.values() for n in points})

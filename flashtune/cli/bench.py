@@ -130,5 +130,5 @@ def _table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
                 f"{call['default'] / call['tuned']:.2f}x" if "default" in call else "",
             )
         )
-    columns = ("problem", "served by", *names, "tuned / default", "call us", "as calls")
-    return fitted(title, columns, lines, width=console().width, words=("served by",))
+    columns = ("problem", "run by", *names, "tuned / default", "call us", "as calls")
+    return fitted(title, columns, lines, width=console().width, words=("run by",))

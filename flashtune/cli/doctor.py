@@ -97,7 +97,7 @@ def _calls() -> dict[str, Any]:
     except Exception as error:
         said = mask_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
         return _check("calls", False, f"dispatch.attention fails: {said}", remedy)
-    return _check("calls", True, "dispatch.attention imports and serves")
+    return _check("calls", True, "dispatch.attention imports and runs")
 
 
 def _gpu() -> dict[str, Any]:
@@ -189,16 +189,16 @@ def _providers(gpu: str, records: Sequence["TuningRecord"]) -> str:
         if slug == gpu and holding((one,), one.origin, devices.versions_of(one.provider), None)
     }
     for name, one in wrong.items():
-        said += f"; {name} is wrong here and doesn't serve such calls ({one.reason})"
+        said += f"; {name} is wrong here and doesn't run such calls ({one.reason})"
     doubted = [why for record in records for why in suspects(record)]
     if doubted:
         causes = ", ".join(f"{why} ({counted(number, 'record')})" for why, number in Counter(doubted).items())
-        said += f"; {causes}: suspects, which serve, and `flashtune verify --requalify` checks them again"
+        said += f"; {causes}: doubtful results, which are used until `flashtune verify --requalify` has checked them again"
     return said
 
 
 def _records() -> list[dict[str, Any]]:
-    """Measured records that serve on this machine's GPUs and were made with other versions or cards, by what differs."""
+    """Measured records that are used on this machine's GPUs and were made with other versions or cards, by what differs."""
     from flashtune.db.library import Library
     from flashtune.db.preference import claimed
     from flashtune.tuner.machine import local_gpus, provenance
@@ -221,13 +221,13 @@ def _records() -> list[dict[str, Any]]:
         said = f"{counted(len(records), 'measured record')} of {target.slug}"
         waiting = sum(map(claimed, records))
         if failed := sum(bool(record.refuted) for record in records) - waiting:
-            said += f"; the kernels of {failed} fail here and don't serve (flashtune show)"
+            said += f"; the kernels of {failed} fail here and aren't used (flashtune show)"
         if waiting:
-            said += f"; {counted(waiting, 'candidate')} of strangers don't serve until `flashtune verify --requalify` has raced them"
+            said += f"; {counted(waiting, 'candidate')} of strangers wait until `flashtune verify --requalify` accepts them"
         if away := sum(map(bool, apart)):
             counts = {part: sum(part in one for one in apart) for part in SURROUNDINGS}
             causes = [f"{part} ({count}; here {getattr(here, SURROUNDINGS[part])})" for part, count in counts.items() if count]
-            said += f"; {away} made with another {', '.join(causes)}: they serve, and `flashtune verify --requalify` times them again"
+            said += f"; {away} made with another {', '.join(causes)}: they are used, and `flashtune verify --requalify` times them again"
         said += _providers(target.slug, records)
         found.append(_check("records", True, said))
     return found

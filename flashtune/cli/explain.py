@@ -1,4 +1,4 @@
-"""`flashtune explain`: the record that would serve a call, and the reason."""
+"""`flashtune explain`: what would run a call, and why."""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
         problem, packed = instead.problem, str(instead)
     seen = problem.seen()
     if large > LARGEST_HEAD:
-        found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention serves it", gpu=target.slug)
+        found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention runs the call", gpu=target.slug)
     else:
         with using(location):
             found = explain_problem(seen, target.slug)

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 @db_option_beside("your own")
 @record_filters("gpu_name", "d", "dtype")
 @click.option("--all-trials", is_flag=True, help="Keep every trial, not only the winners.")
-@click.option("--predicted", is_flag=True, help="With --hub: predicted records serve, too.")
-@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
+@click.option("--predicted", is_flag=True, help="With --hub: write predicted records, too.")
+@click.option(
+    "--licence", "--license", "licence", metavar="SPDX", help="Write a metadata file beside it: licence, hash, origin of its records."
+)
 @click.option("--sign", "signed", is_flag=True, help="Sign the file as yourself by Sigstore, in PATH.sigstore.json beside it.")
 @TRUST_CONFIG
 @click.option("--force", is_flag=True, help="Replace the file where it exists.")
@@ -49,7 +51,7 @@ def export(
     bitwise repeatable, the best record of a repeatable kernel is kept beside it, for deterministic calls.
 
     Users load it over their own database with dispatch.use(PATH) or FLASHTUNE_DB=PATH; it holds values only, nothing that is executed.
-    Winners that this version can't serve are named and left out. `flashtune verify --db PATH --identity ID` checks a signature.
+    Winners that this version can't use are named and left out. `flashtune verify --db PATH --identity ID` checks a signature.
 
     With --hub DIR in place of PATH, the winning forwards become a folder that kernels.get_local_kernel loads, and get_kernel once it is
     uploaded: their text, a table, and a launcher that needs torch and triton alone. DIR must be empty, or of an earlier export.
@@ -107,16 +109,16 @@ def export_hub(folder: str, location: str | None, filters: "KeyFilter", *, predi
         print_json({"path": folder, **asdict(made), "predicted_left_out": len(records) - len(kept)})
         return
     parts = [counted(made.records, "record"), counted(made.kernels, "kernel")]
-    parts += [f"PyTorch serves {made.torch}"] if made.torch else []
+    parts += [f"PyTorch runs {made.torch}"] if made.torch else []
     parts += [f"{made.predicted} predicted"] if made.predicted else []
     console().print(f"{', '.join(parts)} in {folder} ({made.bytes / 1024:.0f} KiB), a folder for kernels.get_local_kernel", soft_wrap=True)
     if made.inexpressible:
         why = "backwards, or features that scaled_dot_product_attention's arguments don't express"
         messages().print(f"left out: {counted(made.inexpressible, 'record')} ({why})")
     if made.by_name:
-        messages().print(f"unknown here: {', '.join(made.by_name)}, whose records serve on cards of that name alone")
+        messages().print(f"unknown here: {', '.join(made.by_name)}, whose records are used only on GPUs of that name")
     if len(kept) < len(records):
-        messages().print(f"left out: {counted(len(records) - len(kept), 'predicted record')} (--predicted lets them serve)")
+        messages().print(f"left out: {counted(len(records) - len(kept), 'predicted record')} (--predicted writes them, too)")
 
 
 def licence_for(destination: str, licence: str | None, *, force: bool, signed: bool = False) -> str | None:
@@ -150,5 +152,5 @@ def written(destination: str, licence: str | None, rows: int) -> tuple[dict[str,
     predicted = sum(record.outcome.source == "predicted" for record in winners)
     found = {"path": str(path), "rows": rows, "bytes": size, "sha256": digest(path), "card": None if card is None else str(card)}
     found["predicted"] = predicted
-    words = f"{path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", card in {card.name}")
+    words = f"{path} ({size / 1024:.0f} KiB)" + ("" if card is None else f", metadata in {card.name}")
     return found, words + (f"; {predicted} of them predicted. {predicted_only(str(path))}" if predicted else "")

@@ -47,7 +47,7 @@ def generate(
 
     Machine code goes into one archive per architecture. An index lists the written files; files of the last index that are no longer
     needed are removed, and no others are touched. In a checkout the package gets a selection of modules, and `kernels/` the archive.
-    The same database always gives the same source and machine code. Records that this version can't serve are named and left out; where
+    The same database always gives the same source and machine code. Records that this version can't use are named and left out; where
     none is left, nothing is touched.
 
     Machine code is compiled where the folder has none of the same source and Triton; --check recompiles all of it, or a --sample.
@@ -117,7 +117,7 @@ def _written(files: dict[str, bytes], places: dict[Path, bytes], folder: Path) -
 
 
 def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
-    """Winners of a database and where they go; raises NoKernelFound where there are none that could be served."""
+    """Winners of a database and where they go; raises NoKernelFound where there are none that could be used."""
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import BITS, without_kernel
     from flashtune.tuner.publish.generated import arrange
@@ -126,7 +126,7 @@ def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
     found = arrange(servable(Library.of(database).records(passed_over=without_kernel, bits=BITS, **filters), without_kernel))
     if not found:
         wanted = "no record" + (f" of gpu {filters.get('gpu')}" if filters.get("gpu") else "")
-        raise NoKernelFound(f"{database} holds {wanted} that could be served: search first, or name another database")
+        raise NoKernelFound(f"{database} holds {wanted} that could be used: search first, or name another database")
     return found
 
 

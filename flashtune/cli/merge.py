@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("locations", metavar="PATH|URL...", nargs=-1, required=True)
 @click.option("--out", "destination", metavar="PATH", required=True, help="The file to write.")
-@click.option("--licence", "--license", "licence", metavar="SPDX", help="Write a card beside it: licence, hash, origin of its records.")
+@click.option(
+    "--licence", "--license", "licence", metavar="SPDX", help="Write a metadata file beside it: licence, hash, origin of its records."
+)
 @click.option(
     "--trust", "trusted", metavar="PATH|ID", multiple=True, help="Only these databases win, by path or by who signed them (repeatable)."
 )
@@ -39,9 +41,9 @@ def merge(
 
     Of the records of one key the first in the order of docs/shipping.md is kept: measured before predicted, the newest PyTorch and Triton,
     then the larger speedup over PyTorch in its own run. Where its kernel isn't bitwise repeatable, the best record of a repeatable one is
-    kept beside it, for deterministic calls. Records that lost are listed, and so are those that this version can't serve.
+    kept beside it, for deterministic calls. Records that lost are listed, and so are those that this version can't use.
 
-    With --trust the records of all other databases are candidates: they don't serve until `flashtune verify --requalify` has raced them on
+    With --trust the records of all other databases are candidates: they run no call until `flashtune verify --requalify` has timed them on
     their GPU against yours and PyTorch.
 
     \b

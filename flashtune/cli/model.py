@@ -41,7 +41,9 @@ DTYPES: tuple["DType", ...] = ("bf16", "fp16")
 @click.option("--budget", metavar="TIME", default="5m", show_default=True, help="Wall time of the search: 90s, 10m, 1h.")
 @click.option("--trials", type=click.IntRange(min=1), default=40, show_default=True, metavar="K", help="Candidates per problem.")
 @click.option("--out", metavar="FILE", help="The database to write (default: tuned.sqlite in the model's folder, else in this one).")
-@click.option("--licence", "--license", "licence", default="Apache-2.0", show_default=True, metavar="SPDX", help="Licence in its card.")
+@click.option(
+    "--licence", "--license", "licence", default="Apache-2.0", show_default=True, metavar="SPDX", help="Licence in its metadata file."
+)
 @click.option("--predict", is_flag=True, help="Rank by the cost model even where a GPU is present.")
 @json_option
 def model(
@@ -60,7 +62,7 @@ def model(
     """Tune the attention of the model at PATH: a folder of transformers or diffusers, or its config.json.
 
     The model is built, with random weights where the folder has none. Its attention calls are recorded for each workload, and those
-    without a record are searched. The best record for each kind of call and GPU goes to one file beside the weights, with a card.
+    without a record are searched. The best record for each kind of call and GPU goes to one file beside the weights, with a metadata file.
 
     On the GPU the whole model is then checked against eager attention in float32. It is timed with PyTorch's attention, with each of its
     backends, and with ours. On a machine without a GPU the records are predicted, and nothing is checked or timed.
@@ -121,7 +123,9 @@ def _destination(path: str, out: str | None, licence: str) -> tuple[Path, str | 
     wanted = licence_for(str(found), licence, force=True)
     stated = check_card(found) if held(found) else None
     if stated not in (None, wanted):
-        raise InputError(f"the card of {found} states {stated!r}, not {wanted!r}: give it as --licence, or name another file with --out")
+        raise InputError(
+            f"the metadata file of {found} states {stated!r}, not {wanted!r}: give it as --licence, or name another file with --out"
+        )
     return found, wanted
 
 
@@ -154,7 +158,7 @@ def _write(destination: Path, report: "ModelReport", licence: str | None) -> int
     from flashtune.db.merging import add, best_of_each
 
     if not report.records:
-        raise NoKernelFound("no kernel was found for any of the model's calls: PyTorch serves them all")
+        raise NoKernelFound("no kernel was found for any of the model's calls: PyTorch runs them all")
     added = {record.key: record for record in report.records.values()}
     wrong = [one for same in Library.default().wrong.values() for one in same]
     merged = add(added.values(), destination, passed_over=unservable, bits=BITS, wrong=wrong)
@@ -175,9 +179,9 @@ def _print(report: "ModelReport", rows: int, *, predicted: bool) -> None:
         server = f"PyTorch {row['provider'] or ''}".strip() if row["served"] == "PyTorch" else row["served"]
         gained = "" if gain is None else f"{gain:.2f}x"
         lines.append((row["problem"], row["workload"], str(row["calls"]), f"{row['share']:.0%}", server, us_shown, gained))
-    columns = ("call", "workload", "calls", "share", "served by", "us", "vs PyTorch")
+    columns = ("call", "workload", "calls", "share", "run by", "us", "vs PyTorch")
     title = f"Attention of {report.model} on {report.target.name}"
-    out.print(fitted(title, columns, lines, width=out.width, words=("workload", "served by")))
+    out.print(fitted(title, columns, lines, width=out.width, words=("workload", "run by")))
     if predicted:
         out.print(f"* {PREDICTED_NOTE}")
     else:

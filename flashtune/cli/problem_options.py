@@ -19,7 +19,7 @@ from flashtune.core.records.models import TOKENS, Model, find_model
 from flashtune.core.system.errors import InputError
 
 GRID = (512, 1024, 2048, 4096, 8192, 16384)
-"""Default sequence lengths; dispatch serves lengths between them from the nearest record."""
+"""Default sequence lengths; calls of lengths between them use the nearest record."""
 
 WIDTH = 2048
 """H * D of a problem without --heads: the width of a small language model."""
@@ -215,7 +215,7 @@ _FEATURES: tuple[Decorator, ...] = (
         type=Range(0, 1, max_open=True),
         default=0.0,
         metavar="P",
-        help="Dropout rate; any rate above 0 tunes for all rates.",
+        help="Dropout rate; one record is used for all rates above 0.",
     ),
     click.option(
         "--window", type=click.IntRange(0, LONGEST), metavar="W", help="Sliding window: W keys to each side (to the left when causal)."
@@ -232,7 +232,7 @@ _FEATURES: tuple[Decorator, ...] = (
         type=Range(0, float("inf"), max_open=True),
         default=0.0,
         metavar="C",
-        help="Soft cap of the scores; any cap tunes for all caps.",
+        help="Soft cap of the scores; one record is used for all caps.",
     ),
     *(click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text) for name, text in SWITCHES.items()),
     *FUNCTIONS,

@@ -1,4 +1,4 @@
-"""Problems for a search: those that kernels serve, their stored records, and their order."""
+"""Problems for a search: those that kernels run, their stored records, and their order."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def searchable(problems: Sequence[Problem], target: Target, *, templates: Sequence[str] = ()) -> tuple[list[Problem], list[str]]:
-    """Problems that a family (one of `templates`, if any are named) serves on `target`, and a sentence for each of the others."""
+    """Problems that a family (one of `templates`, if any are named) takes on `target`, and a sentence for each of the others."""
     from flashtune.templates import families, family
     from flashtune.tuner.propose.space import SearchSpace
 

@@ -23,7 +23,7 @@ POWER_LIMITED = "power-limited"
 """A measured record's remark that the card's power limit, and nothing else, lowered its clocks."""
 
 DOUBTS = {
-    "unservable": "can't be served on its own GPU, however fast it is, for the reason below; exports leave it out.",
+    "unservable": "can't be used on its own GPU, however fast it is, for the reason below; exports leave it out.",
     "unchecked": "predicted, without a check of its results: no interpreter runs its template. `flashtune verify` on the GPU checks it.",
     POWER_LIMITED: "the card's power limit lowered its clocks while it was timed, as under any sustained load; ratios hold (--json has the "
     "clocks).",
@@ -124,7 +124,7 @@ def predicted_only(location: str | None) -> str:
 
 
 def servable(records: Sequence[TuningRecord], reason: Callable[[TuningRecord], str | None] = unservable) -> list[TuningRecord]:
-    """Records that this version can serve; those with a `reason` why not are listed with it on standard error."""
+    """Records that this version can use; those with a `reason` why not are listed with it on standard error."""
     found = []
     for record in records:
         if why := reason(record):
@@ -166,7 +166,7 @@ def print_records(
 
 
 def _print_table(rows: Sequence[tuple[TuningRecord, str | None]], *, title: str, wide: bool, out: Console | None) -> bool:
-    """Print the records of one GPU, each with the reason if it can't be served; False where the terminal lacks room for a column."""
+    """Print the records of one GPU, each with the reason if it can't be used; False where the terminal lacks room for a column."""
     calls = any(record.outcome.call_us is not None for record, _ in rows)
     left_out = {*(() if wide else ("template", "config")), *(() if calls else ("call us", "as calls"))}
     columns = [name for name in COLUMNS if name not in left_out]

@@ -45,7 +45,7 @@ def run_requalify(
     away = sum(bool(elsewhere(record, here)) for record in chosen)
     doubted = sum(bool(suspects(record)) for record in chosen)
     messages().print(
-        f"timing {counted(len(chosen), 'record')} again on {gpu.name}; {away} from elsewhere (other torch, Triton, driver or card), "
+        f"timing {counted(len(chosen), 'record')} again on {gpu.name}; {away} from elsewhere (other torch, Triton, driver or GPU), "
         f"{doubted} with verdicts on other versions of a library"
     )
     found: list[Requalified] = []

@@ -142,7 +142,7 @@ def search(
     flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod examples/masks.py:prefix_lm
 
     With --calls FILE, problems without a record on this GPU come first, then those with a predicted record, then the others; problems
-    that no template serves are named and left out.
+    that no template takes are named and left out.
 
     An interruption (Ctrl-C, SIGTERM, a crash) loses nothing: the same command resumes where it stopped, without finished problems.
     Commands are the same if GPU, problems, templates, --trials, --until, --sampler and --seed are; the others (--budget, --jobs,
@@ -191,7 +191,7 @@ def _found(
     records = run_search(target, problems, options, quiet=quiet, notes=notes)
     if not records:
         none = f"no correct kernel was found for {counted(len(problems), 'problem')}"
-        raise NoKernelFound(f"{none}, so PyTorch serves: give more --budget or --trials")
+        raise NoKernelFound(f"{none}, so PyTorch runs the calls: give more --budget or --trials")
     return records
 
 
@@ -284,7 +284,7 @@ def run_search(
 
 
 def _refuse_unsearchable(plan: "SearchPlan") -> None:
-    """Raise InputError for problems that no template serves, before anything is written."""
+    """Raise InputError for problems that no template takes, before anything is written."""
     from flashtune.tuner.propose.space import SearchSpace
 
     for problem in plan.problems:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "--models",
     "list_models",
     is_flag=True,
-    help="Models for --model in place of records, all or those of --d and --n; with --gpu-name, the records that serve them there.",
+    help="Models for --model in place of records, all or those of --d and --n; with --gpu-name, the records that their calls use there.",
 )
 @click.option("--kernel", metavar="ID", help="Print the source of a record's kernel or fallback kernel, by the id that explain prints.")
 @FUNCTIONS[0]
@@ -58,7 +58,7 @@ def show(
     """List the best records: your own database over the shipped one, or only that of --db.
 
     us is the kernel's time in microseconds (~: predicted), call us that of a whole call, and vs PyTorch PyTorch's time over the kernel's,
-    with PyTorch's backend. as calls is the same ratio for whole calls, by which calls are decided. problem is N, D, the element type
+    with PyTorch's backend. as calls is the same ratio for whole calls, by which the dispatcher chooses. problem is N, D, the element type
     and the features; B x H are batch and query heads. A database holds only the hash of functions: --score-mod and --mask-mod name them.
 
     \b
@@ -136,7 +136,7 @@ def listed(*, d: int | None, n: int | None) -> list[Model]:
 
 
 def show_models(models: Sequence[Model], gpu: str | None, location: str | None, *, as_json: bool) -> None:
-    """Print models, one line for each kind of attention, and for a GPU what serves it there, by the records in use or of one database."""
+    """Print models, one line for each kind of attention, for a GPU with what runs it there, by the records in use or of one database."""
     with using(location):
         served = [[_served(kind, gpu) if gpu else [] for kind in model.attentions] for model in models]
     if as_json:

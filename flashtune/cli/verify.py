@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--sample", type=click.IntRange(min=1), metavar="K", help="Check K records, drawn by the seed from those that can be checked here."
 )
 @click.option(
-    "--requalify", is_flag=True, help="Time this GPU's records again, worst suspects first, and store what is found in place of them."
+    "--requalify", is_flag=True, help="Time this GPU's records again, the most doubtful first, and store what is found in place of them."
 )
 @click.option("--budget", metavar="TIME", help="Wall time after which --requalify begins no further record: 90s, 10m, 1h.")
 @click.option("--identity", metavar="ID", help="Check instead that --db is, to the byte, the file that ID signed: an e-mail, or a URI.")
@@ -63,7 +63,7 @@ def verify(
     counted as skipped: another architecture's, Gluon kernels without a GPU, and functions that --score-mod and --mask-mod don't name.
 
     With --requalify, on a GPU, each of its measured records is timed again, beside the runners-up of its problem and PyTorch. That takes
-    some seconds a record; --sample and --budget bound it. Records from elsewhere (another torch, Triton, driver or card) come first.
+    some seconds a record; --sample and --budget bound it. Records from elsewhere (another torch, Triton, driver or GPU) come first.
 
     What is found replaces the record in your own database, or --db. If another kernel is faster, or PyTorch, that runs from then on. A
     kernel that no longer compiles, fails or is wrong isn't used any more, also where the shipped database has it, until it is measured

@@ -183,7 +183,7 @@ class Standalone:
         self._hosts, self._load = hosts, load
         self._table, damage = Table.read(table)
         if damage:
-            warnings.warn(f"{table} {damage}, and PyTorch serves in place of what is left out: export the folder again", stacklevel=2)
+            warnings.warn(f"{table} {damage}, and PyTorch runs the calls of what is left out: export the folder again", stacklevel=2)
         self._kernels: dict[str, LoadedKernel | None] = {}
         self._ranked = functools.lru_cache(4096)(self._ranked_on)
 
@@ -218,9 +218,9 @@ class Standalone:
         """The kernel that serves a call with `attention`'s arguments, or the reason why PyTorch does, in a line."""
         chosen = self._chosen(query, key, value, attn_mask, **words)
         if isinstance(chosen, str):
-            return f"PyTorch serves: {chosen}"
+            return f"PyTorch runs the call: {chosen}"
         row = chosen.row
-        return f"{chosen.kernel.name} serves, by a record of {row.key.gpu} at N={row.key.n} (kernel {row.kernel})"
+        return f"{chosen.kernel.name} runs the call, by a record of {row.key.gpu} at N={row.key.n} (kernel {row.kernel})"
 
     def _chosen(
         self,
@@ -273,7 +273,7 @@ class Standalone:
         """Leave out a kernel from now on."""
         self._kernels[name] = None
         self._ranked.cache_clear()
-        warnings.warn(f"kernel {name} can't run here, so other kernels or PyTorch serve: {error}", stacklevel=4)
+        warnings.warn(f"kernel {name} can't run here, so other kernels or PyTorch run its calls: {error}", stacklevel=4)
 
     def _launched(self, chosen: Chosen, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
         """The output of a kernel on the current stream; None, with one warning, where it can't be compiled or launched."""

@@ -46,7 +46,9 @@ def checked_licence(text: str) -> str:
 def refuse_stale_card(database: Path) -> None:
     """Raise InputError where there is a card beside this path, which a file written without a card would contradict."""
     if os.path.lexists(path := card_path(database)):
-        raise InputError(f"{path} is the card of another file than this one would be: give --licence for a new card, or remove it")
+        raise InputError(
+            f"{path} is the metadata file of another database than this one would be: give --licence for a new one, or remove it"
+        )
 
 
 def refuse_taken_card(database: Path, *, replace: bool) -> None:
@@ -59,15 +61,15 @@ def refuse_taken_card(database: Path, *, replace: bool) -> None:
         # A missing folder is reported for the database's own path.
         return
     except OSError as error:
-        raise InputError(f"the card {path} can't be written ({error.strerror}): choose another path") from error
+        raise InputError(f"the metadata file {path} can't be written ({error.strerror}): choose another path") from error
     if not replace:
-        raise InputError(f"{path} exists already, in the place of the card: choose another path, or replace it with --force")
+        raise InputError(f"{path} exists already, in the place of the metadata file: choose another path, or replace it with --force")
     try:
         ours = path.is_symlink() or not path.stat().st_size or {"format", "sha256"} <= read_json(path, MOST_BYTES).keys()
     except (OSError, ValueError, AttributeError):
         ours = False
     if not ours:
-        raise InputError(f"{path}, in the place of the card, is another file than a card: choose another path, or move it")
+        raise InputError(f"{path}, in the place of the metadata file, is another file: choose another path, or move it")
 
 
 def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) -> Path:
@@ -90,7 +92,9 @@ def write_card(database: Path, licence: str, records: Iterable[TuningRecord]) ->
     try:
         write_whole(path, (json.dumps(fields, indent=1) + "\n").encode())
     except OSError as error:
-        raise EnvironmentProblem(f"the card {path} can't be written ({error.strerror}): free space there, and export again") from error
+        raise EnvironmentProblem(
+            f"the metadata file {path} can't be written ({error.strerror}): free space there, and export again"
+        ) from error
     return path
 
 
@@ -101,12 +105,14 @@ def check_card(database: Path) -> str | None:
     if not os.path.lexists(path):
         return None
     if (size := database.stat().st_size) > LARGEST_DATABASE:
-        raise DatabaseError(f"{database} has {size >> 20} MiB, too many for a file with a card: remove {path.name} if you trust it")
+        raise DatabaseError(f"{database} has {size >> 20} MiB, too many for a file with metadata: remove {path.name} if you trust it")
     try:
         fields = read_json(path, MOST_BYTES)
         wanted = fields["sha256"] if fields["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatabaseError(f"{path} is no card of a tuned database ({shown(error)}): export it again, or remove the card") from error
+        raise DatabaseError(
+            f"{path} is no metadata file of a tuned database ({shown(error)}): export it again, or remove the metadata file"
+        ) from error
     if wanted != digest(database):
         raise DatabaseError(f"{database} isn't the file that {path.name} beside it names: fetch both again, or export it again")
     return tidy(str(fields.get("licence", "")), LICENCE_LENGTH)

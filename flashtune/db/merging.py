@@ -70,7 +70,7 @@ def merge(
     )
     found = merged(records, passed_over, bits, wrong)
     if not (found.kept or found.candidates):
-        raise NoKernelFound("these databases hold no record that could be served: search first, or name others")
+        raise NoKernelFound("these databases hold no record that could be used: search first, or name others")
     write_file(target, [record.as_result() for record in (*found.kept, *found.candidates)], replace=replace)
     return found
 
@@ -83,7 +83,7 @@ def held(path: Path) -> list[TuningRecord]:
 def _held(path: Path) -> tuple[list[TuningRecord], list[Finding]]:
     """Records of a file that others are to be added to, and the providers that were wrong; none where it is missing or empty.
 
-    Raises DatabaseError where it is damaged, another file than its card names, or being written.
+    Raises DatabaseError where it is damaged, another file than its metadata file names, or being written.
     """
     try:
         library = Library.of(path)

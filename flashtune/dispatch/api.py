@@ -1,4 +1,4 @@
-"""`attention`: PyTorch's F.scaled_dot_product_attention, served by the best kernel known for the GPU and the sizes."""
+"""`attention`: PyTorch's F.scaled_dot_product_attention, run by the best kernel known for the GPU and the sizes."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -104,9 +104,9 @@ def attention(
         query: (..., Hq, N_q, D).
         key: (..., Hkv, N_kv, D).
         value: (..., Hkv, N_kv, D_v).
-        attn_mask: a boolean mask attends where it is True, a floating one is added to the scores. It broadcasts to (..., Hq, N_q, N_kv);
-            kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask. Kernels treat a bias below
-            -1.1e38 as -inf. If a whole row has such bias, its output is 0, where PyTorch's operations give the values' mean.
+        attn_mask: a boolean mask, True for visible pairs, or a floating-point bias, which is added to the scores. It broadcasts to
+            (..., Hq, N_q, N_kv); kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask.
+            Kernels treat a bias below -1.1e38 as -inf. If a whole row has such bias, its output is 0; PyTorch gives the values' mean.
         dropout_p: rate of dropped probabilities, from 0 to 1.
         is_causal: hide the keys right of the diagonal.
         scale: factor of the scores; None is 1 / sqrt(D).
@@ -118,24 +118,24 @@ def attention(
         return_lse: return (output, lse). The lse is the natural logarithm of the softmax's denominator before dropout, float32
             (..., Hq, N_q), -inf for rows with nothing to attend to.
         seed: 64 bits that fix dropout's mask as a function of absolute indices (flashtune.core.problems.reference.dropout_keep with
-            offset 0). None samples from PyTorch's generator; computing the call again from the same generator state, with gradients or
-            without, gives the same mask. Masks of kernels differ from PyTorch's.
+            offset 0). None samples from PyTorch's generator: the same state of the generator gives the same mask, with gradients or
+            without. Kernels drop other pairs than PyTorch.
         allow_tf32: allow kernels to multiply float32 inputs as TF32.
         alibi_slopes: float32 (Hq,) or (B, Hq), as in flash-attn. The score of query i and key j loses slope |i + shift - j|, after
             softcap and before masks; the shift is that of `causal_alignment`.
         q_descale: factor of torch.float8_e4m3fn queries: a number or a float32 tensor for all, or one for each head, (H,) or (B, H). It
-            must be above 0, which isn't checked in tensors. The output is bfloat16. A number is written to the device at its first call:
-            factors that change from call to call, or under CUDA graphs, should be tensors.
+            must be above 0, which isn't checked in tensors. The output is bfloat16. If a factor changes from call to call, or under CUDA
+            graphs, give a tensor: a number is written to the device at its first call.
         k_descale: the same for keys, by the heads of the key.
         v_descale: the same for values, by the heads of the key; any number.
-        sinks: attention sinks, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit of each query head (finite or -inf) that joins
-            each softmax's denominator, as one more key whose value is 0 would; neither scaled, capped nor masked. As in GPT-OSS, where
-            it is learned. It is part of the LSE, which for rows with nothing else to attend to is the sink.
+        sinks: attention sinks as in GPT-OSS, (Hq,) or (B, Hq), float32 or in the output's dtype: a logit of each query head (finite or
+            -inf) that joins each softmax's denominator, as one more key whose value is 0 would. It isn't scaled, capped or masked. It is
+            part of the LSE; if a row has nothing else to attend to, its LSE is the sink.
         deterministic: gradients are bitwise repeatable, as torch.use_deterministic_algorithms requires of all operations. Kernels that
-            accumulate in no fixed order don't run them then. Where PyTorch does, it uses its math backend, with memory for all scores.
+            accumulate in no fixed order don't run then. If PyTorch runs the call, its math backend does, with memory for all scores.
         score_mod: scores as a function, (score, b, h, q_idx, kv_idx) to a score, as in `flex_attention`.
-        block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Beside both only scale, enable_gqa, return_lse and
-            implementation are taken.
+        block_mask: a mask as a function, as there: a BlockMask or a mask_mod. Together with score_mod or block_mask only scale,
+            enable_gqa, return_lse and implementation are taken.
         implementation: who runs the call, whatever the records say: "flashtune" (kernels of ours), "torch" (PyTorch's own choice), its
             backends "flash", "cudnn", "efficient" and "math", "flex" (FlexAttention), "fa4" (flash-attn-4), "fa2" (flash-attn),
             "cudnn_fe" (nvidia-cudnn-frontend, heads to 512) or "ffpa" (ffpa-attn, heads from 320 to 1024). Under torch.compile PyTorch's
@@ -148,13 +148,13 @@ def attention(
         InputError: for arguments that make no sense, and for an implementation that can't run the call.
         InputTypeError: for arguments of a wrong type.
 
-    flashtune.dispatch.policy.choose.rank defines which kernel runs a call. PyTorch's operations run it, with every feature and gradients,
-    wherever no kernel does: on the CPU, for float64, for heads beyond 256, for unseeded dropout while a CUDA graph is captured, and where
+    flashtune.dispatch.policy.choose.rank chooses the kernel. If none can run the call, PyTorch's operations do, with every feature and
+    gradients: on the CPU, for float64, for heads larger than 256, for dropout without a seed while a CUDA graph is captured, and if
     sdpa_kernel excludes flash attention. Some features (softcap, return_lse, seed) then take memory for all scores.
 
-    If a gradient is needed, kernels run a call where a backward record was measured on the GPU's architecture, or where
-    `use(unmeasured=True)` allows unmeasured ones. Else PyTorch does, without cuDNN where there is a mask, since its gradients can be NaN
-    there. A bias, slopes and sinks get gradients of their own sizes. Kernels have first derivatives alone.
+    If a gradient is needed, kernels run a call if a backward record was measured on the GPU's architecture, or if
+    `use(unmeasured=True)` allows unmeasured kernels. Otherwise PyTorch runs it, under a mask without cuDNN, whose gradients can be NaN
+    there. A bias, slopes and sinks get gradients of their own sizes. Kernels have first derivatives only.
     """
     if score_mod is not None or block_mask is not None:
         _functions().refuse_arguments_of_attention(locals())
@@ -283,7 +283,7 @@ def explain(
     per_head = PerHead(*(kwargs.pop(name) for name in PER_HEAD))
     seed, shown = kwargs.pop("seed"), Options(**{name: kwargs[name] for name in Options._fields})
     if inspection.is_torchs(Arguments(query, key, value, mask, seed, per_head), shown):
-        return Explanation(kind="framework", reason="PyTorch's own function serves nested tensors and classes that override it", gpu="")
+        return Explanation(kind="framework", reason="PyTorch's own function runs nested tensors and classes that override it", gpu="")
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)) and (mask is None or isinstance(mask, torch.Tensor)):
         query, key, value, mask = prepared(query, key, value, mask)
     call = parse(Arguments(query, key, value, mask, seed, per_head), shown)
@@ -296,7 +296,7 @@ def explain(
             build = partial(_plan_of(memo, call, one).build, query, key, value, mask, per_head)
             return bool(memo.kernels.tried(one.variant, call.device, build, lambda: True))
 
-        # A kernel that can't be built here serves no call, so that the next candidate is explained.
+        # A kernel that can't be built here runs no call, so that the next candidate is explained.
         chosen = next(filter(builds, _candidates(memo, call, Arguments(query, key, value, mask, seed, per_head), shown, why_torch)))
         plan, record, problem = chosen.plan, None, call.problem
         if problem is not None and (why_torch is None or why_torch in inspection.GRADIENTS):

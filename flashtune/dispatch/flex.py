@@ -1,4 +1,4 @@
-"""`flex_attention`: PyTorch's torch.nn.attention.flex_attention, masks and scores as code, served by kernels where they can."""
+"""`flex_attention`: PyTorch's torch.nn.attention.flex_attention, masks and scores as code, run by kernels where they can."""
 
 import inspect
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ def flex_attention(
         key: (B, Hkv, S, E), or with batch 1 for all.
         value: (B, Hkv, S, Ev).
         score_mod: (score, b, h, q_idx, kv_idx) to the score that the softmax takes, of scalar tensors, by pointwise operations; captured
-            tensors are read by index, and get gradients where they ask for them.
+            tensors are read by index, and get gradients if they need them.
         block_mask: a BlockMask, whose mask_mod and blocks say which pairs are visible, or a mask_mod (b, h, q_idx, kv_idx) to a bool.
         scale: factor of scores before score_mod; None is 1/sqrt(E).
         enable_gqa: allow fewer key heads than query heads.
@@ -103,13 +103,13 @@ def flex_attention(
             implementation that can't run the call.
 
     The functions are traced once for all calls with equal code, sizes of captured tensors and numbers. They are compiled into kernels,
-    which skip tiles without a visible pair. If `attention` has the functions built in, its kernels run the call; documents are packed
-    sequences.
+    which skip tiles without a visible pair. If `attention` has an option for what they compute, it runs the call with that option;
+    documents run as packed sequences.
 
-    PyTorch's flex_attention runs the call, compiled on a GPU, where no kernel can: on the CPU, for float64, in torch.compile, for
-    operations that kernels lack. It also does where it was faster in a search of these functions. Kernels with plain pointers that no
-    search measured with them run only if FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows them. What PyTorch lacks on a CPU
-    (gradients) is computed by matrices of all scores. `explain_flex` says which.
+    If no kernel can run the call, PyTorch's flex_attention does, compiled on a GPU: on the CPU, for float64, in torch.compile, for
+    operations that kernels lack. It also does if it was faster in a search of these functions, and on GPUs other than Hopper's until a
+    search measured them; FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows unmeasured kernels there. Gradients on a CPU, which
+    PyTorch's function lacks, are computed by matrices of all scores. `explain_flex` says what runs a call.
     """
     with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:
@@ -146,7 +146,7 @@ def flex_attention(
             tensors = query, key, value
             out, lse = attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend_by_kernels(*tensors, call)
         except NotBuilt:
-            # From now on another kernel serves such calls, or PyTorch.
+            # From now on another kernel runs such calls, or PyTorch.
             current().plans.flex.clear()
             return flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,

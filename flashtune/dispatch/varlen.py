@@ -90,20 +90,20 @@ def attention_varlen(
             none if these are equal, so that lists may be padded to a capacity with their last number. Rows from the last number on belong
             to no sequence: their output and gradients are 0, their LSE is -inf.
         cu_seqlens_k: likewise for the keys; with `block_table` it may be None.
-        max_seqlen_q: bound of the lengths, which also helps to choose a kernel.
+        max_seqlen_q: upper bound of the queries of a sequence, by which a kernel is chosen, too.
         max_seqlen_k: likewise for the keys.
         return_aux: an object whose `lse` is True, for (output, LSE), as varlen_attn takes it.
         scale: factor of the scores; None is 1 / sqrt(D).
-        window_size: (left, right) with -1 for unbounded; (-1, 0) is causal. The last query is on the diagonal of the last key.
+        window_size: (left, right) with -1 for unbounded; (-1, 0) is causal. The last query is aligned with the last key.
         enable_gqa: allow Hq to be a multiple of Hkv.
         seqused_k: (sequences,), the number of keys that are used of each sequence.
         block_table: (sequences, pages), int32 or int64: key and value are caches of pages of any size, and page p of sequence b is block
-            `block_table[b, p]`. Any strides will do without a copy: caches (blocks, Hkv, page size, D) are passed transposed. Lengths are
-            `seqused_k`, else those between `cu_seqlens_k`. Nothing else in the caches matters, nor do entries of pages that aren't used.
+            `block_table[b, p]`. Strides may be any: pass a cache (blocks, Hkv, page size, D) transposed. Lengths are
+            `seqused_k`, or without it those between `cu_seqlens_k`. Whatever else the caches and the table hold isn't read.
             There is no dropout, and there are no gradients (decision 0014).
-        num_splits: with `block_table`, keys are split into so many parts, and the bits of a sequence depend on this number alone, not on
-            the batch, `max_seqlen_q` or `max_seqlen_k`. Without, or with 0, there are as many parts as keep the GPU busy. Packed keys are
-            never split, whatever it says, so that a sequence's bits don't depend on others.
+        num_splits: with `block_table`, keys are split into so many parts. Then a sequence's bits depend on this number alone, not on the
+            batch, `max_seqlen_q` or `max_seqlen_k`. None or 0 takes as many parts as keep the GPU busy. Without `block_table` keys are
+            never split.
         k_descale: factor of keys in float8_e4m3fn or float8_e5m2 caches, float32 (Hkv,) or (sequences, Hkv), for any query dtype.
         v_descale: likewise for values.
         is_causal: hide the keys right of the diagonal.
@@ -117,10 +117,10 @@ def attention_varlen(
         allow_tf32: as in `attention`.
         deterministic: as in `attention`.
         score_mod: scores as a function, as `flex_attention` takes them. b is the number of a sequence, and positions count from the
-            sequence's own first query and key. Indices of captured tensors are compared with `max_seqlen_q` and `max_seqlen_k`. Captured
-            tensors that ask for gradients get them.
-        mask_mod: a mask as a function, likewise. Beside both are `scale`, `is_causal`, `window_size`, `seqused_k`, `enable_gqa`,
-            `allow_tf32` and `deterministic`; what else hides keys or changes scores is to be written into them.
+            sequence's own first query and key. Indices of captured tensors are checked against `max_seqlen_q` and `max_seqlen_k`.
+            Captured tensors get gradients if they need them.
+        mask_mod: a mask as a function, likewise. Together with functions only `scale`, `is_causal`, `window_size`, `seqused_k`,
+            `enable_gqa`, `allow_tf32` and `deterministic` are taken; write soft caps and slopes into the functions.
         implementation: who runs the call: "flashtune" (kernels of ours, measured or not), "torch" (each sequence is a call of PyTorch's,
             whose lengths the host reads; under torch.compile one call of its flex_attention, which copies whole pages and has no dropout),
             or for packed sequences "flash" (PyTorch's varlen_attn), "fa4" or "fa2", which return no LSE; beside functions "flex" on a GPU.

@@ -1,4 +1,4 @@
-"""diffusers: `TunedProcessor` serves one attention processor of diffusers by dispatch.attention, `apply` all those of a model.
+"""diffusers: `TunedProcessor` gives one attention processor's calls to dispatch.attention, `apply` all those of a model.
 
     from flashtune.integrations import diffusers as tuned
 

@@ -24,12 +24,12 @@ _before: Callable[..., Any] = sdpa
 
 @contextmanager
 def torchs_place() -> Iterator[None]:
-    """Serve calls of torch.nn.functional.scaled_dot_product_attention by that name with `flashtune.dispatch.attention` meanwhile.
+    """Run calls of `torch.nn.functional.scaled_dot_product_attention` by `flashtune.dispatch.attention` until the block is left.
 
-    A context manager, and as `@torchs_place()` a decorator of functions. It affects this thread (or task) alone, may be nested, and ends
-    when the block is left, by an exception, too. Code that imported PyTorch's function under another name before (`from torch.nn.functional
-    import scaled_dot_product_attention`) keeps that one, and so do threads that autograd starts for recomputation on a GPU. For all threads
-    and for good: `torch.nn.functional.scaled_dot_product_attention = flashtune.dispatch.attention`.
+    It is a context manager, and as `@torchs_place()` a decorator of functions. It affects this thread (or task) alone, may be nested, and
+    ends with an exception, too. If code imported PyTorch's function by name before (`from torch.nn.functional import
+    scaled_dot_product_attention`), it keeps PyTorch's. So do threads that autograd starts for recomputation on a GPU. To replace it in all
+    threads for good: `torch.nn.functional.scaled_dot_product_attention = flashtune.dispatch.attention`.
     """
     _enter()
     token = _serving.set(True)

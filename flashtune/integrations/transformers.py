@@ -83,7 +83,7 @@ def attention_mask(
         (B, 1, N_q, N_kv) floating-point: 0 and the least number, for a model that computes its attention itself.
     """
     if config is not None and attends_itself(type(config).__module__):
-        logger.warning_once(f"{type(config).__name__}'s model computes its attention itself: no registered implementation serves it")
+        logger.warning_once(f"{type(config).__name__}'s model computes its attention itself: no registered implementation can run it")
         place: Any = q_offset
         return eager_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, place, kv_offset, mask_function, attention_mask=attention_mask, device=device, **others

@@ -159,7 +159,7 @@ def judge(subject: Subject, workloads: Sequence[Judged], *, device: str, dtype: 
                 one.why = f"PyTorch's own attention fails in it ({error})"
                 if _lost(device):
                     for other in workloads[number + 1 :]:
-                        other.why = f"after PyTorch's failure in {one.workload} the GPU serves this process no longer: name it alone"
+                        other.why = f"after PyTorch's failure in {one.workload} this process can't use the GPU any longer: name it alone"
                     return
                 break
 

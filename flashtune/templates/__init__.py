@@ -67,7 +67,7 @@ def unservable(record: TuningRecord) -> str | None:
     target = targets().get(record.key.gpu)
     if record.outcome.template in PROVIDERS:
         large = unfit_heads(record.problem.d, record.problem.d_v) is not None
-        return None if large else f"its run had no kernel, and {record.outcome.template} serves it"
+        return None if large else f"its run had no kernel, and {record.outcome.template} runs its calls"
     try:
         chosen = family(record.outcome.template)
         chosen.validate(record.outcome.config)
@@ -81,7 +81,7 @@ def unservable(record: TuningRecord) -> str | None:
 def without_kernel(record: TuningRecord) -> str | None:
     """The same for files of kernels, which have no use for a record of another provider."""
     provider = record.outcome.template if record.outcome.template in PROVIDERS else ""
-    return f"{provider} serves it, and there is no kernel of it" if provider else unservable(record)
+    return f"{provider} runs its calls, and there is no kernel of it" if provider else unservable(record)
 
 
 def written_here(spec: KernelSpec) -> bool:

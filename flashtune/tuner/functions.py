@@ -142,7 +142,7 @@ def _registered(one: Named) -> Functions:
         for direction in ("fwd", "bwd"):
             NAMED[known.keep(functions.mods(direction))] = one
     except Unsupported as unsupported:
-        raise InputError(f"{unsupported}: no kernel can be searched for it, and PyTorch's flex_attention serves it") from None
+        raise InputError(f"{unsupported}: no kernel can be searched for it, and PyTorch's flex_attention runs the call") from None
     return functions
 
 
@@ -230,7 +230,7 @@ def loaded(one: Named, device: str) -> Functions:
     try:
         score, mask, captured = traced_together(score_mod, mask_mod, torch.device(device))
     except Unsupported as unsupported:
-        raise InputError(f"{unsupported}: no kernel can be searched for it, and PyTorch's flex_attention serves it") from None
+        raise InputError(f"{unsupported}: no kernel can be searched for it, and PyTorch's flex_attention runs the call") from None
     if any(x.device.type != device for x in captured):
         raise InputError(f"{' and '.join(filter(None, one))} captures a tensor that is no variable of its file: make it one")
     return Functions(score_mod=score_mod, mask_mod=mask_mod, score=score, mask=mask, captured=tuple(x.detach() for x in captured))

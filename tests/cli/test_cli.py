@@ -214,7 +214,7 @@ def test_explain_names_the_record_that_a_search_stored(
 def test_explain_says_of_heads_that_no_kernel_takes_what_calls_say(sizes: tuple[str, ...]) -> None:
     largest = max(int(word) for word in sizes if word.isdigit())
     found = json.loads(flashtune("explain", "--gpu-name", "h200", "--n", "64", *sizes, "--json").stdout)
-    assert found["kind"] == "framework" and f"not {largest}, so PyTorch's own attention serves it" in found["reason"]
+    assert found["kind"] == "framework" and f"not {largest}, so PyTorch's own attention runs the call" in found["reason"]
     assert " on h200: framework" in flashtune("explain", "--gpu-name", "h200", "--n", "64", *sizes).stdout
     assert flashtune("search", "--gpu-name", "h200", "--n", "64", *sizes, "--predict").exit_code == 2
 
@@ -263,9 +263,7 @@ def test_rows_that_this_version_cannot_serve_give_way_or_are_named(
     for words in ((), ("--check",), ("--json",)):
         alone = flashtune("generate", "--db", str(path), "--out", str(written.parent), *words)
         assert alone.exit_code == 5 and alone.stdout == "" and "left out" in alone.stderr and "'GONE'" in alone.stderr
-        assert (
-            alone.stderr.strip().splitlines()[-1].endswith("holds no record that could be served: search first, or name another database")
-        )
+        assert alone.stderr.strip().splitlines()[-1].endswith("holds no record that could be used: search first, or name another database")
     assert [path.name for path in written.parent.rglob("*")] == ["index.json"]
     with Store.open(path, writable=True) as store:
         for result in results:

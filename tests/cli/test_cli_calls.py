@@ -127,9 +127,9 @@ def test_a_file_that_is_none_ends_in_a_line_and_exit_code_2(text: str, tmp_path:
 def test_what_no_template_serves_there_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words: dict[str, Any] = {"templates": (), "location": str(tmp_path / "x.sqlite")}
     assert worth_searching([FP8, CAUSAL], A100, **words) == [CAUSAL]
-    assert "left out n64-d16-fp8-causal-gqa2: no template serves" in capsys.readouterr().err.replace("\n", " ")
+    assert "left out n64-d16-fp8-causal-gqa2: no template takes" in capsys.readouterr().err.replace("\n", " ")
     assert set(worth_searching([FP8, CAUSAL], H200, **words)) == {FP8, CAUSAL} and capsys.readouterr().err == ""
-    with pytest.raises(InputError, match=r"none of the calls can be searched for .*A100.*: n64-d16-fp8-causal-gqa2: no template serves"):
+    with pytest.raises(InputError, match=r"none of the calls can be searched for .*A100.*: n64-d16-fp8-causal-gqa2: no template takes"):
         worth_searching([FP8], A100, **words)
     assert worth_searching([CAUSAL, replace(CAUSAL, direction="bwd")], A100, **{**words, "templates": ("flash_fwd",)}) == [CAUSAL]
 

@@ -103,7 +103,7 @@ def test_calls_and_cards_that_cannot_be_written_leave_what_was_there(
         calls.add(path, [samples.problem(4096)])
     assert path.read_bytes() == before
     result = flashtune("export", str(out), "--db", str(database), "--licence", "MIT")
-    assert result.exit_code == 4 and result.stderr.count("\n") == 1 and "the card" in result.stderr
+    assert result.exit_code == 4 and result.stderr.count("\n") == 1 and "the metadata file" in result.stderr
     assert not card_path(out).exists() and len(Library.of(out).records()) == 1
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["calls.json", "in", "out"]
     assert [entry.name for entry in out.parent.iterdir()] == ["b.sqlite"]

@@ -68,7 +68,7 @@ def test_what_is_no_file_or_too_large_is_refused_before_it_is_waited_for_or_held
     database.touch()
     for target in ("pipe", "zeros", "nowhere"):
         card_path(database).symlink_to(tmp_path / target)
-        with pytest.raises(DatabaseError, match="no card"):
+        with pytest.raises(DatabaseError, match="no metadata file"):
             check_card(database)
         card_path(database).unlink()
 

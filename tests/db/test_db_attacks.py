@@ -237,7 +237,7 @@ def test_a_file_with_holes_is_not_hashed_for_hours(tmp_path: Path, monkeypatch: 
         file.truncate(1 << 42)
     (tmp_path / "a.sqlite.json").write_text('{"format": 1, "sha256": ""}')
     monkeypatch.setattr(card, "digest", lambda database: pytest.fail("it is hashed"))
-    with pytest.raises(DatabaseError, match=r"a\.sqlite has 4194304 MiB, too many for a file with a card"):
+    with pytest.raises(DatabaseError, match=r"a\.sqlite has 4194304 MiB, too many for a file with metadata"):
         Library([Layer(location=path, precedence=1)])
 
 

@@ -89,7 +89,7 @@ def test_a_merge_never_writes_over_what_it_reads_nor_nothing(three: list[Path], 
     before = three[0].read_bytes()
     with pytest.raises(DatabaseError, match="one of the databases to merge"):
         merge(three, three[0], replace=True)
-    with pytest.raises(NoKernelFound, match="no record that could be served"):
+    with pytest.raises(NoKernelFound, match="no record that could be used"):
         merge(three, tmp_path / "none.sqlite", passed_over=lambda record: True)
     merge(three[:1], tmp_path / "there.sqlite")
     with pytest.raises(DatabaseError, match=r"there\.sqlite"):
@@ -243,7 +243,9 @@ def test_the_command_reports_what_lost_and_what_cannot_be_served(three: list[Pat
     taken = flashtune(*words)
     assert taken.exit_code == 3 and "replace it with --force" in taken.stderr
     stays = flashtune(*words, "--force")
-    assert stays.exit_code == 2 and "tuned.sqlite.json is the card of another file" in stays.stderr, "what is written would be refused"
+    assert stays.exit_code == 2 and "tuned.sqlite.json is the metadata file of another database" in stays.stderr, (
+        "what is written would be refused"
+    )
     again = flashtune(*words, "--force", "--licence", "Apache-2.0")
     assert again.exit_code == 0 and "lost: h200 n2048-d64-bf16-causal-gqa4: 1.33x" in again.stdout and "to 1.71x" in again.stdout
     assert "left out: h200 n32768" in again.stderr
@@ -269,11 +271,11 @@ def test_an_export_beside_weights_has_a_card_with_licence_and_hash_that_use_chec
     out.write_bytes(out.read_bytes() + b"\0")
     dispatch.reload()
     forced = flashtune("export", str(out), "--db", str(three[1]), "--force")
-    assert forced.exit_code == 2 and "give --licence for a new card" in forced.stderr
+    assert forced.exit_code == 2 and "give --licence for a new one" in forced.stderr
     with pytest.raises(DatabaseError, match=r"isn't the file that .* beside it names"):
         dispatch.use(out)
     card_path(out).write_text("[]")
-    with pytest.raises(DatabaseError, match="no card of a tuned database"):
+    with pytest.raises(DatabaseError, match="no metadata file of a tuned database"):
         check_card(out)
 
 
@@ -309,7 +311,9 @@ def test_adding_keeps_what_another_version_serves(tmp_path: Path) -> None:
     assert Library.of(path).winners() == before and len(merged.passed_over) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut off", "text", "another application's", "another than its card names", "being written", "folder"])
+@pytest.mark.parametrize(
+    "damage", ["cut off", "text", "another application's", "another than its metadata file names", "being written", "folder"]
+)
 def test_a_file_that_cant_be_added_to_is_one_sentence_and_stays_as_it_is(damage: str, tmp_path: Path) -> None:
     path = samples.write(tmp_path / "tuned.sqlite", (one("x", 1024, 50.0),))
     records = Library.of(path).winners()
@@ -320,7 +324,7 @@ def test_a_file_that_cant_be_added_to_is_one_sentence_and_stays_as_it_is(damage:
         path.write_text("what a person wrote")
     elif damage == "another application's":
         path.write_bytes(content[:68] + b"abcd" + content[72:])
-    elif damage == "another than its card names":
+    elif damage == "another than its metadata file names":
         write_card(path, "MIT", records)
         samples.write(path, (one("y", 2048, 50.0),))
     elif damage == "being written":
@@ -395,7 +399,7 @@ def test_records_of_heads_that_only_others_take_are_merged_and_exported(tmp_path
     found = SearchResult(gpu="h200", problem=large, outcomes=(timed,), provenance=samples.PROVENANCE, baseline=baseline)
     path = samples.write(tmp_path / "a.sqlite", (found,))
     [record] = Library.of(path).winners()
-    assert unservable(record) is None and without_kernel(record) == "ffpa serves it, and there is no kernel of it"
+    assert unservable(record) is None and without_kernel(record) == "ffpa runs its calls, and there is no kernel of it"
     merged, exported = tmp_path / "merged.sqlite", tmp_path / "exported.sqlite"
     for words in (("merge", str(path), "--out", str(merged)), ("export", str(exported), "--db", str(path))):
         done = flashtune(*words)

@@ -294,10 +294,10 @@ def test_a_name_of_no_implementation_is_refused(way: str) -> None:
 
 
 REFUSED = {
-    "flashtune": r"^implementation='flashtune' can't serve this call, since (kernels run on GPUs|no kernel runs on cpu) .*name another$",
-    "cudnn": r"^implementation='cudnn' \(PyTorch's cuDNN attention\) can't serve this call, since it doesn't run on cpu tensors",
-    "flex": r"^implementation='flex' \(PyTorch's FlexAttention\) can't serve this call, since it doesn't run on cpu tensors",
-    "fa4": r"^implementation='fa4' \(FlashAttention-4\) can't serve this call, since it isn't installed: pip install flash-attn-4$",
+    "flashtune": r"^implementation='flashtune' can't run this call, since (kernels run on GPUs|no kernel runs on cpu) .*name another$",
+    "cudnn": r"^implementation='cudnn' \(PyTorch's cuDNN attention\) can't run this call, since it doesn't run on cpu tensors",
+    "flex": r"^implementation='flex' \(PyTorch's FlexAttention\) can't run this call, since it doesn't run on cpu tensors",
+    "fa4": r"^implementation='fa4' \(FlashAttention-4\) can't run this call, since it isn't installed: pip install flash-attn-4$",
 }
 
 

@@ -26,5 +26,5 @@ def test_tracers_and_transforms_compose_where_kernels_serve() -> None:
 
 
 def test_the_interpreter_says_that_it_serves_and_leaves_bf16_to_the_framework() -> None:
-    bf16 = "Triton's interpreter can't multiply bfloat16, so PyTorch's own attention serves it"
+    bf16 = "Triton's interpreter can't multiply bfloat16, so PyTorch's own attention runs the call"
     assert interpreted("interpret_dispatch") == ["default", "flash_fwd", "cpu", None, True, "framework", "cpu", bf16, *[True] * 5]

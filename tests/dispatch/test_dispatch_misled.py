@@ -279,4 +279,4 @@ def test_explain_names_the_fallback_and_what_the_plan_remembers(capturing: list[
     served(plan)
     told = found.remembering(plan.misprediction)
     assert (told.misled_programs, told.went_over, told.twin_serves) == (2 * PROGRAMS, 1, True)
-    assert "so that its fallback kernel serves" in told.reason
+    assert "so its fallback kernel runs the call" in told.reason

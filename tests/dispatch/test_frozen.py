@@ -44,7 +44,7 @@ def test_processes_with_one_plan_have_equal_bits_and_say_equal_digests(tmp_path:
     assert len(said) == 6
     for line in said:
         assert line.startswith(f"the plan {path} has no call like ") and line.endswith(
-            ": freeze a run that makes it, or serve without the plan"
+            ": freeze a run that makes it, or run without the plan"
         )
 
 
@@ -77,7 +77,7 @@ def test_a_plan_that_leaves_versions_out_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["paged", "functions", "gradients"])
 def test_a_provider_is_named_only_where_it_may_serve(way: Any, tmp_path: Path) -> None:
     path = written(tmp_path, Entry(DENSE._replace(way=way), (Served(provider="cudnn"),)))
-    with pytest.raises(InputError, match=f"its way {way} has the provider cudnn, and providers serve no such calls"):
+    with pytest.raises(InputError, match=f"its way {way} has the provider cudnn, and providers run no such calls"):
         dispatch.use(plan=path)
 
 
@@ -193,7 +193,7 @@ def test_a_plan_names_providers_and_pytorch(tmp_path: Path, libraries: list[dict
 
 def test_nothing_served_is_no_plan(tmp_path: Path) -> None:
     dispatch.reload()
-    with pytest.raises(InputError, match=r"^no call was served yet that a plan decides on: "):
+    with pytest.raises(InputError, match=r"^no call of this process can be frozen: "):
         dispatch.freeze(tmp_path / "plan.json")
     with pytest.raises(InputError, match=r"^a plan is named by its path, not 3$"):
         dispatch.freeze(3)  # type: ignore[arg-type]

@@ -127,12 +127,12 @@ def test_a_plan_keeps_the_library(tmp_path: Path, on_h200: list[dict[str, Any]],
             assert plan.digest == digest
             torch.testing.assert_close(call(), out, rtol=0, atol=0)
             assert on_h200
-            with pytest.raises(InputError, match=r"can't serve here \(no kernel of it takes these tensors\)"):
+            with pytest.raises(InputError, match=r"can't run here \(no kernel of it takes these tensors\)"):
                 dispatch.attention_varlen(*leaves, *others, enable_gqa=True, scale=0.25, return_lse=True)
             with pytest.raises(InputError, match=r"has no call like packed fwd .* used keys\) on"):
                 dispatch.attention_varlen(*leaves, *others, enable_gqa=True, scale=0.25, seqused_k=torch.tensor([3, 0, 9]))
             monkeypatch.setattr(PACKED["fa4"], "missing", lambda packed: "it isn't installed: pip install flash-attn-4")
-            with pytest.raises(InputError, match=r"^what the plan .* can't serve here .*: freeze it anew, or serve without it$"):
+            with pytest.raises(InputError, match=r"^what the plan .* can't run here .*: freeze it anew, or run without it$"):
                 call()
 
 
@@ -141,5 +141,5 @@ def test_a_plan_may_name_no_library_that_takes_no_packed_sequences(name: str, tm
     leaves, others = packed()
     entry = Entry(place_of(Packed(*leaves, *others[:2]), problem(leaves, others, "fwd", exact=False)), (Served(provider=name),))
     plans.write(tmp_path / "plan.json", versions([entry]), [entry])
-    with dispatch.use(plan=tmp_path / "plan.json"), torch.no_grad(), pytest.raises(InputError, match=r"can't serve here \(it doesn't"):
+    with dispatch.use(plan=tmp_path / "plan.json"), torch.no_grad(), pytest.raises(InputError, match=r"can't run here \(it doesn't"):
         dispatch.attention_varlen(*leaves, *others, enable_gqa=True, scale=0.25)

@@ -110,7 +110,7 @@ def test_a_librarys_arguments_of_packed_sequences_mean_what_the_callers_do(
     lacks = {"flash": {"softcap", "sinks"}, "fa2": {"sinks", "seqused_k"}, "fa4": set[str]()}[name] & words.keys()
     with torch.set_grad_enabled("seqused_k" not in words):
         if lacks:
-            with pytest.raises(InputError, match=rf"^implementation='{name}' \(.*\) can't serve this call, since it doesn't take "):
+            with pytest.raises(InputError, match=rf"^implementation='{name}' \(.*\) can't run this call, since it doesn't take "):
                 named(implementation=name)
             assert not varlen
             return
@@ -148,7 +148,7 @@ def test_a_version_without_later_parameters_serves_calls_that_need_none_of_them(
     leaves, others = packed()
     call = partial(dispatch.attention_varlen, *leaves, *others, enable_gqa=True, is_causal=True)
     close(call(implementation="flash"), call(implementation="torch").double())
-    said = r"^implementation='flash' \(.*\) can't serve this call, since its version has no seqused_k: pip install -U torch"
+    said = r"^implementation='flash' \(.*\) can't run this call, since its version has no seqused_k: pip install -U torch"
     with torch.no_grad(), pytest.raises(InputError, match=said):
         call(implementation="flash", seqused_k=torch.tensor([7, 0, 11]))
 

@@ -571,7 +571,7 @@ def test_the_provider_that_won_a_records_run_serves_and_explain_says_so(machine:
     with_providers(own_database, {"math": 50.0, "flash": 80.0})
     explained = dispatch.explain(Q, Q, Q, is_causal=True)
     assert (explained.kind, explained.provider, explained.template) == ("provider", "math", None)
-    assert "PyTorch's math attention serves: its whole calls took the least time on h200: 50.0 us" in explained.reason
+    assert "PyTorch's math attention runs the call: its whole calls took the least time on h200: 50.0 us" in explained.reason
     times = {one.name: one.us for one in explained.providers if one.us is not None}
     assert times == {"flashtune": 100.0, "torch": 200.0, "cudnn": 200.0, "math": 50.0, "flash": 80.0}
     assert_right(attend())

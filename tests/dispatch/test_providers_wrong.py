@@ -123,7 +123,7 @@ def test_a_stranger_refutes_no_records_but_its_own(machine: Machine, own_databas
 def test_a_verdict_on_another_version_is_warned_of_once(machine: Machine, own_database: Path) -> None:
     with_providers(own_database, {"math": 50.0})
     judge(own_database, "math", 50.0, BEFORE)
-    with pytest.warns(RuntimeWarning, match=r"math was judged with cuDNN 9.10.2 \(here 9.12.0\); it serves unchecked.*verify --requalify"):
+    with pytest.warns(RuntimeWarning, match=r"math was judged with cuDNN 9.10.2 \(here 9.12.0\); it runs unchecked.*verify --requalify"):
         assert_right(attend())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -134,7 +134,7 @@ def test_a_verdict_on_another_version_is_warned_of_once(machine: Machine, own_da
 def test_who_names_a_wrong_provider_is_warned(machine: Machine, own_database: Path) -> None:
     with_providers(own_database, {"flash": 50.0})
     judge(own_database, "math", None)
-    with pytest.warns(RuntimeWarning, match="math was found wrong .* it serves since the caller named it"):
+    with pytest.warns(RuntimeWarning, match="math was found wrong .* it runs the call since the caller named it"):
         assert_right(attend(implementation="math"))
 
 
@@ -180,7 +180,7 @@ def test_where_pytorchs_own_choice_is_wrong_another_backend_comes_first(
     dispatch.reload()
     explained = dispatch.explain(Q, Q, Q, is_causal=True)
     assert (explained.kind, explained.provider) == ("provider", "math")
-    assert "PyTorch's own choice is wrong for such calls, so PyTorch's math attention serves in its place" in explained.reason
+    assert "PyTorch's own choice is wrong for such calls, so PyTorch's math attention runs the call" in explained.reason
     assert "flash" in explained.refused[0] and "n1x77: output is off" in explained.reason
     ran: list[int] = []
     first = libraries.PROVIDERS["math"]._first  # type: ignore[attr-defined]

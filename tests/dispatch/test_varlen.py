@@ -143,7 +143,7 @@ def test_dropout_of_pytorch_that_is_named_leaves_a_compilers_graph_and_is_refuse
     # It remembers what it left.
     torch._dynamo.reset()
     monkeypatch.setattr(dispatch, "attention_varlen", torch.compile(plain, backend="eager", fullgraph=True))
-    with pytest.raises(Exception, match="implementation='torch' can't serve this call, since a compiler can't trace its dropout"):
+    with pytest.raises(Exception, match="implementation='torch' can't run this call, since a compiler can't trace its dropout"):
         given.call()
 
 
@@ -308,5 +308,5 @@ def test_kernels_that_are_named_and_cannot_be_built_are_no_reason_for_pytorch_to
     monkeypatch.setattr(packed_run, "_planned", fails)
     named = {"enable_gqa": True, "implementation": "flashtune"}
     for _ in range(2):
-        with pytest.raises(InputError, match="implementation='flashtune' can't serve this call, since no kernel takes packed sequences"):
+        with pytest.raises(InputError, match="implementation='flashtune' can't run this call, since no kernel takes packed sequences"):
             dispatch.attention_varlen(*given.arguments, **named)

@@ -190,7 +190,7 @@ def recomputed() -> dict[str, object]:
         with FlopCounterMode(display=False):
             found["under a mode"] = close(seeded(step_of, *x), by_torch)
         with torch.no_grad():
-            found["explained"] = "served as in training" in dispatch.explain(*x, dropout_p=0.5, enable_gqa=True).reason
+            found["explained"] = "runs as in training" in dispatch.explain(*x, dropout_p=0.5, enable_gqa=True).reason
     finally:
         backwards.gradient_choice = choose
         dispatch.reload()

@@ -27,7 +27,7 @@ def main(path: str) -> list[str]:
             ways.dense(longer)
         except InputError as error:
             found.append(str(error))
-    assert ways.dense(longer).isfinite().all(), "without the plan it serves"
+    assert ways.dense(longer).isfinite().all(), "without the plan it runs"
     return found
 
 

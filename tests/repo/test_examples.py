@@ -54,8 +54,8 @@ def test_padding_free_steps_have_the_loss_of_each_text_alone(capsys: pytest.Capt
     assert last < first
 
 
-def test_a_diffusion_block_says_what_serves_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "serves it" in run("diffusion_block.py", capsys)
+def test_a_diffusion_block_says_what_runs_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "runs the call" in run("diffusion_block.py", capsys)
 
 
 def test_a_model_ships_its_rows_and_is_served_them(capsys: pytest.CaptureFixture[str]) -> None:

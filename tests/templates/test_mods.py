@@ -473,7 +473,7 @@ def test_kernels_that_are_named_serve_unmeasured_and_slower_than_pytorch(mods: A
         named = flex_decided.call_of(q, k, v, *mods, None, True, None, False, "flashtune")
         assert isinstance(named, flex_decided.FlexCall) and named.kernel is made
     monkeypatch.setattr(made, "failed", "no compiler")
-    with pytest.raises(InputError, match=r"^implementation='flashtune' can't serve this call, since no compiler: "):
+    with pytest.raises(InputError, match=r"^implementation='flashtune' can't run this call, since no compiler: "):
         flex_decided.call_of(q, k, v, *mods, None, True, None, False, "flashtune")
 
 

@@ -211,7 +211,7 @@ def test_a_table_that_says_what_its_kernels_are_not_gives_torchs_numbers_and_one
     for name, change in zip(EDITS, found.values(), strict=True):
         assert max(change["errors"]) < 0.02, (name, change)
         assert len(change["warnings"]) == 1 and "export the folder again" in change["warnings"][0], (name, change)
-        assert any(served.startswith("PyTorch serves") for served in change["served"]), (name, change)
+        assert any(served.startswith("PyTorch runs the call") for served in change["served"]), (name, change)
 
 
 def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_snippet_about_hub_folders_runs(database: Path, tmp_path: Path) -> N
     exported(tmp_path / "my-attention", database)
     given = "import torch\nq = k = v = torch.randn(2, 2, 64, 32, dtype=torch.float16)\n"
     told = python(given + snippet, folder=tmp_path, environment={"TRITON_INTERPRET": "1"})
-    assert told.startswith("flash_fwd fwd-fp16-d32-causal serves, by a record of h200 at N=64")
+    assert told.startswith("flash_fwd fwd-fp16-d32-causal runs the call, by a record of h200 at N=64")
 
 
 def test_folders_of_equal_records_are_equal_and_have_an_id_of_their_content(database: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_predicted_records_serve_only_where_that_is_asked_for(tmp_path: Path) ->
     database = samples.write(tmp_path / "p.sqlite", (predicted, RESULTS[1]))
     result = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(database))
     assert result.exit_code == 0, result.output
-    assert "left out: 1 predicted record (--predicted lets them serve)" in result.stderr
+    assert "left out: 1 predicted record (--predicted writes them, too)" in result.stderr
     assert exported(tmp_path / "hub", database, "--predicted")["predicted"] == 1
     assert "1 of the records predicted by a cost model and never measured" in (tmp_path / "hub/README.md").read_text()
     alone = samples.write(tmp_path / "alone.sqlite", (predicted,))
@@ -326,7 +326,7 @@ def test_records_of_a_card_that_no_table_has_go_along_and_serve_on_that_card_alo
     result = flashtune("export", "--hub", str(tmp_path / "hub"), "--db", str(database))
     assert result.exit_code == 0, result.output
     assert "2 records, 2 kernels" in result.stdout
-    assert "unknown here: h100-nvl, whose records serve on cards of that name alone" in result.stderr
+    assert "unknown here: h100-nvl, whose records are used only on GPUs of that name" in result.stderr
     assert "NVIDIA H200" in (text := (tmp_path / "hub/README.md").read_text()) and "h100-nvl" in text
     [path] = (tmp_path / "hub").rglob("table.json")
     folder = standalone.Standalone(path, {}, lambda name: pytest.fail(name))

@@ -531,7 +531,7 @@ def test_explain_says_which_record_or_which_default(file: Path, tmp_path: Path) 
     assert "measured with these functions" in exact["reason"] and exact["config"] == configs_of(problem)[5].as_dict()
     assert plain.record_key is None, "no record of functions tells anything of attention"
     bare = json.loads(CliRunner().invoke(main, [*words, "--n", "4096", "--db", str(samples.write(tmp_path / "e.sqlite", ()))]).stdout)
-    assert bare["kind"] == "default" and "serves (the family's default, not measured)" in bare["reason"]
+    assert bare["kind"] == "default" and "runs the call (the family's default, not measured)" in bare["reason"]
     slow = database(tmp_path / "s.sqlite", (problem, "flash_fwd_hopper", configs_of(problem)[5], 250.0), framework_us=200.0)
     slower = json.loads(CliRunner().invoke(main, [*words, "--n", "4096", "--db", str(slow)]).stdout)
     assert slower["kind"] == "framework" and "PyTorch was faster: 200.0 us" in slower["reason"]

@@ -241,10 +241,10 @@ def test_doctor_counts_the_records_from_elsewhere_and_names_the_command(shipped:
     assert said() == "2 measured records of h200"
     upgraded = replace(samples.PROVENANCE, torch="2.12.0", driver="580.1", created_at="2026-11-27T10:00:00+00:00")
     monkeypatch.setattr(machine, "provenance", lambda **_: upgraded)
-    assert "; 2 made with another torch (2; here 2.12.0), driver (2; here 580.1): they serve" in said()
+    assert "; 2 made with another torch (2; here 2.12.0), driver (2; here 580.1): they are used" in said()
     assert "`flashtune verify --requalify` times them again" in said()
     requalify(monkeypatch, {(n, config): -1.0 for n in (640, 1024) for config in (FIRST, SECOND)}, "--sample", "1")
-    assert "the kernels of 2 fail here and don't serve" in said()
+    assert "the kernels of 2 fail here and aren't used" in said()
 
 
 def test_a_strangers_candidates_race_before_one_of_them_serves(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_strangers_candidates_race_before_one_of_them_serves(tmp_path: Path, s
     own = tmp_path / "own.sqlite"
     assert flashtune("merge", str(mine), str(other), "--out", str(own), "--trust", str(mine)).exit_code == 0
     monkeypatch.setattr(machine, "local_gpus", lambda: (SimpleNamespace(name="NVIDIA H200", target=TARGET),))
-    assert "2 candidates of strangers don't serve until" in flashtune("doctor", "--json").stdout
+    assert "2 candidates of strangers wait until" in flashtune("doctor", "--json").stdout
     assert served(640) == ("exact", FIRST) and served(256)[0] != "exact" and served(320)[0] != "exact"
     times = {(640, FIRST): 50.0, (640, SECOND): 60.0, (256, FIRST): 70.0, (320, SECOND): -1.0, (1024, FIRST): 60.0, (1024, SECOND): 62.0}
     rows = requalify(monkeypatch, times)

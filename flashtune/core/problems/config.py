@@ -124,8 +124,8 @@ class Flags:
     dropout: bool = False
     softcap: bool = False
     tf32: bool = _switch("Allow TF32 products for fp32 inputs (IEEE otherwise).")
-    alibi: bool = _switch("ALiBi: a bias by distance with a slope per head; one tuning serves all slopes.")
-    sinks: bool = _switch("Attention sinks: a logit per head in each softmax's denominator; one tuning serves all logits.")
+    alibi: bool = _switch("ALiBi: a bias by distance with a slope for each head; one record is used for all slopes.")
+    sinks: bool = _switch("Attention sinks: a logit of each head in the softmax's denominator; one record is used for all logits.")
     packed: bool = False
     dbias: bool = _switch("A backward whose bias (mask 'bias') gets its gradient, too.")
     dslopes: bool = _switch("A backward whose ALiBi slopes get their gradient, too.")

@@ -273,7 +273,7 @@ class Problem(Sizes):
         return self.features.band(self.n_q, self.n_kv)
 
     def seen(self) -> "Problem":
-        """The problem without sides of the band that hide no pair at these sizes, as dispatch serves it."""
+        """The problem without sides of the band that hide no pair at these sizes, as dispatch runs it."""
         features = self.features
         if self.lengths is not None:
             # Its sizes are means, and the sides of a call are compiled in.
@@ -284,7 +284,7 @@ class Problem(Sizes):
         return replace(self, features=Features.within(band, mask=features.mask, mods=features.mods, **others))
 
     def spec(self) -> KernelSpec:
-        """The part of this problem that is compiled into a kernel; one spec serves every N, batch and head count."""
+        """The part of this problem that is compiled into a kernel; one spec is for every N, batch and head count."""
         features = self.features
         return KernelSpec(
             direction=self.direction,

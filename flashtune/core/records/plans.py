@@ -139,7 +139,7 @@ def _entry(found: Any) -> Entry:
     place = Place(found["way"], found["gpu"], problem_of_entry(found["problem"]), tuple(how))
     found_servers = tuple(map(_served, served))
     if place.way in ("paged", "functions", "gradients") and any(one.provider for one in found_servers):
-        raise InputError(f"its way {place.way} has the provider {found_servers[0].provider}, and providers serve no such calls")
+        raise InputError(f"its way {place.way} has the provider {found_servers[0].provider}, and providers run no such calls")
     return Entry(place, found_servers)
 
 

@@ -290,7 +290,7 @@ def check_implementation(name: object) -> None:
 def cannot_serve(name: str, why: str, title: str = "") -> InputError:
     """Error where the implementation that a caller names can't serve the call; `title` is the name of a library."""
     shown, remedy = f" ({title})" if title else "", "" if ": pip" in why else ": leave implementation out, or name another"
-    return InputError(f"implementation={name!r}{shown} can't serve this call, since {why}{remedy}")
+    return InputError(f"implementation={name!r}{shown} can't run this call, since {why}{remedy}")
 
 
 def wants_lse(return_lse: bool, return_aux: Any) -> bool:

@@ -63,7 +63,7 @@ def confirmed(memo: Memo, call: Call, given: Arguments) -> Plan | None:
         alone = len(plans) == 1 and None in plans
         times = [] if alone or not plans else race([functools.partial(plan.run, *given) for plan in plans.values()], call.device)
     except torch.OutOfMemoryError:
-        memo.warn_once("flashtune: the GPU's memory is too small to measure a call: it is served unmeasured")
+        memo.warn_once("flashtune: the GPU's memory is too small to measure a call: it runs unmeasured")
         return None
     found = dict(zip(plans, map(Measurement.of, times), strict=False))
     if not (found or wrong):
@@ -106,7 +106,7 @@ def _plans(memo: Memo, call: Call, problem: Problem, given: Arguments, wrong: di
     if not why:
         found[None], judge.torchs = torchs, out
     else:
-        memo.warn_once(f"flashtune: PyTorch's own choice, {choice}, is wrong at a call ({why}): another serves such calls where one can")
+        memo.warn_once(f"flashtune: PyTorch's own choice, {choice}, is wrong at a call ({why}): another runs such calls where one can")
         wrong |= {} if backend is None else {backend: why}
     for candidate in resolve.candidates(memo, call, *given[:4], None, ours=True):
         if len(found) > KERNELS:

@@ -1,4 +1,4 @@
-"""Explanation of a choice: who serves a call, and the reasons, as data."""
+"""Explanation of a choice: what runs a call, and the reasons, as data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from flashtune.dispatch.providers.libraries import PROVIDERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Kernel that runs a call, and the reason.
+    """What runs a call, and the reason.
 
     Times are in microseconds, and those of a record are of its own problem.
 
@@ -25,8 +25,8 @@ class Explanation:
         kind: how the choice was made, such as "exact" or "framework" (PyTorch); `rank` in flashtune.dispatch.policy.choose defines it.
         reason: the choice in a sentence, which is also `str()` of the explanation.
         gpu: slug of the GPU.
-        key: key of the call's own record; None where no record can apply (float64, tensors on the CPU).
-        template: family of the kernel; None where PyTorch runs the call.
+        key: key of the call's own record; None if no record can apply (float64, tensors on the CPU).
+        template: family of the kernel; None if PyTorch runs the call.
         variant_id: id of the kernel, as `flashtune show --kernel` takes it; None likewise.
         config: config of the kernel; None likewise.
         source: "measured" or "predicted"; None where no record was used.
@@ -35,14 +35,14 @@ class Explanation:
         median_us: time of the record's kernel.
         framework_us: PyTorch's time in the record's run.
         refused: a line for each record or family that came earlier and was passed over.
-        differences: where the record is of another key, its values beside those of the call (`d=128 for 80`).
+        differences: if the record is of another key, what differs: its value for that of the call (`d=128 for 80`).
         estimated_loss: always None (reserved).
-        backward: explanation of the gradients, where kernels compute them; None where PyTorch does.
+        backward: explanation of the gradients; None if PyTorch computes them.
         twin: config of the fallback kernel, for a kernel whose softmax may be mispredicted.
-        misled_programs: mispredicting programs of calls like this one so far.
+        misled_programs: how often programs of such kernels mispredicted so far.
         went_over: 1 after the switch to the fallback kernel, else 0.
         twin_serves: True once the fallback kernel runs such calls, until the process ends.
-        provider: the provider that runs the call, where `kind` is "provider".
+        provider: name of PyTorch's backend or the library that runs the call, if `kind` is "provider".
         providers: all implementations that a caller may name, with their times.
     """
 
@@ -76,7 +76,7 @@ class Explanation:
         """Copy with the counts of such calls and their latch."""
         if state is None:
             return self
-        reason = self.reason + "; its softmax was mispredicted, so that its fallback kernel serves" * state.latched
+        reason = self.reason + "; its softmax was mispredicted, so its fallback kernel runs the call" * state.latched
         programs = state.mispredicted.value
         return replace(self, reason=reason, misled_programs=programs, went_over=int(state.latched), twin_serves=state.latched)
 
@@ -85,7 +85,7 @@ def explained(choice: Choice, problem: Problem, target: Target, refused: Sequenc
     """Explanation of a choice and of those passed over before it; `interpreted` is True where Triton's interpreter runs it."""
     variant, reason = choice.variant, choice.note
     if choice.provider is not None:
-        reason = f"{PROVIDERS[choice.provider].title} serves: {reason}"
+        reason = f"{PROVIDERS[choice.provider].title} runs the call: {reason}"
     if variant is not None and not interpreted and target.arch.isdigit() and (why := kernels.uncompiled(variant, target.arch)) is not None:
         reason += f"; {why}, so Triton compiles it at the first call"
     if choice.kind == "framework" and choice.record is None and refused:

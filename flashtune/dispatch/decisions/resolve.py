@@ -83,7 +83,7 @@ def candidates(
 def telling(said: Callable[[], Explanation], told: Sequence[str], name: str = "", why: str = "") -> Explanation:
     """An explanation with what was `told` of those who don't serve; of the backend of a name in PyTorch's place, and why."""
     found, told = said(), tuple(dict.fromkeys((*told, *[why] * bool(why))))
-    own = f"; PyTorch's own choice is wrong for such calls, so {PROVIDERS[name].title} serves in its place" if name else ""
+    own = f"; PyTorch's own choice is wrong for such calls, so {PROVIDERS[name].title} runs the call" if name else ""
     words: dict[str, Any] = {"kind": "provider", "provider": name} if name else {}
     return replace(found, reason="; ".join((found.reason + own, *told)), refused=(*told, *found.refused), **words)
 
@@ -118,7 +118,7 @@ def _candidates(
         chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic, composite=ours)
         fused = fused and chosen is None
         if chosen is None:
-            torch_only = f"unseeded dropout is served as in training, and there {why}"
+            torch_only = f"dropout without a seed runs as in training, and there {why}"
     if torch_only is None and problem is not None:
         if devices.INTERPRETING:
             memo.warn_of_missing()
@@ -129,7 +129,9 @@ def _candidates(
     memo.warn_of_missing()
     gpu = devices.slug_here(call.device)
     key = problem.key(gpu) if problem is not None and gpu != call.device.type else None
-    said = functools.partial(Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention serves it", gpu=gpu, key=key)
+    said = functools.partial(
+        Explanation, kind="framework", reason=f"{torch_only}, so PyTorch's own attention runs the call", gpu=gpu, key=key
+    )
     yield Candidate(plan=TorchPlan.of(call, *tensors), kind="framework", said=said)
 
 
@@ -158,7 +160,7 @@ def forced(memo: Memo, call: Call, tensors: Tensors, per_head: PerHead | None, t
     else:
         for one in candidates(memo, call, *tensors, torch_only, ours=True):
             if one.kind == "framework":
-                why = one.explanation.reason.removesuffix(", so PyTorch's own attention serves it")
+                why = one.explanation.reason.removesuffix(", so PyTorch's own attention runs the call")
                 break
             yield one
     raise cannot_serve(name, str(why))
@@ -220,7 +222,7 @@ def _trained(
     if chosen is not None:
         for forward in candidates(memo, backwards.forward_of(call), *call.views(*tensors[:3]), call.small_mask(tensors[3]), None):
             if forward.kind == "framework":
-                return f"no kernel serves the forward ({forward.explanation.reason})"
+                return f"no kernel runs the forward ({forward.explanation.reason})"
             both = lambda one=forward: replace(one.explanation, backward=explained(chosen, trained, target, ()))  # noqa: E731
             yield forward._replace(said=both, trains=True)
     return why
@@ -336,12 +338,12 @@ def _by_kernels(memo: Memo, problem: Problem, target: Target, pool: Pool) -> Exp
     """Explanation of the kernel that serves `problem`, or of PyTorch."""
     refused: list[str] = []
     if (large := unfit_heads(problem.d, problem.d_v)) is not None:
-        reason = f"{large}, so PyTorch's own attention serves it"
+        reason = f"{large}, so PyTorch's own attention runs the call"
         return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
     if problem.direction == "bwd":
         chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
-            reason = f"{why}, so PyTorch's own attention serves the gradient"
+            reason = f"{why}, so PyTorch's own attention computes the gradient"
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}

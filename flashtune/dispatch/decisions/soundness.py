@@ -81,7 +81,7 @@ def warn_of_suspect(memo: Memo, record: TuningRecord, name: str) -> None:
     for one in record.providers if record.origin != "shipped" else ():
         if one.template == name and (why := suspicion(record, one, devices.versions_of(name))):
             memo.warn_once(
-                f"flashtune: in {record.origin} {why}; it serves unchecked: run `flashtune verify --requalify` to check and time it again"
+                f"flashtune: in {record.origin} {why}; it runs unchecked: run `flashtune verify --requalify` to check and time it again"
             )
 
 
@@ -91,4 +91,4 @@ def warn_of_wrong(memo: Memo, call: Call, name: str) -> None:
         return
     target, _, pool = memo.surroundings(call.device, call.problem)
     if isinstance(pool, Pool) and (why := why_wrong(memo, name, call.problem, target)):
-        memo.warn_once(f"flashtune: {why}; it serves since the caller named it: leave implementation out for another")
+        memo.warn_once(f"flashtune: {why}; it runs the call since the caller named it: leave implementation out for another")

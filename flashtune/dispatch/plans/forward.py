@@ -159,7 +159,7 @@ class KernelPlan(Plan):
             if other is None or other.program is None:
                 raise EnvironmentProblem("its launches can't be prepared here")
         except Exception as error:
-            self.code.warn(f"flashtune: {why} {wanted.config.label()} can't serve: {error}")
+            self.code.warn(f"flashtune: {why} {wanted.config.label()} can't run: {error}")
             return None
         return other
 

@@ -198,7 +198,9 @@ class Kernels:
                 later.start()
             self.faults[kernel] = fault
             remedy = "free some space, or point TRITON_CACHE_DIR and TMPDIR at folders that can be written"
-            self._warn(f"flashtune: no kernel can be compiled here ({fault}): {remedy}; until then others serve, and it is tried again")
+            self._warn(
+                f"flashtune: no kernel can be compiled here ({fault}): {remedy}; until then others run its calls, and it is tried again"
+            )
             return fault
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -141,11 +141,11 @@ def rank(
         yield from ranking.steps(names, "predicted")
     elif suited:
         why = f"no kernel for this problem was measured on GPUs like {target.name}"
-        note = f"{why}, so PyTorch's own attention serves (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} serve)"
+        note = f"{why}, so PyTorch's own attention runs the call (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} run it)"
         yield Choice(kind="framework", spec=spec, note=note)
         return
     yield from map(ranking.default, computing)
-    yield Choice(kind="framework", spec=spec, note="no template serves this problem here, PyTorch's own attention does")
+    yield Choice(kind="framework", spec=spec, note="no template takes this problem here, so PyTorch's own attention runs the call")
 
 
 class Ranking:
@@ -280,7 +280,7 @@ class Ranking:
         if relative is not None and relative * slower > 1.0 and not calls_tie(record) and self.framework_serves:
             calls = (record.outcome.call_us, record.framework_call_us)
             if slower != 1.0:
-                note = f"{note}, of PyTorch's {record.framework_us:.1f}{_reading(slower)}, so it serves"
+                note = f"{note}, of PyTorch's {record.framework_us:.1f}{_reading(slower)}, so PyTorch runs the call"
             elif None in calls:
                 note = f"{note}, and there PyTorch was faster: {record.framework_us:.1f} us"
             else:
@@ -305,7 +305,7 @@ class Ranking:
         # A config that is preferred has its ratio to PyTorch from the nearest record's.
         basis = (nearest.record, more) if more < 0.0 else (record, 0.0)
         if step and (faster := self._torch_is_faster(*basis)) is not None:
-            note += f"{faster}; by its record and the cost model PyTorch is expected to take less time, so it serves"
+            note += f"{faster}; by its record and the cost model PyTorch is expected to take less time, so PyTorch runs the call"
             return Choice(kind="framework", spec=self.spec, note=note, record=record, differences=differences(record, key))
         alike = record.problem.spec() == self.spec and record.key.gqa_ratio == key.gqa_ratio and same_features(record.key, key)
         return self._with_graphs(fit, self.by(fit, note, alike=alike))
@@ -353,7 +353,7 @@ class Ranking:
             return Refusal(reason=f"the default of {family.name} breaks {broken.name}: {broken.why}")
         if failed := self.pool.refutation(family, config, self.spec, None):
             return Refusal(reason=f"{family.name}: {failed}")
-        note = note or f"no record applies to this problem, so the unmeasured default config of {family.name} serves it"
+        note = note or f"no record applies to this problem, so the unmeasured default config of {family.name} runs the call"
         return Choice(kind="default", spec=self.spec, note=note, family=family, config=config)
 
     def _note(self, fit: Fit) -> str:

@@ -28,7 +28,7 @@ class Offer:
 
 
 def offers(record: TuningRecord | None, refusal: Callable[[str], str | None]) -> tuple[Offer, ...]:
-    """All implementations, with their times in a record's run; `refusal` is a provider's reason for not serving."""
+    """All implementations, with their times in a record's run; `refusal` is a provider's reason for refusing."""
     times: dict[str, float | None] = {}
     if record is not None:
         times[TORCHS] = record.framework_call_us or record.framework_us

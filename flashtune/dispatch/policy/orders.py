@@ -115,8 +115,8 @@ def rank_coded(
     for family in usable:
         if free or family.name in BUILT_FOR_IT:
             yield ranking.pool.cached(family, spec, partial(_without_record, ranking, family, records))
-    why = "no template serves these functions here" if free else UNMEASURED
-    yield Choice(kind="framework", spec=spec, note=f"{why}, so PyTorch's flex_attention serves")
+    why = "no template takes these functions here" if free else UNMEASURED
+    yield Choice(kind="framework", spec=spec, note=f"{why}, so PyTorch's flex_attention runs the call")
 
 
 def _without_record(ranking: Ranking, family: Family, records: Records) -> Choice | Refusal:
@@ -139,7 +139,7 @@ def _without_record(ranking: Ranking, family: Family, records: Records) -> Choic
         record, near = found.record, found.config
         if record is not None and near is not None and record.problem.n_kv >= TYPICAL // 4 and family.unfit(near, spec, target) is None:
             config, origin = near, f"{_of(record)}, not measured"
-    choice = ranking.default(family, config, f"no record is of these functions, so {family.name} serves ({origin})")
+    choice = ranking.default(family, config, f"no record is of these functions, so {family.name} runs the call ({origin})")
     return choice._replace(origin=origin) if isinstance(choice, Choice) else choice
 
 

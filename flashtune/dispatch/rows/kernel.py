@@ -94,7 +94,7 @@ class Kernel:
             code = self.memo.kernels.code(family, variant, self.device, target, keeps=self.code.keep is not None)
         if isinstance(code, Code):
             return Kernel(self.memo, variant, code, self.device, self.choice)
-        self.memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't serve: {code}")
+        self.memo.warn_once(f"flashtune: a kernel mispredicts softmax, but its fallback {config.label()} can't run: {code}")
         return None
 
     @property

@@ -47,7 +47,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 class Memo:
     """Plans by signature, choices of decode steps by length bucket (None for steps chosen singly), records by group, and `kernels`.
 
-    `pinned` is a pass and a kernel that serves every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing
+    `pinned` is a pass and a kernel that runs every call of it which it accepts, for measurements. Reading a plan takes no lock; choosing
     one holds `lock`.
     """
 
@@ -70,7 +70,7 @@ class Memo:
 
     @functools.cached_property
     def unmeasured(self) -> bool:
-        """True where kernels without measurements on the GPU's architecture may serve."""
+        """True where kernels without measurements on the GPU's architecture may run calls."""
         if self.settings.unmeasured is not None:
             return self.settings.unmeasured
         said = os.environ.get("FLASHTUNE_UNMEASURED", "").strip().lower()
@@ -132,7 +132,7 @@ class Memo:
         return target, families(), self.pool(problem.key(target.slug), target)
 
     def pool(self, key: ProblemKey, target: Target) -> Pool:
-        """Records that may serve `key` on this GPU; the first call reads the library."""
+        """Records that may be used for `key` on this GPU; the first call reads the library."""
         library = self.library()
         # A large library is read per key, since looking at all of it would take too long.
         group: Hashable = key if library.large else group_of(key)
@@ -145,14 +145,14 @@ class Memo:
         return self._pools[group]
 
     def warn_of_elsewhere(self, record: TuningRecord, device: torch.device) -> None:
-        """Warn, once for each database, where a record that serves on this GPU was measured on another machine; shipped records are from
+        """Warn, once for each database, where a record that is used on this GPU was measured on another machine; shipped records are from
         another one anyway."""
         if record.origin == "shipped" or record.origin in self._warned_of or record.outcome.source != "measured":
             return
         if differences := devices.differing(record.provenance, devices.here(device.index)):
             self._warned_of.add(record.origin)
             said = f"records of {record.origin} were measured elsewhere: {', '.join(differences)}"
-            self.warn_once(f"flashtune: {said}; they serve, search here to compare them")
+            self.warn_once(f"flashtune: {said}; they are used, and a search here compares them")
 
     def warn_once(self, message: str) -> None:
         """Issue a RuntimeWarning, the first time that this message comes up."""
@@ -220,7 +220,7 @@ class Use:
 class Stack:
     """Layers of a context, the topmost first, and their plan cache, which is empty until `current` was called.
 
-    Copied contexts share it, so that a plan serves all of them.
+    Copied contexts share it, so that a plan is in force in all of them.
     """
 
     __slots__ = ("__weakref__", "plans", "uses")
@@ -268,36 +268,36 @@ def use(
     confirm: bool = False,
     plan: str | Path | None = None,
 ) -> Use:
-    """Put a database in force: calls of this thread, or task of asyncio, use its records first.
+    """Use a database: calls of this thread, or task of asyncio, look into it first.
 
         with dispatch.use("model/tuned.sqlite"):
             model(x)
 
-    It lies over earlier layers, `FLASHTUNE_DB`, the user's own records and the shipped ones, until the `with` ends or `remove` of the
-    returned object is called. The file is read now; a later change is read when it is used again, or after `reload`.
+    It is a layer over earlier ones, `FLASHTUNE_DB`, the user's own database and the shipped one, until the `with` ends or `remove` of the
+    returned object is called. The file is read now. Later changes of it are read after `reload`, or when `use` names it again.
 
     Args:
-        database: path or URL. Its measured records go before those of lower layers for the same key.
+        database: path or URL. For the same key, its measured records go before those of lower layers.
         alone: hide all lower layers.
         everywhere: apply to all threads and tasks, such as those of data loaders and servers; their own layers lie above it. Activation
-            checkpoints need it, since PyTorch computes them again in threads of its own on a GPU.
+            checkpoints on a GPU need it, since PyTorch computes them again in threads of its own.
         unmeasured: allow kernels without any measurement on the GPU's architecture, or forbid them. None leaves it to
             FLASHTUNE_UNMEASURED.
         confirm: measure at first calls. If a key has no measured record, the first call of `attention` times the two kernels that are
             likely the fastest, PyTorch and other providers, for 50 ms in all after compiling. The fastest runs such calls from then on,
             and the user's own database keeps it. Calls with gradients, with dropout, with features for which PyTorch needs all scores
             (soft caps, LSEs), in CUDA graphs or under a tracer aren't measured.
-        plan: file of `freeze`. Its kernels and providers run calls in place of all records, and never give way to a fallback kernel, so
-            that the ranks of a job have equal bits; `digest` of the returned object is equal then. A call that the plan doesn't have is
-            refused, and so is a plan of other versions or another GPU. If a length is between the same powers of two as a frozen call, its
-            kernel runs.
+        plan: file of `freeze`. What it names runs the calls, whatever the records say, and never gives way to a fallback kernel. So ranks
+            with the same plan have equal bits; `digest` of the returned object tells whether plans are the same. A call that the plan
+            doesn't have is refused, and so is a plan of other versions or another GPU. A call uses the plan's kernel for its length, or
+            for a length between the same powers of two.
 
     Returns:
-        The layer: a context manager with `remove`. Without `everywhere` it is in a context variable: tasks started inside the block keep
-            the layer until they end, as do threads running in a copied context. Gradients are computed under the layers of the forward.
+        The layer: a context manager with `remove`. Without `everywhere`, tasks that start inside the block keep the layer until
+            they end, and so do threads that run in a copied context. Gradients are computed under the layers of the forward.
 
     Raises:
-        DatabaseError: where there is no such database, or it is damaged.
+        DatabaseError: if there is no such database, or it is damaged.
         InputError: without `database`, `unmeasured`, `confirm` and `plan`, and for a plan that can't run calls here.
     """
     global _everywhere
@@ -344,7 +344,7 @@ def reload(database: str | Path | None = None, *, alone: bool = False) -> None:
 
 @contextmanager
 def serving(memo: Memo) -> Iterator[None]:
-    """Serve the calls of all threads by this memo meanwhile: with one that pins a kernel, that is measured as it would serve."""
+    """Run the calls of all threads by this memo meanwhile: with one that pins a kernel, that is measured as calls would run it."""
     global _pinned
     before = _pinned
     try:

@@ -1,4 +1,4 @@
-"""`freeze`: a plan of what served this process's calls, for other processes to serve by."""
+"""`freeze`: a plan of what ran this process's calls, which other processes then run, too."""
 
 import os
 from pathlib import Path
@@ -15,9 +15,9 @@ def freeze(path: str | Path) -> str:
         dispatch.freeze("plan.json")                  # after a run that makes every shape
         dispatch.use(plan="plan.json", everywhere=True)  # on every rank
 
-    It holds the kernels of each kind of calls by template, config and the SHA-256 of their text; a kernel whose softmax was mispredicted is
-    held as its fallback kernel. It also holds providers, PyTorch's own choice where that ran, and the versions of all that decides. Kinds
-    of calls are those of this thread's layers (`use`): dense, packed, paged and with functions, forwards and backwards.
+    The plan has what ran each kind of call, forward and backward: a kernel by template, config and the SHA-256 of its text, another
+    library, or PyTorch's own choice. If a fallback kernel ran, the plan has that. It also has the versions of all that decides. Calls are
+    those under this thread's layers (`use`): dense, packed, paged and with functions.
 
     Args:
         path: the file, which is replaced.
@@ -26,12 +26,12 @@ def freeze(path: str | Path) -> str:
         The SHA-256 of the file's text.
 
     Raises:
-        InputError: where no call ran yet that records decide on.
-        EnvironmentProblem: where the file can't be written.
+        InputError: if no call ran yet whose choice a plan can fix.
+        EnvironmentProblem: if the file can't be written.
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"a plan is named by its path, not {path!r}")
     entries = context.current().met.entries()
     if not entries:
-        raise InputError("no call was served yet that a plan decides on: run the model first, on the GPU that will serve")
+        raise InputError("no call of this process can be frozen: run the model first, on the job's GPU")
     return plans.write(Path(os.path.expanduser(path)), versions(entries), entries)

@@ -28,7 +28,7 @@ MOST_PLACES = 32768
 
 
 class _Server(NamedTuple):
-    """Server of a call: a kernel with the fallback that serves once the `owner` of its latch says so, and with the config that CUDA graphs
+    """Server of a call: a kernel with the fallback that runs once the `owner` of its latch says so, and with the config that CUDA graphs
     run; a provider; or PyTorch's own choice."""
 
     variant: Variant | None = None
@@ -78,7 +78,7 @@ class Met:
 
 
 class Frozen:
-    """A plan in force: it serves calls like those that it was frozen from, by the same kernels, and refuses others.
+    """A plan in force: calls like those that it was frozen from run by the same kernels, and others are refused.
 
     A call has the servers of its own entry, else of the entry whose lengths are nearest among those that differ in sizes alone, in the same
     octaves.
@@ -112,14 +112,14 @@ class Frozen:
         """Servers of a call in the order of the plan; raises InputError where the plan has none."""
         found = self.named(place)
         if not found:
-            remedy = "freeze a run that makes it, or serve without the plan"
+            remedy = "freeze a run that makes it, or run without the plan"
             raise InputError(f"the plan {self.path} has no call like {place.label()}: {remedy}")
         yield from found
 
     def unable(self, place: Place, why: str) -> InputError:
-        """Error where what the plan names for a call can't serve it here."""
-        what = f"what the plan {self.path} names for {place.label()} can't serve here ({why})"
-        return InputError(f"{what}: freeze it anew, or serve without it")
+        """Error where what the plan names for a call can't run it here."""
+        what = f"what the plan {self.path} names for {place.label()} can't run here ({why})"
+        return InputError(f"{what}: freeze it anew, or run without it")
 
     def named(self, place: Place) -> list[Choice]:
         """The same without an error: empty where the plan has no such call."""
@@ -161,7 +161,7 @@ class Frozen:
 
 
 def _octaves(place: Place) -> Hashable:
-    """Common parts of calls that one entry serves."""
+    """Common parts of calls that one entry is for."""
     one = place.problem
     rows = one.n_q if one.n_q <= DECODE_ROWS else next_power_of_two(one.n_q)
     return place.way, place.gpu, place.how, kind_of(one), rows, next_power_of_two(one.n_kv)
@@ -174,7 +174,7 @@ def _distance(one: Problem, other: Problem) -> tuple[Any, ...]:
 
 
 def versions(entries: Sequence[Entry]) -> dict[str, str]:
-    """Versions here of everything that decides on what these entries serve, by package."""
+    """Versions here of everything that decides on what these entries run, by package."""
     packages = {"torch", "triton", *(PROVIDERS[one.provider].package for entry in entries for one in entry.served if one.provider)}
     found = {"flashtune": flashtune.__version__}
     for package in packages:

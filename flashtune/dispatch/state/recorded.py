@@ -31,7 +31,7 @@ MOST_CALLS = 1024
 class Calls:
     """Problems in the order of their first calls.
 
-    Later calls of a problem are served from the plan cache and never get here; changes of the databases in force, which empty that cache,
+    Later calls of a problem use the plan cache and never get here; changes of the databases in force, which empty that cache,
     change nothing here.
     """
 
@@ -83,17 +83,20 @@ os.register_at_fork(after_in_child=CALLS.unlock)
 def save_calls(path: "str | Path") -> None:
     """Add the attention problems that this process has called so far to the file at `path`, which `flashtune search --calls` reads.
 
-    The file is JSON, a line for each problem, and is made where it is missing. Its present contents stay, so that several processes, or
-    runs, may add to one file, at the same time, too; remove it to begin anew. FLASHTUNE_CALLS=PATH in the environment of a process does the
-    same when it exits (not where a signal, or os._exit, ends it).
+    The file is JSON, a line for each problem, and is made if it is missing. Its contents stay: several processes or runs may add
+    to one file, even at the same time. Remove it to begin again. FLASHTUNE_CALLS=PATH in the environment does the same when a process
+    exits, but not if a signal or os._exit ends it.
 
-    Problems are forwards, and backwards of calls whose gradient was requested, as they were called: sizes, dtype and features,
-    whichever kernel served them, on any device. On the CPU only a first call of its sizes records whether gradients are requested. Of
-    compiled models those calls are recorded that aren't traced into PyTorch's own operations: those that kernels may serve. Left out is
-    everything that no search could help: head sizes over 1024, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
-    calls that sdpa_kernel keeps from flash attention. Calls with functions are recorded where a kernel may serve them, by the hash of
-    what was traced: a search of them names the functions, too (`--score-mod`, `--mask-mod`). Decode
-    steps are thinned to the longest of each octave of keys, other calls to the four longest (flashtune.core.records.calls.thinned).
+    Problems are forwards, and backwards of calls whose gradient was requested: sizes, dtype and features, whatever ran them, on any
+    device. On the CPU only the first call of its sizes records whether gradients are requested. Of compiled models the calls that kernels
+    may run are recorded, not those that are traced into PyTorch's own operations.
+
+    What no search could help is left out: head sizes over 1024, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
+    calls that sdpa_kernel keeps from flash attention. Calls with functions that a kernel may run are recorded by the functions' hash: a
+    search of them names the functions, too (`--score-mod`, `--mask-mod`).
+
+    Of decoding steps the longest for each doubling of the keys is kept, of other calls the four longest
+    (flashtune.core.records.calls.thinned).
 
     Args:
         path: the file.
@@ -129,7 +132,7 @@ def _saved(path: str) -> None:
 
 
 def meet(memo: Memo, call: Call, arguments: Arguments, why_torch: str | None) -> None:
-    """Record the problem of a call, and its backward's where gradients are requested, if kernels may serve it, or might on a GPU.
+    """Record the problem of a call, and its backward's where gradients are requested, if kernels may run it, or might on a GPU.
 
     `why_torch` is the result of `why_torch_now`.
     """

@@ -15,7 +15,7 @@ class Settings:
     `alone`. `seen` are the states of their files when they were put in force: a file that changed has other plans.
 
     `unmeasured` allows kernels without measurements on the GPU's architecture (None: FLASHTUNE_UNMEASURED decides). `confirm` measures
-    keys that have no measured record at their first call (flashtune.dispatch.decisions.confirming). A `plan` serves in place of records.
+    keys that have no measured record at their first call (flashtune.dispatch.decisions.confirming). A `plan` decides in place of records.
     """
 
     databases: tuple[str, ...] = ()

@@ -56,10 +56,10 @@ class SearchSpace:
         self.spec, self.target, self.problem = spec, target, problem
         if not target.compilable:
             why = f"Triton no longer supports its architecture ({target.arch})"
-            raise InputError(f"{target.name} can't run Triton kernels, since {why}: PyTorch serves there without a search")
+            raise InputError(f"{target.name} can't run Triton kernels, since {why}: PyTorch runs calls there without a search")
         if not self.families and not unfit_heads(problem.d, problem.d_v):
             why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-            raise InputError(f"no template serves {spec.label()} on {target.slug} ({why})")
+            raise InputError(f"no template takes {spec.label()} on {target.slug} ({why})")
 
     def starts(self) -> list[Candidate]:
         """Default and published tiles of each family."""

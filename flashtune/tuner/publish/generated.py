@@ -41,7 +41,7 @@ pass, what is compiled in (head size, element type, features) and the tile, with
 The package shows one of each family as text; `flashtune show --kernel ID` prints any.
 
 Times are medians in microseconds, of the kernel and of PyTorch's own attention in the same run. A problem's label starts with N
-(queries x keys where they differ); `gqa4` means four query heads to a key head. A fallback kernel serves in place of a winner with frozen
+(queries x keys where they differ); `gqa4` means four query heads to a key head. A fallback kernel runs in place of a winner with frozen
 row maxima while scores mispredict these.
 """
 

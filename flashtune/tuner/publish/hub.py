@@ -46,8 +46,8 @@ _EXPRESSED = frozenset(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFolder:
     """Result of an export: records in the table, those of them that PyTorch won and that are predicted, distinct kernels, records left out
-    (backwards, and what scaled_dot_product_attention can't express), GPUs that are unknown here, whose records serve on cards of that name
-    alone, and the bytes of the build."""
+    (backwards, and what scaled_dot_product_attention can't express), GPUs that are unknown here, whose records are used only on
+    GPUs of that name, and the bytes of the build."""
 
     records: int
     torch: int
