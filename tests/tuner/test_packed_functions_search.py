@@ -246,7 +246,7 @@ def test_packed_functions_are_searched_without_a_gpu(file: Path, tmp_path: Path)
     with Store.open(path, writable=False) as store:
         [record] = store.records()
     assert (record.key.spread, record.problem.features.packed, record.problem.features.causal) == (1, True, True)
-    for unmeasured, kind, reason in ((False, "default", "no record is of"), (True, "predicted", "predicted, not measured, with")):
+    for unmeasured, kind, reason in ((False, "default", "no record has"), (True, "predicted", "predicted, not measured, with")):
         with dispatch.use(path, alone=True, unmeasured=unmeasured):
             explained = json.loads(CliRunner().invoke(main, ["explain", "--json", *words]).stdout)
         assert explained["kind"] == kind and f"{reason} these functions" in explained["reason"]

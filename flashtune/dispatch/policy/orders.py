@@ -139,7 +139,7 @@ def _without_record(ranking: Ranking, family: Family, records: Records) -> Choic
         record, near = found.record, found.config
         if record is not None and near is not None and record.problem.n_kv >= TYPICAL // 4 and family.unfit(near, spec, target) is None:
             config, origin = near, f"{_of(record)}, not measured"
-    choice = ranking.default(family, config, f"no record is of these functions, so {family.name} runs the call ({origin})")
+    choice = ranking.default(family, config, f"no record has these functions, so {family.name} runs the call ({origin})")
     return choice._replace(origin=origin) if isinstance(choice, Choice) else choice
 
 
