@@ -148,7 +148,7 @@ def runs(name: str) -> tuple[str, str]:
     named = Named(**{kind: f"{MASKS}:{name}"})
     found = functions.loaded(named, "cpu")
     if documents_of(found.score, found.mask) is not None:
-        return "Documents: the kernels of packed sequences run it where each document is one run of tokens.", "--packed uniform --causal"
+        return "Documents: the kernels of packed sequences run it if the tokens of each document lie together.", "--packed uniform --causal"
     problem = Problem(batch=1, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=64, d_v=64, dtype="bf16")
     try:
         coded = functions.with_functions(problem, named)
@@ -158,7 +158,7 @@ def runs(name: str) -> tuple[str, str]:
     option = f"--{kind}-mod examples/masks.py:{name}"
     here, there = (explain_problem(coded, gpu) for gpu in ("h100", "a100"))
     elsewhere = "PyTorch's FlexAttention runs it until you search" if there.kind == "framework" else f"`{there.template}`"
-    return f"Compiled: on an H100 or H200 `{here.template}` runs it in 16 bits; on other GPUs {elsewhere}.", option
+    return f"Compiled: on an H100 or H200 `{here.template}` runs it in fp16 and bf16; on other GPUs {elsewhere}.", option
 
 
 def gallery() -> str:
@@ -181,7 +181,7 @@ def gallery() -> str:
         picture = f'<div class="drawn">{drawn[name]}</div>' if name in drawn else ""
         parts += [f"### {name}", "", text, "", "```python", code + "```", "", picture, "", sentence, ""]
         sizes = "--d 128 --n 1024 --batch 16" if "--packed" in options else f"--d 128 --n {masks().N}"
-        parts += ["Search:", "", "```sh", f"flashtune search {sizes} {options}", "```", ""]
+        parts += ["Search:", "", "```sh", f"flashtune search {sizes} \\\n    {options}", "```", ""]
         case, note = CASES.get(name, ("", ""))
         row = timed.get((case, 128))
         ratios = [row[way]["flex"] / row[way]["ours"] for way in ("forward", "backward")] if row else []
