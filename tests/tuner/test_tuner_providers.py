@@ -197,7 +197,10 @@ def test_a_new_version_makes_verdicts_suspects_for_doctor_and_requalification(
 
     assert "suspects" not in said(flash_attn_4="4.0.1", torch="2.99")
     upgraded = said(flash_attn_4="4.0.2")
-    assert "fa4 was judged with flash-attn-4 4.0.1 (here 4.0.2) (1 record): suspects" in upgraded and "--requalify` checks them" in upgraded
+    assert (
+        "fa4 was judged with flash-attn-4 4.0.1 (here 4.0.2) (1 record): doubtful results" in upgraded
+        and "--requalify` has checked them" in upgraded
+    )
     samples.write(own_database, (with_library(judged_before(None, flash_attn_4="4.0.2")),))
     assert "fa4 is wrong here and doesn't run such calls (output is off)" in said(flash_attn_4="4.0.2")
     assert "is wrong here" not in said(flash_attn_4="4.0.3")

@@ -17,7 +17,7 @@ from flashtune.dispatch.providers.libraries import PROVIDERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What runs a call, and the reason.
+    """Choice of what runs a call, and its reason.
 
     Times are in microseconds, and those of a record are of its own problem.
 
