@@ -9,6 +9,7 @@ import frozen
 
 from flashtune.core.code.binaries import Manifest
 from flashtune.core.code.shipped import PACKAGE, folder_of, manifest_in, shipped_index
+from flashtune.core.records.results import PROVIDERS
 from flashtune.db.library import Library, shipped_path
 from flashtune.templates import BITS
 from flashtune.tuner.publish.generated import arrange, present_archive
@@ -19,7 +20,8 @@ def current(new: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {}
     folder, index = folder_of(PACKAGE), shipped_index(PACKAGE)
     archives = {arch: present_archive(folder, index, arch) for arch in index.archives}
-    for one in arrange(Library.of(shipped_path()).records(bits=BITS)):
+    records = [record for record in Library.of(shipped_path()).records(bits=BITS) if record.outcome.template not in PROVIDERS]
+    for one in arrange(records):
         for variant in one.variants:
             manifest = manifest_in(archives.get(one.kernel.arch), index, variant.id, one.kernel.arch)
             name = f"{one.kernel.arch} {variant.template} {variant.spec.label()} {variant.config.label()}"
