@@ -27,6 +27,7 @@ from flashtune import dispatch
 from flashtune.dispatch import varlen_flex
 from flashtune.dispatch.functions import blocks as flex_blocks
 from flashtune.dispatch.functions import decided as flex_decided
+from flashtune.dispatch.functions import kept as flex_kept
 from flashtune.tuner.timing.stopwatch import Stopwatch
 
 Mods = tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]
@@ -199,7 +200,7 @@ def row_of(name: str, n: int, d: int, options: Any, watch: Stopwatch) -> dict[st
         tile = call.kernel.config.number("BLOCK_M"), call.kernel.config.number("BLOCK_N")
 
         def anew() -> object:
-            flex_blocks.LISTS.clear()
+            flex_kept.LISTS.clear()
             return flex_blocks.blocks(call, call.kernel, tensors[0], tensors[1], tile)
 
         found["lists_us"] = statistics.median(watch.rounds([anew], options.rounds)[0])

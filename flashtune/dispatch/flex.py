@@ -215,7 +215,7 @@ def explain_flex(
     names = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_aux")
     call = call_of(*[given[name] for name in names], with_lse, given["implementation"])  # type: ignore[call-arg]
     if isinstance(call, str):
-        need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux")))
+        need = lacks(*(given[name] for name in ("query", "key", "value", "return_lse", "return_aux", "block_mask")))
         if need is not None:
             reason = f"PyTorch by matrices of all scores: {call}, and PyTorch's flex_attention has no {need} on a CPU"
             return Explanation(kind="framework", reason=reason, gpu=gpu)
@@ -229,7 +229,8 @@ def explain_flex(
 
     def of(kernel: Kernel) -> Explanation:
         assert kernel.variant is not None, "kernels with functions aren't pinned"
-        said = f"{kernel.variant.template} {kernel.variant.id}, functions {kernel.spec.mods}"
+        mask = "by the lists of its BlockMask, " if call.functions.blocks is not None else ""
+        said = f"{kernel.variant.template} {kernel.variant.id}, {mask}functions {kernel.spec.mods}"
         problem = problem_with_functions(kernel.spec.direction, given["query"], given["key"], given["value"], kernel.spec.mods)
         return explained_kernel(kernel, said, gpu, problem)
 

@@ -22,7 +22,7 @@ from flashtune.core.problems.config import Config, Direction, KernelSpec, Value
 from flashtune.core.problems.problem import Problem, unfit_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import InputError
-from flashtune.templates.mods.known import known, unknown
+from flashtune.templates.mods.known import known, unknown, whole_tiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -129,8 +129,9 @@ class Family:
         return self.refuses(spec, target)
 
     def starts(self, spec: KernelSpec, target: Target) -> list[Config]:
-        """Configs worth trying first that keep the constraints."""
-        return [config for config in self.tried_first(spec, target) if self.violated(config, spec, target) is None]
+        """Configs worth trying first that keep the constraints, of whole tiles in the blocks of a mask by lists where there are some."""
+        found = [config for config in self.tried_first(spec, target) if self.violated(config, spec, target) is None]
+        return [config for config in found if whole_tiles(config, spec.mods)] or found
 
     def default(self, spec: KernelSpec, target: Target) -> Config:
         """A safe config for use without tuning, one of `starts`."""

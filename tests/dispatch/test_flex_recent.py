@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from flashtune import dispatch
-from flashtune.dispatch.functions import blocks as flex_blocks
+from flashtune.dispatch.functions import kept as flex_kept
 from flashtune.dispatch.functions import recent as flex_recent
 from flashtune.dispatch.functions.traced import Snapshot
 from flashtune.dispatch.state.context import current
@@ -73,12 +73,12 @@ def test_what_is_kept_with_a_mask_is_made_anew_where_its_own_blocks_are_written(
     make = lambda: made.append(1)  # noqa: E731
     for count in (1, 2):
         for _ in range(2):
-            flex_blocks._kept(mask, "lists", make)
+            flex_kept.kept(mask, "lists", make)
         assert len(made) == count
         mask.kv_num_blocks[..., -1] = 0
-    monkeypatch.setattr(flex_blocks, "stream_of", lambda: (0, True))
+    monkeypatch.setattr(flex_kept, "stream_of", lambda: (0, True))
     for _ in range(2):
-        flex_blocks._kept(mask, "lists", make)
+        flex_kept.kept(mask, "lists", make)
     assert len(made) == 4, "a graph that is captured reads them at each replay"
 
 

@@ -167,10 +167,6 @@ def test_hidden_blocks_are_not_read() -> None:
     assert reports()["poisoned"]
 
 
-def test_blocks_of_another_mask_are_torchs() -> None:
-    assert "aren't those of its mask_mod" in reports()["foreign"]
-
-
 def test_a_mask_that_changed_in_place_is_computed_anew() -> None:
     assert reports()["changed"] <= BOUND
 

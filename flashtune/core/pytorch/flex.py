@@ -79,10 +79,10 @@ def block_mask(mask_mod: Mod, sizes: tuple[int | None, int | None, int, int], de
         found.append(seen.reshape(*seen.shape[:2], *blocks).sum((3, 5)))
     seen_pairs = torch.cat(found, 2)
     full = seen_pairs == BLOCK * BLOCK
-    return BlockMask.from_kv_blocks(*_ordered((seen_pairs > 0) & ~full), *_ordered(full), mask_mod=mask_mod, seq_lengths=(n_q, n_kv))
+    return BlockMask.from_kv_blocks(*ordered((seen_pairs > 0) & ~full), *ordered(full), mask_mod=mask_mod, seq_lengths=(n_q, n_kv))
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of the blocks of each row, and their places before those of the others."""
     numbers = blocks.int()
     return numbers.sum(3, dtype=torch.int32), torch.argsort(numbers, dim=3, descending=True, stable=True).int()

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from flashtune.core.pytorch.private import C
+from flashtune.dispatch.functions.kept import kept, known_at
 from flashtune.dispatch.functions.kernels import Sequences, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.dispatch.functions.listed import HIDDEN, PARTIAL, VISIBLE, Listed, as_counted, kinds_of_lists, kinds_of_tiles, own_lists
 from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.templates.launches.common import cdiv
 from flashtune.templates.mods.documents import Documents
@@ -35,6 +34,10 @@ class Functions:
     """True if the mask reads captured tensors, whose values may change between calls unseen."""
     documents: Documents | None = None
     """Documents, a band and a score where `attention_varlen` has both built in."""
+    alone: bool = False
+    """True if the mask hides nothing, so that only a BlockMask's lists can."""
+    blocks: tuple[int, int] | None = None
+    """Rows and columns of the blocks of a mask by lists; None of others."""
 
 
 class Passes(NamedTuple):
@@ -59,7 +62,7 @@ class FlexCall(NamedTuple):
     kernels: Passes
     scale: float
     mask_of: Any
-    """The BlockMask or mask_mod, for its lists of blocks; None of packed sequences, which have none."""
+    """The BlockMask, mask_mod or Listed, for its lists of blocks; None of packed sequences, which have none."""
     sequences: Sequences | None = None
 
     def of(self, bounds: Sequence[Any], captured: tuple[Tensor, ...]) -> "FlexCall":
@@ -79,56 +82,13 @@ class FlexCall(NamedTuple):
 
 
 FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
-"""The reason why PyTorch serves a BlockMask that was made by hand."""
+"""What is said of a BlockMask that was made by hand: its lists are walked, whatever else its mask_mod could be served by."""
 
-MOST_LISTS = 32
-"""Most results that are kept with one mask: sizes may change at every step."""
+MOST_FOREIGN = 1024
+"""Most functions that are known to be beside lists of another's making."""
 
-
-_NOT_KEPT = object()
-LISTS: Any = WeakIdKeyDictionary()
-"""Lists of blocks of a mask, and whether a BlockMask's blocks are those of its mask_mod, for as long as it lives."""
-
-_OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_") for name in ("num_blocks", "indices"))
-_lists_of = attrgetter(*_OWN)
-
-
-def versions_of(mask: Any) -> tuple[int, ...]:
-    """Versions of a BlockMask's own lists, which are all that it holds: no values that its mask_mod reads."""
-    try:
-        return tuple([x._version for x in _lists_of(mask) if x is not None])
-    except (AttributeError, RuntimeError):
-        # Tensors of inference mode have no versions, and nothing writes to them outside of it.
-        lists = [getattr(mask, name, None) for name in _OWN]
-        return tuple(x._version for x in lists if x is not None and not x.is_inference())
-
-
-def stream_of() -> tuple[int, bool]:
-    """The current stream, and True while it is captured; (0, False) where no GPU is in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return 0, False
-    # PyTorch's own objects of streams take microseconds to make.
-    return C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
-
-
-def _kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Result of `make` from an earlier call with a mask: one that depends on no captured tensor, whose memory may change unseen."""
-    stream, capture = stream_of()
-    # What is made during capture is filled only at replay, where a BlockMask may have other lists.
-    if capture:
-        return make()
-    try:
-        lists = LISTS.setdefault(mask, {})
-    except TypeError:
-        return make()
-    whole = key, versions_of(mask), stream
-    found = lists.get(whole, _NOT_KEPT)
-    if found is _NOT_KEPT:
-        found = make()
-        if len(lists) >= MOST_LISTS:
-            lists.clear()
-        lists[whole] = found
-    return found
+_FOREIGN: set[Hashable] = set()
+"""Functions, lengths and sizes of blocks of which some BlockMask had other blocks: a router's new lists aren't read at every call."""
 
 
 def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
@@ -138,11 +98,13 @@ def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
 
 def blocks(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
     """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
-    sizes = sizes_of(query, key)
+    sizes, listed = sizes_of(query, key), isinstance(call.mask_of, Listed)
 
-    mask = _lists_in(call.mask_of, tile, of_keys=of_keys)
+    mask = None if listed else _lists_in(call.mask_of, tile, of_keys=of_keys)
 
     def make() -> Tensor:
+        if listed:
+            return lists_of_kinds(kernel, kinds_of_tiles(call.mask_of, sizes[2:], tile), of_keys=of_keys)
         turn = -1 if of_keys else 1
         rows, columns = (cdiv(n, step) for n, step in list(zip(sizes[2:], tile, strict=True))[::turn])
         if mask is not None:
@@ -152,7 +114,7 @@ def blocks(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tup
         return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
     place = call.mods.hash, sizes, tile, of_keys, query.device
-    found: Tensor = make() if mask is None and call.functions.reads else _kept(call.mask_of, place, make)
+    found: Tensor = make() if mask is None and call.functions.reads and not listed else kept(call.mask_of, place, make)
     return found.expand(*sizes[:2], -1, -1)
 
 
@@ -160,9 +122,22 @@ def _lists_in(mask: Any, tile: tuple[int, int], *, of_keys: bool) -> list[Tensor
     """A BlockMask's own numbers and places of blocks, where its blocks are made of whole tiles."""
     if any(size % step for size, step in zip(getattr(mask, "BLOCK_SIZE", (1, 1)), tile, strict=True)):
         return None
-    of = "q" if of_keys else "kv"
-    found = [getattr(mask, f"{full}{of}_{name}", None) for full in ("", "full_") for name in ("num_blocks", "indices")]
+    found = own_lists(mask, of_keys=of_keys)
     return None if found[0] is None else [x for x in found if x is not None]
+
+
+def listed_by(mask: Any, query: Tensor, key: Tensor, *, alone: bool) -> Listed:
+    """The mask of what a BlockMask lists, from an earlier call where nothing was written to its lists; `alone` without its mask_mod."""
+    batches, heads, *lengths = sizes_of(query, key)
+
+    def make() -> Listed:
+        # Kept for calls with gradients, which refuse tensors of inference mode.
+        with torch.inference_mode(False):
+            kinds = kinds_of_lists(mask, lengths, alone=alone)
+            return Listed(kinds, tuple(mask.BLOCK_SIZE), None if alone else mask.mask_mod, batches, heads)
+
+    found: Listed = kept(mask, ("listed", batches, heads, *lengths, alone, id(mask.mask_mod)), make)
+    return found
 
 
 def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
@@ -175,7 +150,7 @@ def agrees(call: FlexCall, query: Tensor, key: Tensor) -> bool:
     def kinds() -> Tensor:
         return tile_kinds(call.kernel, call.mods, call.captured, sizes, tile)
 
-    return _agrees(call.mask_of, (call.mods.hash, sizes), query, kinds, again=varies(call))
+    return _agrees(call.mask_of, (call.mods.hash, sizes), query, sizes[2:], kinds, again=varies(call))
 
 
 def varies(call: FlexCall) -> bool:
@@ -197,24 +172,35 @@ def agrees_with_band(mask: Any, band: Band, query: Tensor, key: Tensor, document
         found = _kinds_of_band(band, n_q, n_kv, tuple(mask.BLOCK_SIZE), query.device)
         return found if documents is None else _kinds_of_documents(found, documents, n_q, tuple(mask.BLOCK_SIZE))
 
-    return _agrees(mask, (band, n_q, n_kv), query, kinds, again=documents is not None)
+    # Numbers of documents are read at every call, and so may lists be.
+    place = (band, n_q, n_kv) if documents is None else None
+    return _agrees(mask, place, query, (n_q, n_kv), kinds, again=documents is not None)
 
 
-def _agrees(mask: Any, key: Hashable, query: Tensor, kinds_of: Callable[[], Tensor], *, again: bool) -> bool:
+def _agrees(mask: Any, key: Hashable, query: Tensor, lengths: tuple[int, int], kinds_of: Callable[[], Tensor], *, again: bool) -> bool:
     def make() -> bool:
-        kinds = kinds_of()
-        shape = (*mask.kv_num_blocks.shape[:2], *kinds.shape[2:])
-        partial, full = (
-            _dense(number, places, shape, query.device)
-            for number, places in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
-        )
+        kinds, found = kinds_of(), kinds_of_lists(mask, lengths)
         # A full block sees all, a block that is in neither list nothing.
-        return bool(((~full | (kinds == 1)) & (partial | full | (kinds == 2))).all())
+        right = [((found != VISIBLE) | (kinds == VISIBLE)).all(), ((found != HIDDEN) | (kinds == HIDDEN)).all(), as_counted(mask, found)]
+        if mask.q_num_blocks is not None:
+            # Gradients walk the lists of keys.
+            turned = kinds_of_lists(mask, lengths, of_keys=True)
+            right += [(turned.mT == found).all(), as_counted(mask, turned, of_keys=True)]
+        return bool(torch.stack(right).all())
 
+    key = None if key is None else (key, tuple(mask.BLOCK_SIZE))
+    place = "agrees", key
+    known = None if again else known_at(mask, place)
     # The answer waits for the GPU, which a capture can't: a mask is met before that, in a warm-up.
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
-    return make() if again else bool(_kept(mask, ("agrees", key), make))
+    waits = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    if known is None and (waits or key in _FOREIGN):
+        return again and key not in _FOREIGN
+    found = known if known is not None else make() if again else bool(kept(mask, place, make))
+    if not found and key is not None:
+        if len(_FOREIGN) >= MOST_FOREIGN:
+            _FOREIGN.clear()
+        _FOREIGN.add(key)
+    return found
 
 
 def _kinds_of_band(band: Band, n_q: int, n_kv: int, tile: tuple[int, ...], device: torch.device) -> Tensor:
@@ -224,7 +210,7 @@ def _kinds_of_band(band: Band, n_q: int, n_kv: int, tile: tuple[int, ...], devic
     # The least and greatest distance of a key from its query in a tile.
     least = columns[None, :] - (rows + tile[0] - 1).clamp(max=n_q - 1)[:, None]
     most = (columns + tile[1] - 1).clamp(max=n_kv - 1)[None, :] - rows[:, None]
-    kinds = torch.where((least >= -left) & (most <= right), 1, torch.where((least > right) | (most < -left), 2, 0))
+    kinds = torch.where((least >= -left) & (most <= right), VISIBLE, torch.where((least > right) | (most < -left), HIDDEN, PARTIAL))
     return kinds[None, None].to(torch.int8)
 
 
@@ -238,15 +224,4 @@ def _kinds_of_documents(kinds: Tensor, documents: Tensor, n: int, tile: tuple[in
     first, last, before, behind = top.minimum(left), bottom.maximum(right), bottom.minimum(right), top.maximum(left)
     alone = (numbers[:, first] == numbers[:, last])[:, None]
     apart = ((before < behind) & (numbers[:, before] != numbers[:, behind]))[:, None]
-    return torch.where((kinds == 2) | apart, 2, torch.where((kinds == 1) & alone, 1, 0)).to(torch.int8)
-
-
-def _dense(number: Tensor | None, places: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
-    """True for the blocks of a list (batches, heads, rows, columns)."""
-    if number is None or places is None:
-        return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
-    width = places.shape[-1]
-    listed = torch.arange(width, device=number.device) < number[..., None]
-    found = torch.zeros((*places.shape[:-1], width + 1), dtype=torch.bool, device=number.device)
-    found.scatter_(-1, torch.where(listed, places, width).long(), value=True)
-    return found[..., : shape[2], : shape[3]]
+    return torch.where((kinds == HIDDEN) | apart, HIDDEN, torch.where((kinds == VISIBLE) & alone, VISIBLE, PARTIAL)).to(torch.int8)

@@ -11,12 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 from flashtune.core.problems import reference
 from flashtune.core.pytorch.attention import compiled_flex
-from flashtune.core.pytorch.flex import Mod, within
+from flashtune.core.pytorch.flex import Mod, ordered, within
 from flashtune.core.pytorch.private import C
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call import inspection
 from flashtune.dispatch.call.parse import cannot_serve
 from flashtune.dispatch.call.sequences import Numbers
+from flashtune.dispatch.functions.kept import OWN, kept
+from flashtune.dispatch.functions.listed import PARTIAL, VISIBLE, by_lists, kinds_of_lists, own_lists
 from flashtune.dispatch.policy.offers import OURS, TORCHS
 from flashtune.dispatch.providers.libraries import refuse_functions
 from flashtune.dispatch.rows.kernel import served_here
@@ -28,19 +30,56 @@ def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: 
     from torch.nn.attention import flex_attention as module
 
     scale, enable_gqa, return_lse, kernel_options, return_aux = others
-    if _empty(query, key, value) or lacks(query, key, value, return_lse, return_aux) is not None:
+    if _empty(query, key, value) or lacks(query, key, value, return_lse, return_aux, block_mask) is not None:
         check_shapes(query, key, value, block_mask, enable_gqa)
-        out, lse = by_matrices(query, key, value, score_mod, getattr(block_mask, "mask_mod", block_mask), scale)
+        out, lse = by_matrices(query, key, value, score_mod, _listed_mod(block_mask, query, key), scale)
         if return_aux is not None:
             return out, module.AuxOutput(lse=lse if return_aux.lse else None, max_scores=lse if return_aux.max_scores else None)
         return (out, lse) if return_lse else out
-    block_mask = block_mask_of(block_mask, query, key)
+    block_mask = block_mask_of(_as_listed(block_mask, query, key), query, key)
     # A compiler that traces this call compiles PyTorch's function itself.
     eager = isinstance(query, Tensor) and query.device.type == "cuda" and not torch.compiler.is_compiling()
     function: Any = compiled_flex(dynamic=None) if eager else module.flex_attention
     words = scale, enable_gqa, return_lse, kernel_options
     found: Tensor | tuple[Tensor, Any] = function(query, key, value, score_mod, block_mask, *words, return_aux=return_aux)
     return found
+
+
+def _listed_mod(block_mask: Any, query: Any, key: Any) -> Mod | None:
+    """The mask of a mask_mod or of a BlockMask, whose lists it reads where these are for as many batches and heads."""
+    mask_mod: Mod | None = getattr(block_mask, "mask_mod", block_mask)
+    if not hasattr(block_mask, "BLOCK_SIZE") or query.dim() != 4:
+        return mask_mod
+    planes = block_mask.kv_num_blocks.shape[:-1]
+    if len(planes) != 2 or any(n not in (1, now) for n, now in zip(planes, query.shape[:2], strict=True)):
+        return mask_mod
+    kinds = kinds_of_lists(block_mask, (query.shape[2], key.shape[2])).expand(*query.shape[:2], -1, -1)
+    return by_lists(kinds, tuple(block_mask.BLOCK_SIZE), mask_mod)
+
+
+def _as_listed(block_mask: Any, query: Any, key: Any) -> Any:
+    """The same BlockMask for PyTorch's function: on a CPU that takes the mask_mod alone, which therefore reads the lists; on a GPU it walks
+    these, and gets such as lead nowhere else, with those of keys. A compiler's function is left to it."""
+    usual = torch.compiler.is_compiling() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in (query, key))
+    if not hasattr(block_mask, "BLOCK_SIZE") or usual or tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE):
+        return block_mask
+    from torch.nn.attention.flex_attention import BlockMask
+
+    words: dict[str, Any] = {"BLOCK_SIZE": block_mask.BLOCK_SIZE, "seq_lengths": block_mask.seq_lengths}
+    if query.device.type == "cpu":
+        lists = own_lists(block_mask) + own_lists(block_mask, of_keys=True)
+        words |= {**dict(zip(OWN, lists, strict=True)), "mask_mod": _listed_mod(block_mask, query, key)}
+        return BlockMask(**words)
+    if getattr(block_mask, "dq_write_order", None) is not None:
+        return block_mask
+    lengths = query.shape[-2], key.shape[-2]
+
+    def make() -> Any:
+        kinds = kinds_of_lists(block_mask, lengths)
+        full: Any = () if block_mask.full_kv_num_blocks is None else ordered(kinds == VISIBLE)
+        return BlockMask.from_kv_blocks(*ordered(kinds == PARTIAL), *full, **(words | {"mask_mod": block_mask.mask_mod}))
+
+    return kept(block_mask, ("listed by PyTorch", lengths, id(block_mask.mask_mod)), make)
 
 
 def _empty(*tensors: Any) -> bool:
@@ -57,7 +96,7 @@ def zero_of(score_mod: Mod | None, *tensors: Tensor) -> Tensor:
     return torch.stack([x.flatten()[:0].sum().float() for x in (*tensors, *more)]).sum()
 
 
-def lacks(query: Any, key: Any, value: Any, return_lse: bool, return_aux: Any) -> str | None:
+def lacks(query: Any, key: Any, value: Any, return_lse: bool, return_aux: Any, block_mask: Any = None) -> str | None:
     """A call's need that PyTorch's function, in version 2.11, has none of on a CPU; None for other calls."""
     if not isinstance(query, Tensor) or query.device.type != "cpu" or (return_aux is not None and return_aux.max_scores):
         return None
@@ -68,6 +107,9 @@ def lacks(query: Any, key: Any, value: Any, return_lse: bool, return_aux: Any) -
         return None
     if query.requires_grad or key.requires_grad or value.requires_grad:
         return "gradients"
+    if compiling and tuple(getattr(block_mask, "BLOCK_SIZE", (_WHOLE, _WHOLE))) != (_WHOLE, _WHOLE):
+        # Of its backends some read the mask_mod alone.
+        return "lists of blocks in torch.compile"
     return "an LSE in torch.compile" if compiling and (return_lse or return_aux is not None) else None
 
 

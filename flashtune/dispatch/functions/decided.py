@@ -15,10 +15,11 @@ from flashtune.core.system.errors import InputError
 from flashtune.dispatch import api
 from flashtune.dispatch.call.sequences import Packed, octaves_of
 from flashtune.dispatch.functions import traced as flex_functions
-from flashtune.dispatch.functions.blocks import FOREIGN, FlexCall, Functions, Passes, agrees, agrees_with_band, sizes_of
-from flashtune.dispatch.functions.by_torch import check_shapes, check_types, why_named, why_torch_dense
+from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, agrees, agrees_with_band, listed_by, sizes_of
+from flashtune.dispatch.functions.by_torch import SEEN_THROUGH, check_shapes, check_types, why_named, why_torch_dense
 from flashtune.dispatch.functions.documents import PackedCall, packed_call
 from flashtune.dispatch.functions.kernels import Sequences, kernel_of, problem_with_functions, slower
+from flashtune.dispatch.functions.listed import check_lists
 from flashtune.dispatch.functions.trained import types_of
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows.kernel import NotBuilt, layout, note
@@ -47,6 +48,8 @@ def call_of(
     check_types(query, key, value)
     if (why := why_torch_dense(query, key, value, scale, return_aux)) is None:
         check_shapes(query, key, value, block_mask, enable_gqa)
+    if why not in SEEN_THROUGH and hasattr(block_mask, "BLOCK_SIZE") and query.dim() == key.dim() == 4:
+        check_lists(block_mask, query, key)
     if (why := why_named(implementation, why, query)) is not None:
         return why
     found = _by_kernels(query, key, value, score_mod, block_mask, scale, wants_lse, ours=implementation == OURS)
@@ -66,35 +69,46 @@ def _by_kernels(
 ) -> FlexCall | PackedCall | dict[str, Any] | str:
     """The same where no argument leaves the call to PyTorch; with `ours` kernels serve wherever they can, measured or not."""
     key, value = (x.expand(query.shape[0], -1, -1, -1) if x.shape[0] != query.shape[0] else x for x in (key, value))
-    found = flex_functions.functions_of(
-        score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, zip(INDICES, sizes_of(query, key), strict=True)
-    )
+    sizes = list(zip(INDICES, sizes_of(query, key), strict=True))
+    found = flex_functions.functions_of(score_mod, getattr(block_mask, "mask_mod", block_mask), query.device, sizes)
     if isinstance(found, str):
         return found
     functions, captured = found
     tensors = query, key, value
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     given = None if block_mask is None or callable(block_mask) else block_mask
-    if functions.known is not None:
-        if given is not None and not agrees_with_band(given, functions.known[0], query, key):
-            return FOREIGN
-        if (words := _built_in(functions, captured, query, key, value, scale, wants_lse, ours=ours)) is not None:
+    foreign = given is not None and _lists_alone(functions, given, query, key)
+    if not foreign and functions.known is not None:
+        foreign = given is not None and not agrees_with_band(given, functions.known[0], query, key)
+        if not foreign and (words := _built_in(functions, captured, query, key, value, scale, wants_lse, ours=ours)) is not None:
             return words
-    if functions.documents is not None:
+    if not foreign and functions.documents is not None:
         packed = packed_call(functions.documents, captured, tensors, scale, given, ours=ours)
-        if packed is not None:
+        if isinstance(packed, PackedCall):
             return packed
+        foreign = packed is not None
     if given is not None and any(size not in (1, now) for size, now in zip(given.shape[:-2], query.shape[:2], strict=True)):
         return f"the BlockMask is for {tuple(given.shape[:-2])} batches and heads"
-    if given is not None and any(size & (size - 1) for size in given.BLOCK_SIZE):
-        return f"the BlockMask's blocks of {given.BLOCK_SIZE} aren't powers of two"
-    call = with_kernel(functions, captured, tensors, scale, block_mask, ours=ours)
-    try:
-        foreign = isinstance(call, FlexCall) and given is not None and functions.known is None and not agrees(call, query, key)
-    except NotBuilt:
-        # Its next kernel.
-        return _by_kernels(query, key, value, score_mod, block_mask, scale, wants_lse, ours=ours)
-    return FOREIGN if foreign else call
+    if not foreign:
+        call = with_kernel(functions, captured, tensors, scale, block_mask, ours=ours)
+        # A band knows no end of the keys, and kernels walk full blocks beyond it.
+        compared = given is None or (functions.known is not None and key.shape[2] % given.BLOCK_SIZE[1] == 0)
+        try:
+            if compared or not isinstance(call, FlexCall) or agrees(call, query, key):
+                return call
+        except NotBuilt:
+            # Its next kernel.
+            return _by_kernels(query, key, value, score_mod, block_mask, scale, wants_lse, ours=ours)
+    listed = listed_by(given, query, key, alone=functions.alone)
+    found = flex_functions.functions_of(score_mod, listed, query.device, sizes)
+    return found if isinstance(found, str) else with_kernel(*found, tensors, scale, listed, ours=ours)
+
+
+def _lists_alone(functions: Functions, mask: Any, query: Tensor, key: Tensor) -> bool:
+    """True if only a BlockMask's lists can say what is visible, of blocks of any size: its mask_mod hides nothing, and it isn't the one
+    block of a mask for no mask; or if tiles can't be made of its blocks."""
+    several = any(size < n for size, n in zip(mask.BLOCK_SIZE, (query.shape[2], key.shape[2]), strict=True))
+    return (functions.alone and several) or any(size & (size - 1) for size in mask.BLOCK_SIZE)
 
 
 def with_kernel(
@@ -147,10 +161,11 @@ def _kernels(
     """The kernels of a call's passes, or the reason why none serve; with `always` they serve unmeasured, or slower than PyTorch, too."""
     query, backward, trained = tensors[0], None, None
     try:
-        mods = emitted(functions.score, functions.mask, types_of(captured, [False] * len(captured)), backward=False)
+        blocks, trains_of = functions.blocks, [x.requires_grad for x in captured]
+        mods = emitted(functions.score, functions.mask, types_of(captured, [False] * len(captured)), blocks, backward=False)
         unmeasured = always or _unmeasured_too(query)
         if trains:
-            trained = emitted(functions.score, functions.mask, types_of(captured, [x.requires_grad for x in captured]), backward=True)
+            trained = emitted(functions.score, functions.mask, types_of(captured, trains_of), blocks, backward=True)
             unmeasured = unmeasured or (bool(trained.trained) and _torchs_fails(query))
             backward = kernel_of("bwd", *tensors, trained, unmeasured=unmeasured, sequences=sequences)
     except Unsupported as unsupported:

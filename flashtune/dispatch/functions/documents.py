@@ -13,7 +13,8 @@ from flashtune.dispatch.call.inspection import flash_attention_on
 from flashtune.dispatch.call.parse import Options
 from flashtune.dispatch.call.sequences import Packed
 from flashtune.dispatch.decisions.explanation import Explanation
-from flashtune.dispatch.functions.blocks import FOREIGN, MOST_LISTS, agrees_with_band, versions_of
+from flashtune.dispatch.functions.blocks import FOREIGN, agrees_with_band
+from flashtune.dispatch.functions.kept import MOST_LISTS, versions_of
 from flashtune.dispatch.plans.plan import capturing
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.policy.orders import BUILT_FOR_IT

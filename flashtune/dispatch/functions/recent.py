@@ -10,8 +10,10 @@ from torch import Tensor
 
 from flashtune.core.pytorch.private import FORWARD_AD, C, check_of
 from flashtune.dispatch.call.inspection import flash_attention_on
-from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, stream_of, varies, versions_of
+from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, varies
 from flashtune.dispatch.functions.documents import PackedCall
+from flashtune.dispatch.functions.kept import stream_of, versions_of
+from flashtune.dispatch.functions.listed import Listed
 from flashtune.dispatch.functions.traced import Snapshot
 from flashtune.dispatch.plans.plan import guarded
 from flashtune.dispatch.state.context import STACK, current
@@ -32,6 +34,7 @@ class RecentCall:
     functions: Functions | None
     captured: tuple["weakref.ref[Tensor]", ...]
     scale: float
+    listed: "weakref.ref[Listed] | None" = None
 
 
 def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -66,8 +69,10 @@ def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: An
         return recent.call
     if recent.call.failed:
         return None
-    captured = tuple(ref() for ref in recent.captured)
-    return FlexCall(functions=recent.functions, captured=captured, kernels=recent.call, scale=recent.scale, mask_of=block_mask)
+    captured, mask_of = tuple([ref() for ref in recent.captured]), block_mask if recent.listed is None else recent.listed()
+    if mask_of is None and recent.listed is not None:
+        return None
+    return FlexCall(functions=recent.functions, captured=captured, kernels=recent.call, scale=recent.scale, mask_of=mask_of)
 
 
 def keep_recent(
@@ -94,7 +99,8 @@ def keep_recent(
     kept: tuple[Any, ...] = call, None, (), 1.0
     if isinstance(call, FlexCall):
         # Tensors and masks are held by callers.
-        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale
+        listed = weakref.ref(call.mask_of) if isinstance(call.mask_of, Listed) else None
+        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale, listed
     mask = None if mask_mod is block_mask else (weakref.ref(block_mask), versions_of(block_mask))
     recent = current().plans.flex
     if len(recent) >= MOST:

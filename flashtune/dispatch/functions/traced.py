@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.functions.blocks import Functions
+from flashtune.dispatch.functions.listed import Listed
 from flashtune.templates.mods import bounds
 from flashtune.templates.mods.bytecode import LOOKING, names_of, reads_elsewhere
 from flashtune.templates.mods.capture import PLAIN, Dependencies, is_pure, is_torchs
@@ -19,6 +20,7 @@ from flashtune.templates.mods.documents import documents_of
 from flashtune.templates.mods.graph import loads
 from flashtune.templates.mods.reader import Unsupported
 from flashtune.templates.mods.scores import known_structure
+from flashtune.templates.mods.structure import band
 from flashtune.templates.mods.trace import traced_together
 
 
@@ -82,6 +84,8 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
         known=known,
         reads=reads,
         documents=documents,
+        alone=mask is not None and band(mask) == (None, None),
+        blocks=mask_mod.size if isinstance(mask_mod, Listed) else None,
     )
 
 

@@ -99,7 +99,7 @@ def _of_gradients(
     left that can be built."""
     kernel, mods = call.kernels.backward, call.kernels.trained
     if kernel is None or mods is None or kernel.failed or list(trains) != [x.requires_grad for x in captured]:
-        mods = emitted(call.functions.score, call.functions.mask, types_of(captured, trains), backward=True)
+        mods = emitted(call.functions.score, call.functions.mask, types_of(captured, trains), call.functions.blocks, backward=True)
         found = kernel_of("bwd", *tensors, mods, sequences=call.sequences)
         if isinstance(found, str):
             return None

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -42,12 +43,15 @@ class Mods:
     """Number of gradients that a kernel adds up over tiles (flashtune.templates.mods.additions)."""
     values: int = 0
     """Number of values that it reads once for all its tiles."""
+    blocks: tuple[int, int] | None = None
+    """Rows and columns of a mask's blocks, which tiles had better divide; None where it has none."""
 
     @cached_property
     def hash(self) -> str:
         """16 hex digits over the functions and the captured tensors' types."""
         tensors = [(str(x.dtype), x.rank, x.trained) for x in self.captured]
-        return hashlib.sha256(repr((self.score, self.mask, self.gradient, tensors)).encode()).hexdigest()[:16]
+        parts = (self.score, self.mask, self.gradient, tensors, *([] if self.blocks is None else [self.blocks]))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def functions(self) -> list[str]:
@@ -129,8 +133,10 @@ def _names(place: int, rank: int) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def emitted(score: Node | None, mask: Node | None, captured: tuple[Captured, ...], *, backward: bool) -> Mods:
-    """The source of a kernel's functions; raises Unsupported for what Triton lacks."""
+def emitted(
+    score: Node | None, mask: Node | None, captured: tuple[Captured, ...], blocks: tuple[int, int] | None = None, *, backward: bool
+) -> Mods:
+    """The source of a kernel's functions, of a mask of `blocks` or another one; raises Unsupported for what Triton lacks."""
     # The derivative of a mask is 0.
     read = {load.captured for load in loads([score])} if score is not None and backward else set[int]()
     bare = Mods(tuple(Captured(x.dtype, x.rank, x.trained and place in read) for place, x in enumerate(captured)))
@@ -142,7 +148,8 @@ def emitted(score: Node | None, mask: Node | None, captured: tuple[Captured, ...
     if mask is not None:
         texts["mask"] = _function("mask_mod", list(INDICES), bare.parameters, mask)
     reads = frozenset[str]() if mask is None else mask.reads
-    return Mods(bare.captured, **texts, by_batch="b" in reads, by_head="h" in reads, sums=added.sums, values=added.values)
+    words: dict[str, Any] = {**texts, "by_batch": "b" in reads, "by_head": "h" in reads, "sums": added.sums, "values": added.values}
+    return Mods(bare.captured, **words, blocks=blocks)
 
 
 def _function(name: str, inputs: Iterable[str], parameters: Iterable[str], output: Node) -> str:

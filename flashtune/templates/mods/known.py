@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashtune.core.system.errors import InputError
 
 if TYPE_CHECKING:
-    from flashtune.core.problems.config import KernelSpec
+    from flashtune.core.problems.config import Config, KernelSpec
     from flashtune.core.problems.problem import Problem
     from flashtune.templates.mods.emit import Mods
 
@@ -49,6 +49,15 @@ def trains(spec: "KernelSpec") -> bool:
     """True if a spec's functions give gradients to captured tensors."""
     functions = functions_of(spec.mods)
     return functions is not None and bool(functions.trained)
+
+
+def whole_tiles(config: "Config", name: str) -> bool:
+    """True if the blocks of a mask by lists are made of whole tiles of a config, and for all other functions."""
+    functions = functions_of(name)
+    if functions is None or functions.blocks is None:
+        return True
+    sizes = dict(zip(("BLOCK_M", "BLOCK_N"), functions.blocks, strict=True))
+    return all(size % config.number(axis) == 0 for end, size in sizes.items() for axis in config.as_dict() if axis.endswith(end))
 
 
 def unknown(name: str) -> str:

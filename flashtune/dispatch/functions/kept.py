@@ -1,0 +1,66 @@
+"""What is kept with a mask for as long as it lives: lists of blocks, and whether a BlockMask's are those of its mask_mod."""
+
+from collections.abc import Callable, Hashable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flashtune.core.pytorch.private import C
+
+MOST_LISTS = 32
+"""Most results that are kept with one mask: sizes may change at every step."""
+
+
+_NOT_KEPT = object()
+LISTS: Any = WeakIdKeyDictionary()
+"""Lists of blocks of a mask, and whether a BlockMask's blocks are those of its mask_mod, for as long as it lives."""
+
+OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_") for name in ("num_blocks", "indices"))
+"""Names of a BlockMask's own lists, of keys for queries, then of queries for keys."""
+_lists_of = attrgetter(*OWN)
+
+
+def versions_of(mask: Any) -> tuple[int, ...]:
+    """Versions of a BlockMask's own lists, which are all that it holds: no values that its mask_mod reads."""
+    try:
+        return tuple([x._version for x in _lists_of(mask) if x is not None])
+    except (AttributeError, RuntimeError):
+        # Tensors of inference mode have no versions, and nothing writes to them outside of it.
+        lists = [getattr(mask, name, None) for name in OWN]
+        return tuple(x._version for x in lists if x is not None and not x.is_inference())
+
+
+def stream_of() -> tuple[int, bool]:
+    """The current stream, and True while it is captured; (0, False) where no GPU is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0, False
+    # PyTorch's own objects of streams take microseconds to make.
+    return C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
+
+
+def kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Result of `make` from an earlier call with a mask: one that depends on no captured tensor, whose memory may change unseen."""
+    stream, capture = stream_of()
+    # What is made during capture is filled only at replay, where a BlockMask may have other lists.
+    if capture:
+        return make()
+    try:
+        lists = LISTS.setdefault(mask, {})
+    except TypeError:
+        return make()
+    whole = key, versions_of(mask), stream
+    found = lists.get(whole, _NOT_KEPT)
+    if found is _NOT_KEPT:
+        found = make()
+        if len(lists) >= MOST_LISTS:
+            lists.clear()
+        lists[whole] = found
+    return found
+
+
+def known_at(mask: Any, place: Hashable) -> bool | None:
+    """What was kept with a mask at a place, on any stream; None where nothing is of its lists as they are."""
+    versions = versions_of(mask)
+    return next((found for (at, of, _), found in LISTS.get(mask, {}).items() if at == place and of == versions), None)
