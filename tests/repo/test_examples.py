@@ -54,6 +54,13 @@ def test_padding_free_steps_have_the_loss_of_each_text_alone(capsys: pytest.Capt
     assert last < first
 
 
+def test_steps_of_routed_blocks_learn(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *_, last = (
+        float(found) for found in re.findall(r"3 of 8 blocks, loss ([\d.]+)$", run("routed_blocks.py", capsys), re.MULTILINE)
+    )
+    assert last < first
+
+
 def test_a_diffusion_block_says_what_runs_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
     assert "runs the call" in run("diffusion_block.py", capsys)
 

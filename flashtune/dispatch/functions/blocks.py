@@ -82,7 +82,7 @@ class FlexCall(NamedTuple):
 
 
 FOREIGN = "the BlockMask's blocks aren't those of its mask_mod"
-"""What is said of a BlockMask that was made by hand: its lists are walked, whatever else its mask_mod could be served by."""
+"""The reason why a BlockMask that was made by hand has its lists walked, whatever could serve its mask_mod."""
 
 MOST_FOREIGN = 1024
 """Most functions that are known to be beside lists of another's making."""

@@ -1,4 +1,4 @@
-"""What is kept with a mask for as long as it lives: lists of blocks, and whether a BlockMask's are those of its mask_mod."""
+"""Results that are kept with a mask for as long as it lives: lists of blocks, and whether a BlockMask's are those of its mask_mod."""
 
 from collections.abc import Callable, Hashable
 from operator import attrgetter
@@ -61,6 +61,6 @@ def kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def known_at(mask: Any, place: Hashable) -> bool | None:
-    """What was kept with a mask at a place, on any stream; None where nothing is of its lists as they are."""
+    """The result that was kept with a mask at a place, on any stream; None where none is of its lists as they are."""
     versions = versions_of(mask)
     return next((found for (at, of, _), found in LISTS.get(mask, {}).items() if at == place and of == versions), None)
