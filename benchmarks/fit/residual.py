@@ -271,7 +271,7 @@ def by_problems(likeness: Likeness, trials: Sequence[Observed]) -> None:
 
 
 def held_out(likeness: Likeness, trials: Sequence[Observed], known: Sequence[Residual], least: int = 5) -> str:
-    """What regressions that didn't see these problems leave of their errors, and by problem how much of what they say is so."""
+    """Errors that regressions leave which didn't see these problems, and by problem how much of what they say is so."""
     left, slopes = [], []
     for one, regression in zip(trials, known, strict=True):
         if len(one.wrong) < least:
