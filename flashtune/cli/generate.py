@@ -118,12 +118,14 @@ def _written(files: dict[str, bytes], places: dict[Path, bytes], folder: Path) -
 
 def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
     """Winners of a database and where they go; raises NoKernelFound where there are none that could be used."""
+    from flashtune.core.records.results import PROVIDERS
     from flashtune.db.library import Library, shipped_path
     from flashtune.templates import BITS, without_kernel
     from flashtune.tuner.publish.generated import arrange
 
     database = location or shipped_path()
-    found = arrange(servable(Library.of(database).records(passed_over=without_kernel, bits=BITS, **filters), without_kernel))
+    records = Library.of(database).records(passed_over=without_kernel, bits=BITS, **filters)
+    found = arrange(servable([one for one in records if one.outcome.template not in PROVIDERS], without_kernel))
     if not found:
         wanted = "no record" + (f" of gpu {filters.get('gpu')}" if filters.get("gpu") else "")
         raise NoKernelFound(f"{database} holds {wanted} that could be used: search first, or name another database")

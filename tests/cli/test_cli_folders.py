@@ -173,7 +173,7 @@ def test_a_name_with_room_for_no_card_is_refused_only_where_one_is_asked_for(tmp
     out = tmp_path / ("x" * 251)
     words = ("export", str(out), "--db", str(database))
     refused = flashtune(*words, "--licence", "MIT")
-    assert refused.exit_code == 2 and "card" in refused.stderr and not out.exists()
+    assert refused.exit_code == 2 and "metadata file" in refused.stderr and not out.exists()
     assert flashtune(*words).exit_code == 0
     dispatch.use(out).remove()
 

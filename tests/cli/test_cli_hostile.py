@@ -96,7 +96,7 @@ def test_rows_that_cannot_be_served_are_marked_where_they_are_listed_and_left_ou
     served = samples.result(samples.outcome("bbbb000000000001", config=SERVED), of=samples.problem(4096))
     path = plain(tmp_path / "a.sqlite", samples.result(OUTSIDE[case]), served)
     shown = flashtune("show", "--db", str(path))
-    assert "can't be served" in shown.stdout
+    assert "can't be used" in shown.stdout
     told = json.loads(flashtune("show", "--db", str(path), "--json").stdout)
     stranger = next(row for row in told if row["variant"] == "aaaa000000000001")
     assert stranger["unservable"]

@@ -18,7 +18,7 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import TuningRecord
 from flashtune.db import library as databases
 from flashtune.dispatch.plans import driver
-from flashtune.templates import family
+from flashtune.templates import family, without_kernel
 from flashtune.templates.loading import loaded
 
 Q = Operand(0, (2, 3, 40, 128), (15360, 5120, 128, 1), "bf16")
@@ -82,7 +82,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 SHIPPED = shipped_index(PACKAGE).kernels
 WINNERS = databases.Library.of(databases.shipped_path()).winners()
-RECORDS = [one for record in WINNERS for one in (record.as_fallback(), record) if one is not None]
+RECORDS = [one for record in WINNERS if without_kernel(record) is None for one in (record.as_fallback(), record) if one is not None]
 BY_ID = {one.outcome.variant_id: one for one in RECORDS}
 PROBLEMS = {name: record.problem for name, record in BY_ID.items()}
 

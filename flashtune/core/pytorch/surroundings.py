@@ -59,9 +59,12 @@ class Poisoned:
         stay: dict[str, Tensor] = {}
         for place, size in enumerate(sizes):
             few = size * dtype.itemsize > _LARGE
-            # The last one is freed, too: it takes what is left of a segment, where that is exactly of this size.
-            blocks = [torch.full((size,), math.nan, dtype=dtype, device=device) for _ in range(1 if few else 2 * HOLES + 2)]
-            stay |= {} if few else {f"memory beside its outputs ({place}, {number})": one for number, one in enumerate(blocks[:-1:2])}
+            # One more is freed on a GPU: it takes what is left of a segment, where that is exactly of this size.
+            count = 1 if few else 2 * HOLES + 1 + (device.type == "cuda")
+            blocks = [torch.full((size,), math.nan, dtype=dtype, device=device) for _ in range(count)]
+            kept = [] if few else blocks[: 2 * HOLES + 1 : 2]
+            stay |= {f"memory beside its outputs ({place}, {number})": one for number, one in enumerate(kept)}
+            del kept
             del blocks
         self._stay = Kept(stay)
 
