@@ -39,9 +39,8 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
         ("gated", "bwd", "hopper"),
         ("dilated", "fwd", "hopper"),
         ("dilated", "bwd", ""),
-        ("pairs", "fwd", "hopper"),
         ("shifted", "bwd", ""),
-        ("angles", "fwd", "hopper"),
+        ("parts", "fwd", "hopper"),
     ],
 )
 def test_functions_compile(name: str, direction: str, template: str) -> None:
