@@ -265,8 +265,8 @@ def _known(configs: set[Config]) -> Constraint:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, str | int]]:
-    """A row to each choice of starts, sampler and sweep: median and 90th percentile of the regret after `SHOWN` trials, and the median
-    number of trials and the regrets at the searches' own stop."""
+    """A row to each choice of starts, sampler and sweep: median, mean and 90th percentile of the regret after `SHOWN` trials and at the
+    searches' own stop, with the median number of trials there."""
     groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.starts, run.sampler, run.problem), []).append(run)
@@ -278,6 +278,7 @@ def summary(runs: Sequence[Run]) -> list[dict[str, str | int]]:
         }
         for name, regrets in {**at, "stop": [run.stop.regret for run in group]}.items():
             row[f"median at {name}"] = f"{statistics.median(regrets):.2%}"
+            row[f"mean at {name}"] = f"{statistics.fmean(regrets):.2%}"
             row[f"90th at {name}"] = f"{sorted(regrets)[math.ceil(0.9 * len(regrets)) - 1]:.2%}"
         row["trials at stop"] = f"{statistics.median(run.stop.trials for run in group):.0f}"
         rows.append({**row, "cpu s": f"{statistics.median(run.cpu_s for run in group):.2f}"})

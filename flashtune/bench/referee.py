@@ -117,12 +117,13 @@ class Bench:
                 found = list(beside.map(judged, *zip(*asked[start : start + SHAPES_A_JOB * jobs], strict=True)))
             crowded = []
             for one, device in filter(None, found):
+                crowd = jobs > 1 and bool(one.undecided)
                 # Timed by the process that checked it, which has compiled what it calls.
-                timed = one if one.undecided else self._timed(one, device)
-                if jobs > 1 and (timed.undecided or timed.untimed):
+                timed = one if crowd else self._timed(one, device)
+                if crowd or (jobs > 1 and timed.untimed):
                     crowded.append(timed)
                 else:
-                    yield self._timed(timed, device) if timed.undecided else timed
+                    yield timed
             for device in range(jobs if crowded else 0):
                 self.workers.dismiss("device", device)
             # What others left no memory for has the GPU for itself.

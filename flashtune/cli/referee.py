@@ -162,9 +162,9 @@ class _Judging:
         self._keep()
         with Workers(jobs=1) as workers:
             judging = bench(workers)
-            asked = [(problem, names) for problem in problems if (names := self._left(problem, judging))]
-            stand = {problem: self._known[problem] for problem in problems if problem not in dict(asked)}
-            for one in judging.ruled(asked, jobs=min(jobs, len(asked)), enough=enough) if asked else ():
+            asked = {problem: names for problem in problems if (names := self._left(problem, judging))}
+            stand = {problem: self._known[problem] for problem in problems if problem not in asked}
+            for one in judging.ruled(list(asked.items()), jobs=min(jobs, len(asked)), enough=enough) if asked else ():
                 stand[one.problem] = self._known[one.problem] = one
                 self._keep()
                 messages().print(f"[{len(stand)}/{len(problems)}] {one.title}: {_line(one)}")

@@ -26,7 +26,7 @@ from flashtune.templates.mods import bounds
 from flashtune.templates.mods.capture import Dependencies
 from flashtune.templates.mods.graph import INDICES, ordered
 from flashtune.templates.mods.reader import Unsupported
-from flashtune.templates.mods.scores import _evaluated, known_structure
+from flashtune.templates.mods.scores import _evaluated, as_function, known_structure
 from flashtune.templates.mods.trace import gradients, traced
 
 CPU = torch.device("cpu")
@@ -539,6 +539,13 @@ def test_an_own_derivative_is_kept_and_no_known_score_has_it(name: str) -> None:
     for output, value in ((found.output, wanted), (of_score, 2 * torch.autograd.grad(wanted, score)[0])):
         torch.testing.assert_close(torch.as_tensor(_evaluated(output, found.captured, inputs)).float().reshape(()), value.detach())
     assert not of_loads and known_structure(found.output, None) is None
+    # As PyTorch computes it where no kernel does, of one pair and of many.
+    scores = torch.tensor([0.7, -0.4, 2.5], requires_grad=True)
+    again = torch.vmap(as_function(found.output, found.captured), in_dims=(0, *[None] * 4))(scores, *places)
+    of_all = [OWN[name](one, *places) for one in scores]
+    torch.testing.assert_close(again, torch.stack(of_all).float())
+    weights = torch.tensor([1.0, 2.0, -3.0])
+    torch.testing.assert_close(*(torch.autograd.grad(x, scores, weights, retain_graph=True)[0] for x in (again, torch.stack(of_all))))
 
 
 def test_a_soft_cap_by_the_gpus_own_tanh_is_one() -> None:

@@ -62,9 +62,8 @@ class Poisoned:
             # One more is freed on a GPU: it takes what is left of a segment, where that is exactly of this size.
             count = 1 if few else 2 * HOLES + 1 + (device.type == "cuda")
             blocks = [torch.full((size,), math.nan, dtype=dtype, device=device) for _ in range(count)]
-            kept = [] if few else blocks[: 2 * HOLES + 1 : 2]
-            stay |= {f"memory beside its outputs ({place}, {number})": one for number, one in enumerate(kept)}
-            del kept
+            staying = () if few else blocks[: 2 * HOLES + 1 : 2]
+            stay |= {f"memory beside its outputs ({place}, {number})": one for number, one in enumerate(staying)}
             del blocks
         self._stay = Kept(stay)
 

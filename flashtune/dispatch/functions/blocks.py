@@ -195,7 +195,7 @@ def _agrees(mask: Any, key: Hashable, query: Tensor, lengths: tuple[int, int], k
     waits = query.is_cuda and torch.cuda.is_current_stream_capturing()
     if known is None and (waits or key in _FOREIGN):
         return again and key not in _FOREIGN
-    found = known if known is not None else make() if again else bool(kept(mask, place, make))
+    found = (make() if again else bool(kept(mask, place, make))) if known is None else known
     if not found and key is not None:
         if len(_FOREIGN) >= MOST_FOREIGN:
             _FOREIGN.clear()

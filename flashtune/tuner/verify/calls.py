@@ -91,7 +91,9 @@ def of_whole_passes(inputs: Inputs) -> list[Wanted]:
 def _wider(wanted: Wanted, rounded: Tensor) -> Wanted:
     """Expected values with bounds wider by ROUNDINGS times their distance from these."""
     bound, gap = wanted.bound, (wanted.values - rounded).flatten(1)
-    share = float((gap.norm(dim=1) / wanted.values.flatten(1).norm(dim=1).clamp_min(1e-30)).max())
+    norms = wanted.values.flatten(1).norm(dim=1)
+    # Places without gradients say nothing of the others' bound.
+    share = float(torch.where(norms > NOTHING, gap.norm(dim=1) / norms, 0.0).max())
     norm = None if bound.relative_norm is None else bound.relative_norm + ROUNDINGS * share
     return replace(wanted, bound=replace(bound, atol=bound.atol + ROUNDINGS * float(gap.abs().max()), relative_norm=norm))
 
