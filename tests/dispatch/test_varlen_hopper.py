@@ -100,7 +100,7 @@ def test_hoppers_backward_computes_each_sequence_alone() -> None:
     assert len(report) > 5
 
 
-@pytest.mark.parametrize("name", ["flash_fwd", "flash_bwd", "flash_fwd_hopper", "flash_bwd_hopper"])
+@pytest.mark.parametrize("name", ["flash_fwd", "flash_bwd", "flash_fwd_hopper", "flash_bwd_hopper", "flash_bwd_hopper_split"])
 @pytest.mark.parametrize("uses_some", [False, True])
 def test_prepared_launches_name_tensors_in_the_order_in_which_calls_give_them(name: str, uses_some: bool) -> None:
     q, k = torch.zeros(300, 4, 64, dtype=torch.bfloat16), torch.zeros(200, 2, 64, dtype=torch.bfloat16)

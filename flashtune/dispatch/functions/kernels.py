@@ -77,8 +77,7 @@ def kernel_of(
     if problem is None:
         return "no kernel takes tensors of these sizes"
     meet_coded(current(), problem_with_functions(direction, query, key, value, searched, sequences, exact=True))
-    # Kernels whose bits may vary don't write gradients of unused keys either.
-    repeatable = direction == "bwd" and sequences is not None and (sequences.deterministic or sequences.bounds[2] is not None)
+    repeatable = direction == "bwd" and sequences is not None and sequences.deterministic
     if sequences is not None:
         query, key, value = (rows_last(x.detach()) for x in (query, key, value))
     memo, made, device, why = current(), kernels_here(), query.device, ""

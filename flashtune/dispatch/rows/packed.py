@@ -83,8 +83,7 @@ def _choose(packed: Packed, numbers: Numbers, direction: Direction, memo: Memo) 
 def _takes(found: Kernel, packed: Packed, numbers: Numbers, direction: Direction) -> bool:
     """True if a kernel takes these tensors, and repeats its bits where that is required."""
     varies = direction == "bwd" and found.variant is not None and not families()[found.variant.template].repeatable
-    # Kernels whose bits vary know no unused keys either.
-    if varies and (packed.used is not None or numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
+    if varies and (numbers.deterministic or torch.are_deterministic_algorithms_enabled()):
         return False
     return found.code.module.accepts(rows_last(packed.query), rows_last(packed.key), rows_last(packed.value), None)
 

@@ -22,6 +22,7 @@ class HopperBackwardHost:
     def __init__(self, spec: KernelSpec, config: Config, layout: HopperBackward) -> None:
         self.spec, self.config, self._layout = spec, config, layout
         self.block_m, self.block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+        self._tiled = ragged if spec.packed else swizzled
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
         """True if the copy engine takes these tensors."""
@@ -45,7 +46,7 @@ class HopperBackwardHost:
         found: list[Any] = [i.n_q, i.n_kv, i.kv_heads, i.heads // i.kv_heads, m_tiles, n_tiles]
         found += [n_tiles * i.batch * i.kv_heads] if layout.persistent else []
         found += [call.divisions] if layout.divides else []
-        found += call.lengths.sizes
+        found += [*call.lengths.sizes, *map(int, call.lengths.flags)]
         # 0 where the bias repeats.
         found += [int(stride > 0) for stride in needed(i.mask).strides] if spec.mask == "bias" else []
         found += [*band_sizes(spec, i), *list_arguments(spec, i, KEYS), i.scale, (i.softcap if spec.softcap else i.scale) * LOG2_E]
@@ -205,13 +206,13 @@ class BackwardHopperHost(HopperBackwardHost):
     def _arguments(self, call: _Call, sums: Operand, work: list[Operand], bits: Operand | None, whole: bool) -> tuple[Any, ...]:
         i, layout = call.inputs, self.layout
         d, d_v = layout.block_d, layout.block_dv
-        tiled = ragged if self.spec.packed else swizzled
+        tiled = self._tiled
         tiles = [tiled(i.q, self.block_m, d), tiled(i.k, 64, d), tiled(i.v, 64, d_v), tiled(needed(i.dout), self.block_m, d_v)]
         found: list[Any] = [*tiles, call.numbers_of(call.lse_2), call.numbers_of(call.deltas)]
         if not layout.divides:
             # Substitutes for gradients without a request stay unwritten.
             found += [tiled(i.dk or i.k, 64, d), tiled(i.dv or i.v, 64, d_v)]
-        found += [*call.bias(), *call.parts, sums, *work, *call.lengths.pointers[:2], *self.numbers(call, bits, call.m_tiles, call.n_tiles)]
+        found += [*call.bias(), *call.parts, sums, *work, *call.lengths.pointers, *self.numbers(call, bits, call.m_tiles, call.n_tiles)]
         if layout.owns:
             dq = i.dq or i.q
             found += [dq, *dq.strides[:3]]
@@ -244,10 +245,12 @@ class BackwardHopperSplitHost(HopperBackwardHost):
     def _key_gradients(self, call: _Call, found: list[Launch]) -> None:
         i, d, d_v = call.inputs, self._d, self._d_v
         bits = call.bits_of_keys(found) if self.spec.mask == "bool" else None
-        tiles = [swizzled(i.q, self.block_m, d), swizzled(i.k, 64, d), swizzled(i.v, 64, d_v), swizzled(needed(i.dout), self.block_m, d_v)]
-        outputs = [] if self.layout.divides else [swizzled(needed(i.dk), 64, d), swizzled(needed(i.dv), 64, d_v)]
+        tiled = self._tiled
+        tiles = [tiled(i.q, self.block_m, d), tiled(i.k, 64, d), tiled(i.v, 64, d_v), tiled(needed(i.dout), self.block_m, d_v)]
+        outputs = [] if self.layout.divides else [tiled(needed(i.dk), 64, d), tiled(needed(i.dv), 64, d_v)]
         arguments = (
             *(*tiles, call.numbers_of(call.lse_2), call.numbers_of(call.deltas), *outputs, *call.bias(), *call.parts),
+            *call.lengths.pointers,
             *self.numbers(call, bits, call.m_tiles, call.n_tiles),
         )
         found.append(Launch("key_gradients", (call.n_tiles * i.batch * i.kv_heads * call.divisions,), arguments, SMALL))
@@ -257,11 +260,12 @@ class BackwardHopperSplitHost(HopperBackwardHost):
     def _query_gradients(self, call: _Call, dq: Operand, found: list[Launch]) -> None:
         i, d, d_v = call.inputs, self._d, self._d_v
         block_m, block_n = self.config.number("DQ_BLOCK_M"), self.config.number("DQ_BLOCK_N")
-        m_tiles, n_tiles = cdiv(i.n_q, block_m), cdiv(i.n_kv, block_n)
+        m_tiles, n_tiles = call.lengths.tiles(i, i.n_q, block_m) // i.batch, cdiv(i.n_kv, block_n)
         bits = None
         if self.spec.mask == "bool":
             bits = pack_mask(call.matrices(), i.n_q, m_tiles * block_m, block_n, call.scratch, found, fusion=True)
-        tiles = [swizzled(i.q, 64, d), swizzled(i.k, block_n, d), swizzled(i.v, block_n, d_v)]
-        outputs = [swizzled(needed(i.dout), 64, d_v), swizzled(dq, 64, d)]
-        arguments = (*tiles, *outputs, call.lse_2, call.deltas, call.rows, *self.numbers(call, bits, m_tiles, n_tiles))
+        tiles = [self._tiled(i.q, 64, d), self._tiled(i.k, block_n, d), self._tiled(i.v, block_n, d_v)]
+        outputs = [self._tiled(needed(i.dout), 64, d_v), self._tiled(dq, 64, d)]
+        numbers = self.numbers(call, bits, m_tiles, n_tiles)
+        arguments = (*tiles, *outputs, call.lse_2, call.deltas, call.rows, *call.lengths.pointers, *numbers)
         found.append(Launch("query_gradients", (m_tiles * i.batch * i.heads,), arguments, SMALL))

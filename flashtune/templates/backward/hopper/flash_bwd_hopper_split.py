@@ -27,6 +27,12 @@ AXES = (
 
 CONSTRAINTS = (
     Constraint(
+        name="packed sequences",
+        holds=lambda c, s, t: not (s.packed and SplitLayout.of(s, c).divides),
+        why="programs of packed sequences don't know how many tiles a sequence has",
+        axes=("divided_queries",),
+    ),
+    Constraint(
         name="keys of a program",
         holds=lambda c, s, t: c["BLOCK_N"] == (64 if SplitLayout.of(s, c).wide else 128),
         why="a warpgroup has dK and dV of its own 64 keys where both fit its registers, else one of them for all keys",
@@ -100,7 +106,7 @@ FAMILY = Family(
     direction="bwd",
     axes=AXES,
     constraints=CONSTRAINTS,
-    flags=FLAGS - {"packed"},
+    flags=FLAGS,
     refuses=partial(refusal, "flash_bwd_hopper_split", 256),
     tried_first=tried_first,
     expected=expected,

@@ -116,12 +116,13 @@ class HopperBackward(HopperTiles):
         s = self.spec
         found = ["n_q", "n_kv", "kv_heads", "group", "m_tiles", "n_tiles"] + ["tiles"] * self.persistent + ["divisions"] * self.divides
         found += [f"bias_by_{part}" for part in ("batch", "head", "row", "column")] * (s.mask == "bias")
-        return found + ["sequences"] * s.packed + s.band_sizes
+        return found + ["sequences", "some_used"] * s.packed + s.band_sizes
 
     @property
     def sequence(self) -> list[str]:
-        """Fields of a tile of packed keys about its sequence; `first_block` counts blocks of queries before it."""
-        return ["q_start", "n_q", "k_start", "n_kv", "first_block"]
+        """Fields of a tile about its packed sequence: `first_block` counts blocks of queries before it, and of its `k_rows` keys `n_kv` are
+        used."""
+        return ["q_start", "n_q", "k_start", "k_rows", "n_kv", "first_block"]
 
     @property
     def params(self) -> list[str]:
