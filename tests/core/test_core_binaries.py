@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flashtune.core.code.binaries import Binary, Condition, Manifest, Parameter, TensorMap, parse_manifest
 from flashtune.core.code.compiled import from_compiled
@@ -18,6 +19,7 @@ from flashtune.core.code.launching import keyword_plan, provided
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.system.errors import EnvironmentProblem
+from flashtune.dispatch.parts.kernel import merge_kernel
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
@@ -216,3 +218,16 @@ def test_parameters_are_those_of_the_ptx_in_order_then_two_scratch_pointers(name
             assert (binary.global_scratch_bytes, binary.profile_scratch_bytes) == (0, 0)
             # Meta tensors have the address 0 and lie where the JIT's own conditions hold.
             assert binary.refusal(launch.arguments) is None
+
+
+def test_elements_of_tuples_are_parameters_of_their_own() -> None:
+    outs, lses = ([torch.empty(size, dtype=dtype, device="meta") for _ in range(3)] for size, dtype in (((8, 64), torch.half), (8, None)))
+    arguments = (tuple(outs[:2]), tuple(lses[:2]), outs[2], lses[2], 8, 1, 8, 512, 512, 64, 64, 16, 32, 64)
+    with compiling_for(H200):
+        binary, _ = from_compiled(merge_kernel.warmup(*arguments, grid=(1,), num_warps=4))
+    names = ["outs.0", "outs.1", "lses.0", "lses.1", "out", "lse", "rows", "heads", "per_head", "stride_b", "stride_h", "stride_n"]
+    assert [(x.name, x.position) for x in binary.parameters] == [(name, at) for at, name in enumerate(names)]
+    assert [x.kind for x in binary.parameters] == ["pointer"] * 6 + ["i32"] * 6
+    assert {(x.name, x.position): x.value for x in binary.conditions if x.rule == "equals"} == {
+        ("D", 12): 64, ("ALIGNED", 13): 16, ("ROWS", 14): 32, ("COLUMNS", 15): 64,
+    }  # fmt: skip

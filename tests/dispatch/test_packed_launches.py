@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
 from flashtune.core.problems.config import settles
+from flashtune.core.system.errors import InputTypeError
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS
 from flashtune.dispatch.policy.choose import Choice
@@ -112,6 +113,32 @@ def test_packed_launches_get_the_tensors_of_their_call(
             made = dict(zip(("dq", "dk", "dv"), grads, strict=True))
             tensors = given | {"out": out, "lse": lse, "dout": dout, "dlse": dlse} | made
             assert checked(launches, tensors) >= {"q", "k", "v", "out", "dout", "lse", "dlse", "cu_q", "cu_k", *made}
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_merged_parts_are_launched_by_the_driver_each_with_its_own_memory(driven: Driven, packs: bool) -> None:
+    def parts(rows: int, *, trained: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        shape = (rows, 4, 64) if packs else (1, 4, rows, 64)
+        return [(torch.zeros(shape, requires_grad=trained), torch.zeros((*shape[:-3], 4, rows))) for _ in range(3)]
+
+    def said(given: list[tuple[torch.Tensor, torch.Tensor]], found: Any) -> dict[str, int]:
+        outs, lses = zip(*given, strict=True)
+        names = [*[(f"outs.{i}", x) for i, x in enumerate(outs)], *[(f"lses.{i}", x) for i, x in enumerate(lses)]]
+        return {name: x.data_ptr() for name, x in (*names, ("out", found[0]), ("lse", found[1]))}
+
+    for rows in (8, 8, 12, 8):
+        given = parts(rows)
+        found, [(kernel, got)] = driven.since(partial(dispatch.merge, given, packed=packs))
+        assert kernel == "merge_kernel" and got == said(given, found)
+        assert [(x.shape, x.stride()) for x in found] == [(x.shape, x.stride()) for x in given[0]]
+    assert driven.tried == ["merge_kernel"] * 2
+    given = parts(8, trained=True)
+    (out, lse), [(_, got)] = driven.since(partial(dispatch.merge, given, packed=packs))
+    assert got == said(given, (out, lse))
+    _, [(kernel, got)] = driven.since(partial(torch.autograd.grad, out.sum(), [one for one, _ in given]))
+    assert kernel == "gradients_kernel" and got["out"] == out.data_ptr() and "dlse" not in got
+    with pytest.raises(InputTypeError, match="packed must be"):
+        dispatch.merge(parts(8), packed=1)  # type: ignore[arg-type]
 
 
 def test_packed_calls_take_shipped_machine_code_and_compile_what_it_does_not_take(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:

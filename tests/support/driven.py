@@ -21,8 +21,14 @@ from flashtune.templates import family
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Any) -> tuple[Binary, bytes]:
     """In place of Triton's compiler: machine code that is never run, with the kernel's own parameters."""
     found = []
-    for position, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
-        if parameter.is_constexpr:
+    named = [
+        (f"{parameter.name}.{index}" if isinstance(x, tuple) else parameter.name, one)
+        for parameter, x in zip(kernel.params, arguments, strict=True)
+        for index, one in enumerate(x if isinstance(x, tuple) else (x,))
+    ]
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    for position, (name, x) in enumerate(named):
+        if name in constants or x is None:
             continue
         tensor_map, kind = None, "i64"
         if isinstance(x, torch.Tensor):
@@ -34,7 +40,7 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opt
             )
         elif isinstance(x, float):
             kind = "fp32"
-        found.append(Parameter(name=parameter.name, position=position, kind=kind, tensor_map=tensor_map))
+        found.append(Parameter(name=name, position=position, kind=kind, tensor_map=tensor_map))
     words: dict[str, Any] = {"threads": 128, "shared_bytes": 0, "cluster": 1, "launch_pdl": False, "cooperative": False}
     words |= {"global_scratch_bytes": 0, "profile_scratch_bytes": 0, "conditions": (), "sha256": f"{kernel.__name__} {len(found)}"}
     name = kernel.__name__

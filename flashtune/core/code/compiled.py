@@ -1,6 +1,7 @@
 """Conversion of Triton's compiled kernels to `Binary`; mirrors triton/backends/nvidia/driver.py of Triton 3.6."""
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flashtune.core.code.binaries import Binary, Condition, Parameter, TensorMap, machine_arch
@@ -45,15 +46,15 @@ def from_compiled(compiled: Any, *, specialization: str = "", file: str = "") ->
 def signature_of(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Parameter], list[Condition]]:
     """Parameters of Triton's ASTSource in order, and the code's assumptions about arguments: constants and divisibility.
 
-    `maps` are the tensor maps of its descriptors, in the form of Triton's metadata.
+    `maps` are the tensor maps of its descriptors, in the form of Triton's metadata. Positions count elements of tuples one by one.
     """
     parameters: list[Parameter] = []
     conditions: list[Condition] = []
-    # Keys are paths into nested arguments; our kernels have none.
-    constants = {path[0] if isinstance(path, tuple) else source.fn.arg_names.index(path): value for path, value in source.constants.items()}
-    for position, (name, kind) in enumerate(source.signature.items()):
+    constants = {path if isinstance(path, tuple) else (source.fn.arg_names.index(path),): value for path, value in source.constants.items()}
+    for position, (path, kind) in enumerate(_leaves(source.signature.values())):
+        name = ".".join([source.fn.arg_names[path[0]], *map(str, path[1:])])
         if kind == "constexpr":
-            conditions.append(Condition(name=name, position=position, rule="equals", value=constants[position]))
+            conditions.append(Condition(name=name, position=position, rule="equals", value=constants[path]))
             continue
         if kind.startswith("tensordesc"):
             if not maps:
@@ -75,8 +76,17 @@ def signature_of(source: Any, maps: list[dict[str, Any]]) -> tuple[list[Paramete
             parameters.append(Parameter(name=name, position=position, kind="pointer", element=kind.lstrip("*k")))
         else:
             parameters.append(Parameter(name=name, position=position, kind=kind))
-        for attribute, value in source.attrs.get((position,), []):
+        for attribute, value in source.attrs.get(path, []):
             if attribute != "tt.divisibility":
                 raise EnvironmentProblem(f"{name} of {source.fn.__name__} has the unknown attribute {attribute}: launch it with Triton")
             conditions.append(Condition(name=name, position=position, rule="multiple_of", value=value))
     return parameters, conditions
+
+
+def _leaves(kinds: Iterable[Any], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Kinds of arguments and of elements of tuples, each with its path."""
+    for at, kind in enumerate(kinds):
+        if isinstance(kind, (tuple, list)):
+            yield from _leaves(kind, (*path, at))
+        else:
+            yield (*path, at), kind

@@ -106,7 +106,8 @@ def _dense(query: Tensor, prefix: Pair, suffix: Pair, words: dict[str, Any], mor
 def _over_prefix(query: Tensor, prefix: Pair, table: Tensor | None, cu_q: Tensor, words: dict[str, Any]) -> Any:
     """Output and LSE of packed queries over the prefix: one sequence, whose queries end where the last request's do."""
     key, value = prefix
-    ends, device = torch.cat([cu_q[:1], cu_q[-1:]]), query.device
+    # With a step of the number of requests: the first bound and the last.
+    ends, device = cu_q[:: len(cu_q) - 1].contiguous() if len(cu_q) > 1 else cu_q.repeat(2), query.device
     if table is None:
         if key.dim() != 3:
             raise InputError(f"the prefix's keys are {tuple(key.shape)}: give (P, Hkv, D) for packed queries, or a prefix_table of pages")

@@ -1,7 +1,7 @@
 """Triton kernels that merge parts, and compute their gradients. Rows are independent: a row's bits depend on its own numbers alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtune.core.pytorch.private import C
+from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.launch import Program
+
 _ELEMENTS = 2048
 """Elements of a part that a program holds."""
+
+WARPS = 4
+"""Warps of a program."""
 
 _NUMBERS = ["rows", "heads", "per_head", "stride_b", "stride_h", "stride_n"]
 """Numbers that no machine code is compiled for: another layout in registers would add up a row in another order."""
@@ -22,11 +29,11 @@ def _places(
 ):
     """Rows of a program, places of their elements, and which of both there are."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, COLUMNS)[None, :]
     head = row // per_head
     begin = (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h + (row % per_head).to(tl.int64) * stride_n
     begin = tl.multiple_of(begin, ALIGNED)
-    return row, row < rows, begin[:, None] + column[None, :], (column < D)[None, :]
+    return row, row < rows, begin[:, None] + column, column < D
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -110,11 +117,11 @@ def gradients_kernel(
         tl.store(dlses[part] + row, tl.where(seen, weight * (dot + of_lse), 0.0), mask=there)
 
 
-def merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Output and LSE of parts (batch, heads, rows, columns), all with the same dense strides, and contiguous LSEs."""
+def merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor, Program | None]:
+    """Output and LSE of parts (batch, heads, rows, columns), all with the same dense strides, and contiguous LSEs; and what the driver
+    launched, None where Triton did."""
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    _launch(merge_kernel, out, tuple(outs), tuple(lses), out, lse)
-    return out, lse
+    return out, lse, _launch(merge_kernel, out, tuple(outs), tuple(lses), out, lse)
 
 
 def gradients(
@@ -126,16 +133,44 @@ def gradients(
     return douts, dlses
 
 
-def _launch(kernel: Any, like: Tensor, *tensors: Any) -> None:
-    """Launch a kernel over all rows of tensors that are laid out alike."""
-    (batch, heads, rows, columns), strides = like.shape, like.stride()
+_PROGRAMS: dict[Hashable, Program] = {}
+"""Launches by layout."""
+
+_MOST_PROGRAMS = 256
+
+
+def _launch(kernel: Any, like: Tensor, *tensors: Any) -> Program | None:
+    """Launch a kernel over all rows of tensors that are laid out alike; returns what the driver launched."""
+    (batch, heads, rows, columns), strides, device = like.shape, like.stride(), like.device
     count = batch * heads * rows
     if not count * columns:
-        return
+        return None
     padded = triton.next_power_of_2(columns)
     block = max(1, _ELEMENTS // padded)
+    grid = (triton.cdiv(count, block),)
     # Not of dimensions of one: their strides say nothing, and rows that are alike shall be read alike.
     aligned = math.gcd(16, columns, *(stride for stride, size in zip(strides[:3], like.shape[:3], strict=True) if size > 1))
-    words = {"D": columns, "ALIGNED": aligned, "ROWS": block, "COLUMNS": padded, "num_warps": 4}
-    with torch.cuda.device_of(like):
-        kernel[(triton.cdiv(count, block),)](*tensors, count, heads, rows, *strides[:3], **words)
+    arguments = (*tensors, count, heads, rows, *strides[:3], columns, aligned, block, padded)
+    if not driver.driven(device):
+        kernel[grid](*arguments, num_warps=WARPS)
+        return None
+    given = [x for one in tensors for x in (one if isinstance(one, tuple) else (one,)) if x is not None]
+    addresses = [x.data_ptr() for x in given]
+    layout = kernel.__name__, device.index, like.dtype, like.shape, strides, len(given)
+    program = _PROGRAMS.get(layout)
+    if program is None:
+        if len(_PROGRAMS) >= _MOST_PROGRAMS:
+            _PROGRAMS.clear()
+        with torch.cuda.device(device):
+            _PROGRAMS[layout] = program = launch.program_of(kernel, grid, arguments, {"num_warps": WARPS}, device.index)
+    run(program, device.index, addresses)
+    return program
+
+
+def run(program: Program, index: int, addresses: Sequence[int]) -> None:
+    """Launch on the current stream of a GPU."""
+    if C._cuda_getDevice() == index:
+        program.run(addresses, C._cuda_getCurrentRawStream(index))
+    else:
+        with torch.cuda.device(index):
+            program.run(addresses, C._cuda_getCurrentRawStream(index))

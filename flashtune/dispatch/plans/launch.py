@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import math
 import struct
 import warnings
@@ -347,6 +348,24 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opt
 
     let_triton_write()
     return from_compiled(kernel.warmup(*arguments, grid=grid, **launching.compiler_options(options)))
+
+
+def program_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any], device: int) -> Program:
+    """Prepared launches of a kernel of Triton's that no family has; sources are its tensors in order, those in tuples among them.
+
+    Raises EnvironmentProblem and DriverError.
+    """
+    binary, code = compiled(kernel, grid, arguments, options)
+    given: list[torch.Tensor | None] = []
+    flat: list[Any] = []
+    for one in itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in arguments):
+        if isinstance(one, torch.Tensor):
+            flat.append(launching.operand(len(given), one))
+            given.append(one)
+        else:
+            flat.append(one)
+    plan = Plan([Launch(binary.kernel, grid, tuple(flat), dict(options))], given, [])
+    return Program(plan, (binary,), (_function(binary, lambda: code, device),), device, launching.addresses(given))
 
 
 def resident_factors(device: torch.device, factors: tuple[float, float, float]) -> tuple[int, int, int]:

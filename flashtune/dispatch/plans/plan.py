@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtune.core.pytorch.private import check_of, has_guards
+from flashtune.core.pytorch.private import FORWARD_AD, C, check_of, has_guards
 from flashtune.dispatch.call.call import Outputs, PerHead
+from flashtune.dispatch.call.inspection import flash_attention_on
 from flashtune.dispatch.call.parse import seed_bits
 from flashtune.dispatch.plans import driver
 
@@ -56,24 +57,35 @@ class Recent:
     check: Callable[..., bool]
     plan: Any
 
+    def unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """True where all else is as when the plan served, and every tensor begins at a multiple of 16 bytes."""
+        return (
+            (self.grad_mode is None or self.grad_mode is torch.is_grad_enabled())
+            and FORWARD_AD._current_level < 0
+            and not C._len_torch_dispatch_stack()
+            and flash_attention_on()
+            and not any([x.data_ptr() % 16 for x in tensors])
+        )
+
 
 class Plans(dict[Hashable, Plan]):
-    """Plans by signature; `recent` is the one that served last, where it has a fast path, and `packed` that of packed and paged calls;
-    `flex` are calls with functions."""
+    """Plans by signature; `recent` is the one that served last, where it has a fast path, and `packed` are those of packed and paged calls
+    that served last with each kind of options; `flex` are calls with functions."""
 
     __slots__ = ("_made", "flex", "packed", "recent")
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.recent: Recent | None = None
-        self.packed: Recent | None = None
+        self.packed: dict[Hashable, Recent] = {}
         self._made: dict[Hashable, Recent] = {}
         self.flex: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
         """Drop all plans."""
         super().clear()
-        self.recent = self.packed = None
+        self.recent = None
+        self.packed.clear()
         self._made.clear()
         self.flex.clear()
 
@@ -92,12 +104,15 @@ class Plans(dict[Hashable, Plan]):
         if not guarded(tensors):
             return
         made = self._made.get(signature)
-        if made is None or made is getattr(self, kind):
+        if made is None or made is (self.recent if kind == "recent" else self.packed.get(options)):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = check_of(tensors)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
             made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan)
-        setattr(self, kind, made)
+        if kind == "recent":
+            self.recent = made
+        else:
+            self.packed[options] = made
         if signature not in self:
             # Another thread cleared the cache meanwhile.
             self.clear()

@@ -12,12 +12,10 @@ from torch import Tensor
 from flashtune.core.problems.lengths import spread
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
-from flashtune.core.pytorch.private import FORWARD_AD, C
 from flashtune.dispatch.call.call import PerHead
 from flashtune.dispatch.call.inspection import (
     GRADIENTS,
     SEEN_THROUGH,
-    flash_attention_on,
     has_values,
     perhaps_fake,
     transformed,
@@ -27,7 +25,6 @@ from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, sign
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.explanation import Explanation, explained
 from flashtune.dispatch.plans.autograd import apply
-from flashtune.dispatch.plans.plan import Recent
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows import paged as pages
@@ -58,8 +55,8 @@ def attend(
         plans = STACK.get().plans
         try:
             state, tensors = _state(given, options, max_q, max_k, splits, heads_outside)
-            recent = plans.packed
-            if recent is not None and recent.options == state and recent.check(*tensors) and _unchanged(recent, tensors):
+            recent = plans.packed.get(state)
+            if recent is not None and recent.check(*tensors) and recent.unchanged(tensors):
                 plan = recent.plan
             elif (signature := _signature(given, state, tensors)) is not None and (plan := plans.get(signature)) is not None:
                 plans.served(signature, plan, state, seeded=False, tensors=tensors, kind="packed")
@@ -148,17 +145,6 @@ def _state(
         tensors += [x for x in (used, slopes, sinks, *caches) if x is not None]
     pattern = cu_k is cu_q, used is None, slopes is None, sinks is None, len(caches)
     return (options, bounds, pattern, heads_outside, torch.are_deterministic_algorithms_enabled()), tensors
-
-
-def _unchanged(recent: Recent, tensors: list[Tensor]) -> bool:
-    """True where all else is as when a plan served, and every tensor begins at a multiple of 16 bytes."""
-    return (
-        (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
-        and FORWARD_AD._current_level < 0
-        and not C._len_torch_dispatch_stack()
-        and flash_attention_on()
-        and not any([x.data_ptr() % 16 for x in tensors])
-    )
 
 
 def _signature(given: tuple[Any, ...], state: tuple[Any, ...], tensors: list[Tensor]) -> Hashable | None:
