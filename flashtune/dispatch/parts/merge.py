@@ -164,8 +164,8 @@ def gradients(parts: Parts, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
     strides = _strides(out)
     of_lse = None if dlse is None else _laid(None, dlse)
     laid = [_laid(strides, x) for x in outs], [_laid(None, x) for x in lses]
-    found: Parts = _kernel().gradients(*laid, _laid(strides, out), _laid(None, lse), _laid(strides, dout), of_lse)
-    return found
+    grads: Parts = _kernel().gradients(*laid, _laid(strides, out), _laid(None, lse), _laid(strides, dout), of_lse)
+    return grads
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
