@@ -5,19 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_kernels import config
-from paged_cases import Inputs, inputs, right_of
+from hopper_kernels import H200, config, count, key_loops, machine_code, problem
+from paged_cases import Inputs, inputs, right_of, without_gone_keys
 from paged_machine import Paged
 
 from flashtune.core.code import launching
+from flashtune.core.code.launches import Operand
 from flashtune.core.code.launching import Tensors
 from flashtune.core.problems.band import Sides
+from flashtune.core.problems.problem import Features
 from flashtune.core.problems.tolerances import LSE_RTOL, TOLERANCES
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.rows import paged
 from flashtune.templates.hopper.flash_fwd_hopper_paged import FAMILY
 from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
+from flashtune.tuner.children.compile import compiling_for, read_facts
 
 CHUNKS = ((70, 0, 3, 130, 40), (150, 20, 200, 130, 0))
 """Chunks at the ends of caches, one that is a whole prompt, and one without keys; some end within a page."""
@@ -69,7 +72,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_hoppers_forward_reads_the_pages_of_each_sequence_alone(case: dict[str, Any], changes: dict[str, Any]) -> None:
     given = inputs({"d": 64, "heads": 2, "kv_heads": 1, "lengths": CHUNKS} | case, padding=70, pages=2)
     if "window_size" in case and case["window_size"][1] == 0:
-        given = without_gone_pages(given, case["window_size"][0])
+        given = without_gone_keys(given, case["window_size"][0])
     out, lse = run(given, changes)
     right, right_lse = right_of(given.arguments, given)
     bound = TOLERANCES["fp16"]
@@ -77,14 +80,84 @@ def test_hoppers_forward_reads_the_pages_of_each_sequence_alone(case: dict[str, 
     torch.testing.assert_close(lse.double(), right_lse, atol=bound.lse_atol, rtol=LSE_RTOL)
 
 
-def without_gone_pages(given: Inputs, left: int) -> Inputs:
-    """The call after the keys before its windows were overwritten, and those of whole pages given to others."""
-    words, page = given.arguments, given.arguments["key"].shape[1]
-    table = words["block_table"].clone()
-    for b, (n_q, n_kv) in enumerate(zip(*given.lengths, strict=True)):
-        gone = max(n_kv - n_q - left, 0)
-        for cache in (words["key"], words["value"]):
-            for key in range(gone):
-                cache[int(table[b, key // page]), key % page] = math.nan
-        table[b, : gone // page] = -1
-    return given._replace(arguments=words | {"block_table": table})
+Q, CACHE = (1, 4, 300, 64), (9, 2, 16, 64)
+
+
+def operand(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, dtype: str = "bf16", **words: Any) -> Operand:
+    """A tensor of a launch, caches as (blocks, Hkv, page, D)."""
+    if strides is None:
+        _, heads, rows, d = shape
+        strides = rows * heads * d, d, heads * d, 1
+    return Operand(0, shape, strides, dtype, **words)
+
+
+@pytest.mark.parametrize(
+    ("cache", "taken"),
+    [
+        (operand(CACHE), True),
+        (operand(CACHE, (2 * 16 * 64, 16 * 64, 64, 1)), True),
+        # Keys beside values in a block, and a part of each row.
+        (operand(CACHE, (2 * 2 * 16 * 64, 64, 2 * 64, 1)), True),
+        (operand(CACHE, (2 * 16 * 80, 80, 2 * 80, 1)), True),
+        (operand((9, 2, 512, 64)), True),
+        (operand((1, 2, 16, 64), (7, 64, 128, 1)), True),
+        (operand((9, 2, 8, 64)), False),
+        (operand((9, 2, 48, 64)), False),
+        (operand(CACHE, (16 * 128 + 64, 64, 128, 1)), False),
+        (operand(CACHE, (16 * 136, 68, 136, 1)), False),
+        (operand(CACHE, dtype="fp16"), False),
+        (operand(CACHE, dtype="fp8e4nv"), False),
+        (operand(CACHE, aligned=False), False),
+        (operand((2**31, 2, 16, 64)), False),
+    ],
+    ids=str,
+)
+def test_it_takes_pages_that_the_copy_engine_reads(cache: Operand, taken: bool) -> None:
+    spec = problem(64, Features(packed=True)).spec()
+    host = FAMILY.host
+    assert host is not None
+    assert host(spec, config(spec)).accepts(operand(Q), cache, operand(CACHE), None) is taken
+
+
+@pytest.mark.parametrize(
+    ("features", "d", "dtype"),
+    [
+        (Features(), 64, "bf16"),
+        (Features(packed=True), 64, "fp32"),
+        (Features(packed=True), 512, "bf16"),
+        (Features(packed=True), 20, "bf16"),
+    ],
+    ids=str,
+)
+def test_it_refuses_what_it_has_no_code_for(features: Features, d: int, dtype: Any) -> None:
+    assert FAMILY.supports(problem(d, features, dtype=dtype).spec(), H200) is not None
+
+
+@pytest.mark.parametrize(("d", "page", "window"), [(128, 16, (100, 0)), (256, 64, None)])
+def test_its_consumers_keep_their_tiles_in_registers(d: int, page: int, window: Any) -> None:
+    spec = problem(d, Features(causal=True, window=window, packed=True, alignment="bottom_right")).spec()
+    module = load_kernel(render(FAMILY, variant_of(FAMILY, spec, FAMILY.default(spec, H200))), "paged")
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    caches = [made(999, page, 8, d, dtype=torch.bfloat16) for _ in range(2)]
+    results = made(4096, 32, d, dtype=torch.bfloat16), made(32, 4096, dtype=torch.float32)
+    tensors = Tensors(
+        made(4096, 32, d, dtype=torch.bfloat16), *caches, *results, cu_q=made(9), cu_k=made(9), used=made(8), table=made(8, 9)
+    )
+    left = -1 if window is None else window[0]
+    planned = paged.plan_of_pages(module, tensors, Numbers(512, 8192, d**-0.5, left, 0, True, 0.0, 0.0, False, False))
+    [one] = planned.launches
+    with compiling_for(H200):
+        words = launching.compiler_options(one.options)
+        kernel = getattr(module.module, one.kernel).warmup(*launching.Arguments(planned).of(one), grid=one.grid, **words)
+    facts = read_facts(kernel, H200)
+    # One number waits in memory from tile to tile.
+    assert facts.spills <= 8 and facts.registers * facts.threads <= H200.registers_per_sm
+    assert facts.shared_bytes <= H200.shared_bytes_per_block
+    code = machine_code(kernel)
+    assert not any(loop["STL"] + loop["LDL"] for loop in key_loops(code))
+    # A block is as many copies of keys as of values, and the last values of all are copied in a place of their own.
+    copies = FAMILY.default(spec, H200).number("BLOCK_N") // page * (d // 64)
+    assert count(code)["UTMALDG"] >= 3 * copies

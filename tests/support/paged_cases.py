@@ -157,3 +157,16 @@ def right_of(words: dict[str, Any], given: Inputs) -> tuple[Tensor, Tensor]:
         )
         right[here], right_lse[:, here] = one[0].transpose(0, 1), its_lse[0]
     return right, right_lse
+
+
+def without_gone_keys(given: Inputs, left: int) -> Inputs:
+    """The call after the keys before its windows were lost, and the table's entries of their pages, of which one is still a block."""
+    words, page = given.arguments, given.arguments["key"].shape[1]
+    table = words["block_table"].clone()
+    for b, (n_q, n_kv) in enumerate(zip(*given.lengths, strict=True)):
+        gone = max(n_kv - n_q - left, 0)
+        for cache in (words["key"], words["value"]):
+            for first in range(0, gone, page):
+                cache[int(table[b, first // page]), : min(gone - first, page)] = math.nan
+        table[b, : max(gone // page - 1, 0)] = -1
+    return given._replace(arguments=words | {"block_table": table})

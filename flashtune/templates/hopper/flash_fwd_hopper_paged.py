@@ -37,7 +37,7 @@ def suits(problem: Problem, target: Target) -> str | None:
 
 
 def ends_apart(problem: Problem, page: int) -> bool:
-    """True if no page has both a window's first key and the last key of all: a copy leaves out what is before the one or behind the other."""
+    """True if no page has both a window's first key and the last key of all: a copy leaves out what is before one or behind the other."""
     left = None if problem.features.window is None else problem.features.window[0]
     return left is None or (left >= page and problem.features.alignment == "bottom_right")
 
