@@ -1,6 +1,8 @@
 """`flash_fwd_hopper_paged`: the warp-specialised forward for Hopper over paged caches, for chunks of prompts that fill the GPU.
 
-Only its producer differs from `flash_fwd_hopper`: a table says from which pages it copies the rows of a tile.
+Only its producer differs from `flash_fwd_hopper`: a table says from which pages it copies the rows of a tile. It sees the tile's memory as
+pieces of a page's rows and one swizzle width of columns, which products then read as ever. Copies end behind the last key, or begin with a
+window's first one, by the descriptor of packed rows, so that nothing else is read; a page that may have both is left to `flash_paged`.
 """
 
 from dataclasses import replace
