@@ -32,10 +32,11 @@ def family(name: str) -> Family:
     """The family `name`; raises InputError for one that this version doesn't have."""
     found = families().get(name)
     if found is None:
-        # No search tries it: its problems are lists of lengths.
+        # No search tries them: their problems are lists of lengths.
+        from flashtune.templates.hopper import flash_fwd_hopper_paged
         from flashtune.templates.paged import flash_paged
 
-        found = flash_paged.FAMILY if name == flash_paged.FAMILY.name else None
+        found = {one.name: one for one in (flash_paged.FAMILY, flash_fwd_hopper_paged.FAMILY)}.get(name)
     if found is None:
         raise InputError(f"unknown template {name!r}: this flashtune has {', '.join(families())}")
     return found

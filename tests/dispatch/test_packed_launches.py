@@ -14,7 +14,9 @@ from test_dispatch_misled import PROGRAMS, Counts
 from triton.runtime.errors import OutOfResources
 
 from flashtune import dispatch
+from flashtune.core.gpu.target import find_target
 from flashtune.core.problems.config import settles
+from flashtune.core.pytorch import devices
 from flashtune.core.system.errors import InputTypeError
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS
@@ -262,6 +264,74 @@ def test_paged_launches_get_the_tensors_of_their_call(driven: Driven, splits: in
             found = checked(launches, known)
             assert found >= {"q", "k", "v", "out", "lse", "cu_q", "table", "used_k", "sinks", *factors}
             assert (splits == 1) or {"part_out", "part_sums"} <= found
+
+
+def over_pages(
+    queries: int, *, sequences: int = 3, page: int = 16, cache: torch.dtype = torch.float16, heads: int = 32, d: int = 64
+) -> Any:
+    """Tensors of a call whose sequences have equally many queries, and its arguments beside them."""
+    rows, bounds = sequences * queries, torch.arange(sequences + 1) * queries
+    given = {"q": torch.zeros(rows, heads, d).half(), "cu_q": bounds, "table": torch.zeros(sequences, 9).int()}
+    given |= {name: torch.zeros(9, page, heads // 4, d).to(cache) for name in ("k", "v")} | {"used_k": torch.full((sequences,), 99)}
+    words = {"seqused_k": given["used_k"], "block_table": given["table"], "enable_gqa": True, "return_lse": True}
+    return given, [*(given[name] for name in ("q", "k", "v", "cu_q")), None, queries, 99], words
+
+
+@pytest.mark.parametrize("names", [(), ("slopes", "sinks")])
+def test_chunks_over_pages_get_the_tensors_of_their_call_on_hopper(driven: Driven, names: tuple[str, ...]) -> None:
+    # The third call has another number of rows, and the last one the first one's plan; a negative scale goes into a copy of the queries.
+    for queries, scale in ((300, 0.1), (300, 0.1), (310, 0.1), (300, 0.1), (300, -0.1)):
+        given, tensors, words = over_pages(queries)
+        given |= {name: x for name, x in (("slopes", torch.zeros(3, 32)), ("sinks", torch.zeros(32))) if name in names}
+        words |= {word: given[name] for word, name in (("alibi_slopes", "slopes"), ("sinks", "sinks")) if name in names}
+        (out, lse), launches = driven.since(partial(dispatch.attention_varlen, *tensors, scale=scale, **words))
+        assert [name for name, _ in launches] == ["flash_fwd_hopper"]
+        found = checked(launches, given | {"out": out, "lse": lse}, copied="q" if scale < 0 else "")
+        assert found >= {"q", "k", "v", "out", "lse", "cu_q", "table", "used_k", "counter", *names}
+
+
+@pytest.mark.parametrize(
+    ("queries", "more", "words", "template"),
+    [
+        (300, {}, {}, "flash_fwd_hopper_paged"),
+        (300, {"page": 256, "d": 256}, {"is_causal": True, "softcap": 2.0}, "flash_fwd_hopper_paged"),
+        (64, {"sequences": 16}, {"window_size": (16, 0)}, "flash_fwd_hopper_paged"),
+        (1, {"sequences": 200}, {}, "flash_paged"),
+        (20, {"sequences": 200}, {}, "flash_paged"),
+        # Fewer tiles than half of the multiprocessors.
+        (300, {"sequences": 1, "heads": 8}, {}, "flash_paged"),
+        (300, {}, {"num_splits": 1}, "flash_paged"),
+        (300, {"page": 8}, {}, "flash_paged"),
+        (300, {"page": 48}, {}, "flash_paged"),
+        (300, {"cache": torch.float8_e4m3fn}, {}, "flash_paged"),
+        # A page may have the first key of a window and the last of all.
+        (300, {}, {"window_size": (15, 0)}, "flash_paged"),
+        (300, {}, {"window_size": (40, 0), "causal_alignment": "top_left"}, "flash_paged"),
+    ],
+    ids=str,
+)
+def test_chunks_that_fill_a_hopper_gpu_are_its_own_kernels(
+    driven: Driven, queries: int, more: dict[str, Any], words: dict[str, Any], template: str
+) -> None:
+    _, tensors, beside = over_pages(queries, **more)
+    assert dispatch.explain_varlen(*tensors, **beside, **words).template == template
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "target_of", lambda device: find_target("b200"))
+        context.current().forget()
+        assert dispatch.explain_varlen(*tensors, **beside, **words).template == "flash_paged"
+
+
+def test_pages_that_hoppers_kernel_cannot_take_here_are_served_by_plain_pointers(driven: Driven) -> None:
+    given, tensors, words = over_pages(300)
+    driven.fails["flash_fwd_hopper"] = OutOfResources(300_000, 232_448, "shared memory")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            (out, lse), launches = driven.since(partial(dispatch.attention_varlen, *tensors, **words))
+            assert launches[0][0] == "attention_forward"
+            checked(launches, given | {"out": out, "lse": lse})
+    assert len([one for one in warned if "flash_fwd_hopper_paged" in str(one.message)]) == driven.tried.count("flash_fwd_hopper") == 1
+    assert dispatch.explain_varlen(*tensors, **words).template == "flash_paged"
 
 
 def test_a_kernel_that_cannot_be_built_gives_way_to_the_next_family_and_is_remembered(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from branches import BRANCHES, Branch
-from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs
+from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs, without_gone_keys
 from varlen_cases import forced
 
 from flashtune import dispatch
@@ -17,6 +17,9 @@ LONGER = ((1, 1, 1, 1, 1), (9000, 31, 0, 4097, 700))
 PROMPTS = ((300, 1, 129, 1, 777, 64), (300, 700, 1000, 0, 1500, 4096))
 
 on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+on_hopper = pytest.mark.skipif(
+    DEVICE != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -36,6 +39,31 @@ def test_head_sizes_and_pages(d: int, page: int, cache: torch.dtype, lengths: An
     words = {"d": d, "page": page, "cache": cache, "lengths": lengths, "heads": 8, "is_causal": True}
     with forced("kernels"):
         agrees(inputs(words, dtype=torch.bfloat16, device=DEVICE, pages=2), kind="bf16")
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"page": 16},
+        {"page": 64, "window_size": (150, 0)},
+        {"page": 16, "window_size": (200, 40), "d": 256},
+        {"page": 256, "is_causal": True, "softcap": 3.0},
+        {"page": 32, "is_causal": True, "sinks": True, "slopes": "sequences"},
+        {"page": 128, "is_causal": True, "causal_alignment": "top_left", "hnd": True},
+        {"page": 16, "d": 192, "d_v": 128, "is_causal": True},
+        {"page": 16, "d": 40, "is_causal": True},
+        {"page": 16, "is_causal": True, "scale": -0.1},
+    ],
+    ids=str,
+)
+def test_chunks_run_hoppers_own_kernel(case: dict[str, Any]) -> None:
+    given = inputs({"d": 128, "lengths": PROMPTS, "heads": 8} | case, dtype=torch.bfloat16, device=DEVICE, pages=2)
+    if case.get("window_size", (0, 1))[1] == 0:
+        given = without_gone_keys(given, case["window_size"][0])
+    with forced("kernels"):
+        agrees(given, kind="bf16")
+    assert dispatch.explain_varlen(**given.arguments).template == "flash_fwd_hopper_paged"
 
 
 def test_float32_is_exact() -> None:
@@ -109,7 +137,7 @@ def test_bits_dont_depend_on_the_batch(splits: int, cache: torch.dtype) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
-@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("rows", [1, 40, 200])
 def test_a_graph_is_right_when_lengths_and_pages_change(rows: int, cache: torch.dtype) -> None:
     lengths = (rows,) * 6, (3000,) * 6
     given = inputs(

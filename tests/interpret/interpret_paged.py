@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from interpreting import failures_of
-from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs
+from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs, without_gone_keys
 from varlen_cases import forced
 
 from flashtune import dispatch
@@ -97,16 +97,8 @@ def of_longer_bounds() -> None:
 
 
 def of_windows() -> None:
-    """Pages before a window may be gone, and their entries garbage."""
-    given = inputs({"lengths": ((1, 1), (90, 200)), "window_size": (16, 0), "page": 8})
-    table = given.arguments["block_table"].clone()
-    for b, n in enumerate(given.lengths[1]):
-        gone = (n - 1 - 16) // 8
-        for x in (given.arguments["key"], given.arguments["value"]):
-            x[table[b, :gone].long()] = float("nan")
-        # One of them is still a block, of NaN.
-        table[b, : gone - 1] = -1
-    agrees(given, block_table=table)
+    """Keys before a window may be gone, and entries of their pages garbage."""
+    agrees(without_gone_keys(inputs({"lengths": ((1, 1), (90, 200)), "window_size": (16, 0), "page": 8}), 16))
 
 
 def alone(given: Inputs, b: int) -> torch.Tensor:

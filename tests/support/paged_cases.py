@@ -129,12 +129,22 @@ def agrees(given: Inputs, *, kind: str = "fp16", **changed: Any) -> None:
     out, lse = given.call(**changed)
     # By the plan of the first.
     assert torch.equal(out, given.call(**changed)[0])
+    right, right_lse = right_of(words, given)
+    assert out.dtype == words["query"].dtype and lse.dtype == torch.float32
+    empty = (right_lse == -math.inf).T
+    assert not out.cpu()[empty].any() and bool((lse.cpu().T[empty] == -math.inf).all())
+    torch.testing.assert_close(out.cpu().double(), right, atol=bound.atol, rtol=bound.rtol)
+    torch.testing.assert_close(lse.cpu().double(), right_lse, atol=bound.lse_atol, rtol=LSE_RTOL)
+
+
+def right_of(words: dict[str, Any], given: Inputs) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call with these arguments by the reference, float64, on the CPU."""
     query, bounds = words["query"].cpu().double(), words["cu_seqlens_q"].tolist()
     sides = Sides.of(words.get("window_size", (-1, -1)), words.get("is_causal", False), words.get("causal_alignment", "bottom_right"))
     sequences, heads = len(bounds) - 1, query.shape[1]
     slopes, sinks = words.get("alibi_slopes"), words.get("sinks")
-    right = torch.zeros(*out.shape, dtype=torch.float64)
-    right_lse = torch.full(lse.shape, -math.inf, dtype=torch.float64)
+    right = torch.zeros(*query.shape[:2], words["value"].shape[3], dtype=torch.float64)
+    right_lse = torch.full((heads, len(query)), -math.inf, dtype=torch.float64)
     for b, (n_q, n_kv) in enumerate(zip(*given.lengths, strict=True)):
         here = slice(bounds[b], bounds[b] + n_q)
         one, its_lse = reference.attention(
@@ -146,8 +156,17 @@ def agrees(given: Inputs, *, kind: str = "fp16", **changed: Any) -> None:
             sinks=None if sinks is None else sinks.cpu().double()[None],
         )
         right[here], right_lse[:, here] = one[0].transpose(0, 1), its_lse[0]
-    assert out.dtype == words["query"].dtype and lse.dtype == torch.float32
-    empty = (right_lse == -math.inf).T
-    assert not out.cpu()[empty].any() and bool((lse.cpu().T[empty] == -math.inf).all())
-    torch.testing.assert_close(out.cpu().double(), right, atol=bound.atol, rtol=bound.rtol)
-    torch.testing.assert_close(lse.cpu().double(), right_lse, atol=bound.lse_atol, rtol=LSE_RTOL)
+    return right, right_lse
+
+
+def without_gone_keys(given: Inputs, left: int) -> Inputs:
+    """The call after the keys before its windows were lost, and the table's entries of their pages, of which one is still a block."""
+    words, page = given.arguments, given.arguments["key"].shape[1]
+    table = words["block_table"].clone()
+    for b, (n_q, n_kv) in enumerate(zip(*given.lengths, strict=True)):
+        gone = max(n_kv - n_q - left, 0)
+        for cache in (words["key"], words["value"]):
+            for first in range(0, gone, page):
+                cache[int(table[b, first // page]), : min(gone - first, page)] = math.nan
+        table[b, : max(gone // page - 1, 0)] = -1
+    return given._replace(arguments=words | {"block_table": table})

@@ -45,7 +45,7 @@ def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo:
     sizes: tuple[Any, ...] = query.shape[1:], key.shape[1:], value.shape[-1], cu_q.shape, min(len(query), 2), min(len(key), 2)
     bounds: tuple[Any, ...] = octaves_of(packed, numbers) if sizes[3][0] > 1 else ()
     if table is not None:
-        bounds = min(pages.bounded(numbers).max_q, len(query)), table.shape[1] > 0, key.dtype
+        bounds = pages.kind_of(packed, numbers)
     given = used is None, slopes is None, sinks is None, *aligned, torch.are_deterministic_algorithms_enabled()
     signature = direction, query.device, query.dtype, strides, sizes, bounds, given, numbers[2:]
     if signature not in memo.packed:

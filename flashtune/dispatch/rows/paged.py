@@ -1,19 +1,25 @@
-"""Paged keys and values: the kernel that finds pages by a table on the device, its launches, and copies of sequences where none serves."""
+"""Paged keys and values: kernels that find pages by a table on the device, their launches, and copies of sequences where none serves."""
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from flashtune.core.code import launching
 from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config
+from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
-from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of, rows_last
+from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, problem_of, rows_last
+from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel, note, served_here
 from flashtune.dispatch.state.context import Memo
+from flashtune.templates.family import Family
+from flashtune.templates.hopper import flash_fwd_hopper_paged
 from flashtune.templates.paged import flash_paged
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -36,34 +42,65 @@ def bounded(numbers: Numbers) -> Numbers:
     return numbers._replace(max_q=of_q, max_k=of_k)
 
 
+def kind_of(packed: Packed, numbers: Numbers) -> tuple[object, ...]:
+    """All that the choice of a kernel takes from a call's sizes beside heads and the number of sequences."""
+    assert packed.table is not None
+    return min(bounded(numbers).max_q, len(packed.query)), octaves_of(packed, numbers)[0], packed.table.shape[1] > 0, packed.key.dtype
+
+
 def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config | None = None) -> Kernel | str:
-    """The kernel that takes such pages, with a `config` of one's own or by default, or the reason why none does."""
+    """The kernel that takes such pages, with a `config` of flash_paged or by default, or the reason why none does."""
     (query, key, value), table = packed[:3], packed.table
     problem = problem_of(packed, bounded(numbers))
     if table is None or problem is None or not served_here(query.device, query.dtype) or 0 in (*query.shape, table.shape[1], len(key)):
         return NO_KERNEL
-    target, family = devices.target_of(query.device), flash_paged.FAMILY
-    spec = problem.spec()
+    target = devices.target_of(query.device)
     if (key.dtype == NARROW[0] and not target.has_e4m3) or (key.dtype == NARROW[1] and target.vendor != "nvidia"):
-        return NO_KERNEL
-    if family.supports(spec, target) is not None or not family.starts(spec, target):
         return NO_KERNEL
     rows = None if numbers.splits is not None else min(bounded(numbers).max_q, len(query)) * problem.gqa_ratio
     caches = f"caches in {str(key.dtype).removeprefix('torch.')}"
     own = Place("paged", devices.slug_here(query.device), problem, (*("splits",) * (rows is None), caches))
-    if config is None and memo.settings.plan is not None:
-        config = next(memo.settings.plan.choices(own)).config
-    config = flash_paged.chosen(spec, target, rows, narrow=key.dtype in NARROW) if config is None else config
-    place = PLACE, spec, config, query.device
+    found = list(_chosen(packed, problem, target, rows))
+    if config is not None:
+        found = [(flash_paged.FAMILY, config)]
+    elif found and memo.settings.plan is not None:
+        found = [(one.family, one.config) for one in memo.settings.plan.choices(own) if one.family and one.config] or found[-1:]
+    why, known = NO_KERNEL, None
+    for family, its_config in found:
+        kernel = _loaded(memo, problem, family, its_config, query.device)
+        if isinstance(kernel, str) or kernel.failed:
+            why = kernel if isinstance(kernel, str) else str(kernel.failed)
+            continue
+        known = kernel
+        if kernel.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None):
+            note(memo, own, kernel)
+            return kernel
+    if known is not None:
+        note(memo, own, known)
+        return NO_KERNEL
+    return why
+
+
+def _chosen(packed: Packed, problem: Problem, target: Target, rows: int | None) -> Iterator[tuple[Family, Config]]:
+    """Families that serve at most `rows` rows to a key head, None for any number, with their default configs, the preferred first."""
+    spec, narrow = problem.spec(), packed.key.dtype in NARROW
+    hopper, plain = flash_fwd_hopper_paged.FAMILY, flash_paged.FAMILY
+    suited = rows is not None and not narrow and driver.driven(packed.query.device) and hopper.refusal(problem, spec, target) is None
+    if suited and flash_fwd_hopper_paged.ends_apart(problem, packed.key.shape[1]):
+        yield hopper, hopper.default(spec, target)
+    if plain.supports(spec, target) is None and plain.starts(spec, target):
+        yield plain, flash_paged.chosen(spec, target, rows, narrow=narrow)
+
+
+def _loaded(memo: Memo, problem: Problem, family: Family, config: Config, device: torch.device) -> Kernel | str:
+    """The kernel of a config, kept with its failure, or the reason why it can't be loaded."""
+    place = PLACE, problem.spec(), config, device
     if place not in memo.packed:
         why = "paged keys and values take the family's default config"
-        choice = Choice(kind="default", spec=spec, note=why, family=family, config=config)
-        memo.packed[place] = loaded_kernel(choice, query.device, target, memo)
-    kernel: Kernel | str = memo.packed[place]
-    if isinstance(kernel, str) or kernel.failed:
-        return kernel if isinstance(kernel, str) else str(kernel.failed)
-    note(memo, own, kernel)
-    return kernel if kernel.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None) else NO_KERNEL
+        choice = Choice(kind="default", spec=problem.spec(), note=why, family=family, config=config)
+        memo.packed[place] = loaded_kernel(choice, device, devices.target_of(device), memo)
+    found: Kernel | str = memo.packed[place]
+    return found
 
 
 def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> Plan:
@@ -74,13 +111,10 @@ def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> P
     views = {name: None if x is None else x.expand(sequences, x.shape[-1]) for name, x in views.items()}
     views |= {"q": rows_last(tensors.q), "k": tensors.k.transpose(1, 2), "v": tensors.v.transpose(1, 2)}
     views |= {"out": rows_last(tensors.out), "lse": tensors.lse[None]}
-    return launching.plan(
-        kernel.host,
-        tensors._replace(**views),
-        **numbers.of_launch(),
-        pages=(numbers.max_q, numbers.max_k, numbers.splits),
-        sms=launching.sms_of(tensors.q.device),
-    )
+    words = launch.provided(kernel, views["q"], views["k"])
+    views["counts"] = words.pop("counts")
+    pages = numbers.max_q, numbers.max_k, numbers.splits
+    return launching.plan(kernel.host, tensors._replace(**views), **numbers.of_launch(), pages=pages, **words)
 
 
 def gathered(packed: Packed) -> Packed:

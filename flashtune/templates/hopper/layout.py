@@ -173,6 +173,26 @@ class HopperLayout(HopperTiles):
         return self.size == 1
 
     @property
+    def paged(self) -> bool:
+        """True if keys lie in pages of a cache, which only the producer knows."""
+        return False
+
+    @property
+    def copied_d(self) -> int:
+        """Columns of a copy of keys from a page: those of the widest swizzle, or the tile's."""
+        return min(self.chunk, self.block_d)
+
+    @property
+    def copied_dv(self) -> int:
+        """Columns of a copy of values from a page."""
+        return min(self.chunk, self.block_dv)
+
+    @property
+    def pages(self) -> list[str]:
+        """The kernel's parameters about pages: strides of the table, and rows of memory from a block of the cache to the next."""
+        return ["by_sequence", "by_page", "k_rows", "v_rows"] * self.paged
+
+    @property
     def consumers(self) -> int:
         """Warpgroups that compute, of ROWS rows each."""
         return self.config.number("BLOCK_M") // ROWS
@@ -285,13 +305,13 @@ class HopperLayout(HopperTiles):
         """The kernel's size parameters, which it passes on as `Sizes`."""
         s = self.spec
         found = ["n_q", "n_kv", "batches", "heads", "kv_group", "m_tiles"] + ["kv_heads", "group"] * self.packs
-        found += ["rows", "sequences", "some_used"] * s.packed
+        found += (["rows", "sequences"] + ["some_used"] * (not self.paged)) * s.packed
         return found + s.band_sizes + ["mask_per_batch", "mask_per_head"] * (s.mask != "none")
 
     @property
     def sequence(self) -> list[str]:
         """Fields of a tile of packed rows about its sequence; `present` is 0 in rows after the last one."""
-        return ["q_start", "n_q", "k_start", "n_kv"] + ["present"] * self.spec.sinks
+        return ["q_start", "n_q", *["k_start"] * (not self.paged), "n_kv"] + ["present"] * self.spec.sinks
 
     @property
     def divisors(self) -> list[str]:

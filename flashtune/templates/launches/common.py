@@ -61,7 +61,8 @@ def strides_divide(spec: KernelSpec, tensors: Sequence[Operand | None]) -> list[
 
 
 class LengthArguments(NamedTuple):
-    """Kernel arguments for packed sequences, empty where they aren't packed: pointers, their number, and True if not all keys are used."""
+    """Kernel arguments for packed sequences, empty where they aren't packed: pointers, their number, and, without pages, True if not all
+    keys are used."""
 
     pointers: tuple[Operand, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -74,6 +75,9 @@ class LengthArguments(NamedTuple):
             return cls()
         assert inputs.lengths is not None, "a kernel for packed sequences needs their lengths"
         of_q, of_k, used = inputs.lengths
+        if inputs.pages is not None:
+            assert used is not None, "pages have lengths"
+            return cls((of_q, inputs.pages.table, used), (of_q.shape[0] - 1,))
         return cls((of_q, of_k, used or of_k), (of_q.shape[0] - 1,), (used is not None,))
 
     def tiles(self, inputs: LaunchInputs, rows: int, block: int) -> int:

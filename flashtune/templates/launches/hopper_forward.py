@@ -6,6 +6,7 @@ from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Opera
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.parameters import dropout_threshold
 from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.hopper.pages import PagedLayout
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, cdiv, magic_divisor, outer_strides, per_head
 from flashtune.templates.launches.mods import FORWARD, captured_of, list_arguments
 from flashtune.templates.mods.known import functions_of
@@ -38,6 +39,15 @@ def ragged(x: Operand, rows: int, columns: int) -> Descriptor:
     return Descriptor(x, shape, (2**34 - step_n, step_n, step_h, step_n, 1), (1, 1, 1, rows, columns), "swizzled")
 
 
+LEAST_PAGE = 16
+"""Rows of the smallest page that is copied by itself, so that a tile's copies fill whole periods of its swizzle."""
+
+
+def rows_of_block(x: Operand) -> int:
+    """Rows of memory from a block of a cache (blocks, Hkv, page, D) to the next one."""
+    return 0 if x.shape[0] == 1 else x.strides[0] // x.strides[2]
+
+
 def accepts_tiles(spec: KernelSpec, tensors: tuple[Operand, ...], mask: Operand | None) -> bool:
     """True if the copy engine takes these tensors and, where it repeats rows, a mask is small enough to be packed."""
     if not all(copyable(x) and x.shape[3] % (16 // x.item_bytes) == 0 for x in tensors):
@@ -56,9 +66,10 @@ class HopperForwardHost:
     """Host side of flash_fwd_hopper."""
 
     positive_scale = True
+    layout_of: type[HopperLayout] = HopperLayout
 
     def __init__(self, spec: KernelSpec, config: Config) -> None:
-        self.spec, self.config, self.layout = spec, config, HopperLayout(spec, config)
+        self.spec, self.config, self.layout = spec, config, self.layout_of(spec, config)
         self.counts_misses = self.layout.settles
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
@@ -104,17 +115,19 @@ class HopperForwardHost:
             *lengths.pointers,
             *([inputs.counts] if layout.drawn else []),
             *((inputs.misses or ()) if layout.settles else ()),
-            *(inputs.n_q, inputs.n_kv, inputs.batch, heads, heads // inputs.kv_heads, m_tiles),
+            *(inputs.n_q, self._keys(inputs), inputs.batch, heads, heads // inputs.kv_heads, m_tiles),
             *((inputs.kv_heads, inputs.heads // inputs.kv_heads) if layout.packs else ()),
             *((inputs.n_q, *lengths.sizes, *map(int, lengths.flags)) if self.spec.packed else ()),
             *(getattr(inputs, name) for name in self.spec.band_sizes),
             *mask_numbers,
+            *self._pages(inputs),
             *self._divisors(inputs, m_tiles, heads),
             *list_arguments(self.spec, inputs, FORWARD),
             *self._score_numbers(inputs),
             *mask_bits,
             *([inputs.scale, *captured_of(self.spec, inputs)] if self.spec.mods else ()),
             *per_head(self.spec, inputs),
+            *([inputs.k.shape[2]] if layout.paged else ()),
         ]
         residents = self.config.number("ctas_per_sm")
         programs = min(tiles, residents * inputs.sms) if layout.persistent else tiles
@@ -127,10 +140,11 @@ class HopperForwardHost:
         d_v = layout.chunk if layout.chunked else layout.block_dv
         d_out = layout.chunk if layout.chunked else layout.block_dv // layout.out_halves
         tiled = ragged if self.spec.packed else swizzled
+        rows, of_k, of_v = (min(block_n, inputs.n_kv), layout.copied_d, layout.copied_dv) if layout.paged else (block_n, d, d_v)
         found = [
             self._queries(inputs.q, inputs.kv_heads, d),
-            tiled(inputs.k, block_n, d),
-            swizzled(values, layout.block_dv, block_n) if layout.fp8 else tiled(values, block_n, d_v),
+            tiled(inputs.k, rows, of_k),
+            swizzled(values, layout.block_dv, block_n) if layout.fp8 else tiled(values, rows, of_v),
             self._queries(inputs.out, inputs.kv_heads, d_out),
         ]
         if self.spec.mask == "bias":
@@ -147,6 +161,13 @@ class HopperForwardHost:
         shape = (b, kv_heads, h // kv_heads, n, d)
         steps = (step_b, step_h * (h // kv_heads), step_h, step_n)
         return Descriptor(x, shape, (*outer_strides(shape[:4], steps), 1), (1, 1, packed, 64 // packed, columns), "swizzled")
+
+    def _keys(self, inputs: LaunchInputs) -> int:
+        """Keys of a dense call, of all packed sequences, or in a row of a table."""
+        return inputs.n_kv if inputs.pages is None else inputs.pages.table.shape[1] * inputs.n_kv
+
+    def _pages(self, inputs: LaunchInputs) -> list[int]:
+        return [] if inputs.pages is None else [*inputs.pages.table.strides, *(rows_of_block(x) for x in (inputs.k, inputs.v))]
 
     def _divisors(self, inputs: LaunchInputs, m_tiles: int, heads: int) -> list[int]:
         section = self.config.number("section")
@@ -165,6 +186,21 @@ class HopperForwardHost:
             kept = 1 / (1 - inputs.dropout_p) if inputs.dropout_p < 1 else 0.0
             found += [inputs.seed, inputs.offset, dropout_threshold(inputs.dropout_p), kept]
         return found
+
+
+class PagedForwardHost(HopperForwardHost):
+    """Host side of flash_fwd_hopper_paged. Its k and v are (blocks, Hkv, page, D)."""
+
+    layout_of = PagedLayout
+
+    def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
+        """True if the copy engine takes these tensors: pages of a power of two of keys, which a tile or its swizzle divides into whole
+        copies, in blocks that are whole rows of memory apart."""
+        page = k.shape[2]
+        if page < LEAST_PAGE or page & (page - 1) or (k.dtype, v.dtype) != (q.dtype, q.dtype):
+            return False
+        apart = all(x.shape[0] == 1 or (x.strides[0] % x.strides[2] == 0 and x.shape[0] * rows_of_block(x) < FARTHEST) for x in (k, v))
+        return apart and super().accepts(q, k, v, mask, interpreted=interpreted)
 
 
 def pack_mask(
