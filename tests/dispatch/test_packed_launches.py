@@ -295,10 +295,11 @@ def test_chunks_over_pages_get_the_tensors_of_their_call_on_hopper(driven: Drive
     [
         (300, {}, {}, "flash_fwd_hopper_paged"),
         (300, {"page": 256, "d": 256}, {"is_causal": True, "softcap": 2.0}, "flash_fwd_hopper_paged"),
-        (64, {"sequences": 16}, {"window_size": (16, 0)}, "flash_fwd_hopper_paged"),
+        (128, {"sequences": 16}, {"window_size": (16, 0)}, "flash_fwd_hopper_paged"),
+        (64, {"sequences": 16}, {}, "flash_paged"),
         (1, {"sequences": 200}, {}, "flash_paged"),
         (20, {"sequences": 200}, {}, "flash_paged"),
-        # Fewer tiles than half of the multiprocessors.
+        # Fewer tiles than a third of the multiprocessors.
         (300, {"sequences": 1, "heads": 8}, {}, "flash_paged"),
         (300, {}, {"num_splits": 1}, "flash_paged"),
         (300, {"page": 8}, {}, "flash_paged"),
