@@ -142,15 +142,19 @@ class Kernel:
 
     def run(self, known: Prepared, tensors: Sequence[Tensor | None], mods: Sequence[Tensor] = (), numbers: Sequence[int] = ()) -> None:
         """Launch what is prepared for tensors of this layout, on their device and its current stream."""
+        self.run_at(known, launching.addresses(tensors), launching.addresses(mods), numbers)
+
+    def run_at(self, known: Prepared, addresses: list[int], mods: Sequence[int] = (), numbers: Sequence[int] = ()) -> None:
+        """The same by addresses, to which those of counts, functions and scratch memory are added."""
         index = self.device.index
         if C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run(known, tensors, mods, numbers)
-        addresses, stream = launching.addresses(tensors), C._cuda_getCurrentRawStream(index)
+                return self.run_at(known, addresses, mods, numbers)
+        stream = C._cuda_getCurrentRawStream(index)
         if known.program.counts:
             in_graph = C._cuda_isCurrentStreamCapturing()
             addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.program.counts, in_graph)
-        addresses += launching.addresses(mods)
+        addresses += mods
         if known.scratch:
             # From a graph's pool under capture: nothing outlives the call.
             scratch = torch.empty(known.scratch, dtype=torch.uint8, device=self.device)

@@ -98,7 +98,7 @@ class TrainedPlan(PackedPlan):
         packed, needs = Packed(*tensors), Packed(*requested)  # type: ignore[arg-type]
         found: Sequence[Tensor | None] | None = None
         if any(requested[:3]) and not needs.slopes:
-            found = kernels.backward(memo, packed, numbers, bits, out, lse, dout, dlse)
+            found = kernels.backward(memo, packed, numbers, bits, out, lse, dout, dlse, self)
         elif not needs.slopes and served(packed, numbers, "bwd", memo) is not None:
             found = [None] * 3
         if found is None:

@@ -1,6 +1,7 @@
 """Packed sequences by kernels: the kernel that serves them, its launches forward and backward, and the reasons for the choice."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,61 @@ from flashtune.dispatch.state import context
 from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families
 
+_PLACES = tuple(map(Tensors._fields.index, ("q", "k", "v", "cu_q", "cu_k", "used", "slopes", "sinks", "table", "k_descale", "v_descale")))
+"""Places of a call's tensors among those of its launches."""
+
 
 class PackedPlan:
-    """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout."""
+    """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout.
 
-    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers")
+    `fixed` are those of the forward, and `trained` those of the backward, with the layout of the output's gradient.
+    """
+
+    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers", "trained")
 
     def __init__(self, memo: Memo, forward: Kernel | None, numbers: Numbers, *, heads_outside: bool = False) -> None:
         """With `heads_outside` the output is (Hq, T_q, D_v) in memory."""
         self.memo, self.forward, self.numbers, self.heads_outside = memo, forward, numbers, heads_outside
         self.fixed: tuple[Kernel, Prepared] | None = None
+        self.trained: tuple[Kernel, Prepared, tuple[Any, ...]] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True where a call does nothing but the launches of `fixed`."""
+        kernel, numbers = self.forward, self.numbers
+        known = self.fixed is not None and self.fixed[0] is kernel
+        return known and kernel is not None and kernel.latch is None and numbers.scale > 0.0 and not numbers.dropout_p
+
+    def keep(self, kernel: Kernel, prepared: Prepared) -> None:
+        """Keep the launches of the forward."""
+        self.fixed = kernel, prepared
+
+    def keep_trained(self, like: tuple[Any, ...], kernel: Kernel, prepared: Prepared) -> None:
+        """Keep the launches of the backward."""
+        self.trained = kernel, prepared, like
+
+    def again(self, given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Output and LSE of a call that is `plain`, with its tensors in the order of Packed."""
+        query, _, value, *_ = given
+        assert self.fixed is not None and query is not None and value is not None, "a plain call has launches"
+        out, lse = _outputs(query, value, heads_outside=self.heads_outside)
+        addresses = [0] * len(Tensors._fields)
+        for place, x in zip(_PLACES, given, strict=False):
+            if x is not None:
+                addresses[place] = x.data_ptr()
+        addresses[launch.OUT], addresses[launch.LSE] = out.data_ptr(), lse.data_ptr()
+        kernel, known = self.fixed
+        kernel.run_at(known, addresses)
+        return out, lse
+
+
+def _outputs(query: Tensor, value: Tensor, *, heads_outside: bool = False) -> tuple[Tensor, Tensor]:
+    """Memory for an output (T_q, Hq, D_v) and its LSE (Hq, T_q)."""
+    rows, heads, _ = query.shape
+    width = value.shape[-1]
+    strides = (width, rows * width, 1) if heads_outside else (heads * width, width, 1)
+    out = torch.empty_strided((rows, heads, width), strides, dtype=query.dtype, device=query.device)
+    return out, torch.empty((heads, rows), dtype=torch.float32, device=query.device)
 
 
 def served(packed: Packed, numbers: Numbers, direction: Direction = "fwd", memo: Memo | None = None) -> Kernel | None:
@@ -141,17 +187,14 @@ def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: Packe
     """
     found = served(packed, numbers, "fwd", memo) if plan is None else plan.forward
     query, key, value = packed[:3]
-    rows, heads, _ = query.shape
-    size = rows, heads, value.shape[-1]
-    strides = (size[2], rows * size[2], 1) if plan is not None and plan.heads_outside else (heads * size[2], size[2], 1)
-    out = torch.empty_strided(size, strides, dtype=query.dtype, device=query.device)
-    lse = torch.empty((heads, rows), dtype=torch.float32, device=query.device)
+    out, lse = _outputs(query, value, heads_outside=plan is not None and plan.heads_outside)
     if plan is not None and found is not None and (fixed := plan.fixed) is not None and numbers.scale > 0.0:
         latch = None if numbers.deterministic else found.latch
         if fixed[0] is (found if latch is None else latch.serving() or found):
             fixed[0].run(fixed[1], named((query, key, value, out, lse), packed), (), (seed, 0))
             return out, lse
-    while found is not None and not _launch(memo, found, (query, key, value, out, lse), packed, numbers, seed, plan):
+    keep = None if plan is None else plan.keep
+    while found is not None and not _launch(memo, found, (query, key, value, out, lse), packed, numbers, seed, keep):
         found = served(packed, numbers, "fwd", memo)
         if plan is not None:
             plan.forward = found
@@ -159,18 +202,37 @@ def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: Packe
 
 
 def backward(
-    memo: Memo, packed: Packed, numbers: Numbers, seed: int, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    memo: Memo,
+    packed: Packed,
+    numbers: Numbers,
+    seed: int,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    plan: PackedPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used; None where no kernel serves."""
-    found = served(packed, numbers, "bwd", memo)
+    """Gradients of query, key and value: 0 in rows that no sequence has, and of keys that aren't used; None where no kernel serves.
+
+    With a `plan` of the call nothing is looked up where the output's gradient lies as the last one did.
+    """
+    dout, dlse = readable(out, dout, dlse)
+    like = dout.stride(), dlse is None, torch.are_deterministic_algorithms_enabled()
+    known = None if plan is None or numbers.scale <= 0.0 else plan.trained
+    fixed = known is not None and known[2] == like
+    found = known[0] if known is not None and fixed else served(packed, numbers, "bwd", memo)
     if found is None:
         return None
     query, key, value = packed[:3]
     dq, dk, dv = (
         torch.empty_like(x) if _covers_once(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
-    operands = (query, key, value, out, lse, *readable(out, dout, dlse), dq, dk, dv)
-    while found is not None and not _launch(memo, found, operands, packed, numbers, seed):
+    operands = (query, key, value, out, lse, dout, dlse, dq, dk, dv)
+    if known is not None and fixed:
+        found.run(known[1], named(operands, packed, found.spec), (), (seed, 0))
+        return dq, dk, dv
+    keep = None if plan is None else partial(plan.keep_trained, like)
+    while found is not None and not _launch(memo, found, operands, packed, numbers, seed, keep):
         found = served(packed, numbers, "bwd", memo)
     return None if found is None else (dq, dk, dv)
 
@@ -187,15 +249,15 @@ def _launch(
     packed: Packed,
     numbers: Numbers,
     seed: int,
-    plan: PackedPlan | None = None,
+    keep: Callable[[Kernel, Prepared], None] | None = None,
 ) -> bool:
     """Launch a kernel on the tensors' device and its current stream; False where it failed, as at a first call of a plan (`Kernels.tried`).
 
-    Operands are (T, H, D), and numbers of rows (H, T).
+    Operands are (T, H, D), and numbers of rows (H, T). `keep` gets what was launched, where that is prepared.
     """
     latch = None if numbers.deterministic else found.latch
     if latch is not None and (other := latch.serving()) is not None:
-        if _launch(memo, other, operands, packed, numbers, seed, plan):
+        if _launch(memo, other, operands, packed, numbers, seed, keep):
             return True
         latch.release()
     host, (query, *others) = found.code.module.host, operands
@@ -217,8 +279,8 @@ def _launch(
         fixed = found.launch(words, tensors, planned, (), bits)
     except NotBuilt:
         return _dropped(memo, found)
-    if plan is not None and fixed is not None:
-        plan.fixed = found, fixed
+    if keep is not None and fixed is not None:
+        keep(found, fixed)
     return True
 
 

@@ -74,6 +74,8 @@ def attend(
         return _first(packed, numbers, bits, signature, heads_outside, ours=ours)
     if seed is not None:
         seed_bits(seed)
+    if type(plan) is PackedPlan and plan.plain:
+        return plan.again(given)
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
     return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
