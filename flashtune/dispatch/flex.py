@@ -118,7 +118,7 @@ def flex_attention(
     if implementation is not None:
         check_implementation(implementation)
         options = (*options, implementation)
-    call = recent_call(query, key, value, score_mod, block_mask, options)
+    call = recent_call((query, key, value), score_mod, block_mask, options)
     if call is None:
         flex_functions.check_functions(score_mod, block_mask, "block_mask")
         query, key, value = _checked_call(query, key, value, scale, enable_gqa, kernel_options)

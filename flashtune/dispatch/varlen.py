@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call.call import Returned
 from flashtune.dispatch.call.parse import Options, unwrapped, wants_lse
-from flashtune.dispatch.call.sequences import Numbers, Packed
+from flashtune.dispatch.call.sequences import Packed
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions.traced import check_functions, refuse_beside_functions
 from flashtune.dispatch.policy.offers import OURS
@@ -162,8 +163,7 @@ def attention_varlen(
         query, key, value = cast(query, key, value)
     given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None:
-        packed, numbers = parsed(Packed(*given), Options(*options), max_seqlen_q, max_seqlen_k)
-        out, lse = _with_functions(packed, numbers, score_mod, mask_mod, implementation)
+        out, lse = _with_functions(given, options, (max_seqlen_q, max_seqlen_k), score_mod, mask_mod, implementation)
         return (out, lse) if with_lse else out
     if block_table is not None:
         given = (*given, block_table, k_descale, v_descale)
@@ -181,9 +181,16 @@ _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
 """Arguments that have no place beside functions, with their defaults."""
 
 
-def _with_functions(packed: Packed, numbers: Numbers, score_mod: Any, mask_mod: Any, implementation: str | None) -> tuple[Tensor, Tensor]:
+def _with_functions(
+    given: tuple[Any, ...], options: tuple[Any, ...], longest: tuple[int, int], score_mod: Any, mask_mod: Any, implementation: str | None
+) -> tuple[Tensor, Tensor]:
     """Output and LSE of a call with a mask or a score as code."""
+    if (again := coded.again(given, (options, longest), score_mod, mask_mod)) is not None:
+        return again
+    packed, numbers = parsed(Packed(*given), Options(*options), *longest)
     call = coded.call_of(packed, numbers, score_mod, mask_mod, implementation)
+    if not isinstance(call, (dict, str)) and all(map(is_, packed[:6], given[:6])):
+        coded.keep(call, given, (options, longest), score_mod, mask_mod)
     if isinstance(call, dict):
         out, lse = attention_varlen(*packed[:5], numbers.max_q, numbers.max_k, return_lse=True, **call)
         return out, lse

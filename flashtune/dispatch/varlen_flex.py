@@ -22,6 +22,7 @@ from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import FlexCall, Functions
 from flashtune.dispatch.functions.by_torch import in_band, of_sequence, zero_of
 from flashtune.dispatch.functions.kernels import Sequences, explained_kernel
+from flashtune.dispatch.functions.recent import keep_recent, recent_call
 from flashtune.dispatch.functions.trained import attend_by_kernels
 from flashtune.dispatch.policy.offers import TORCHS
 from flashtune.dispatch.rows.by_sequence import by_sequence
@@ -106,6 +107,36 @@ def _arguments_of(functions: Functions, captured: tuple[Tensor, ...], packed: Pa
         "allow_tf32": numbers.tf32,
         "deterministic": numbers.deterministic,
     }
+
+
+def again(given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor] | None:
+    """Output and LSE of a call like one that kernels served before, of tensors as in Packed; None of others."""
+    try:
+        call = recent_call(_distinct(given), score_mod, mask_mod, ("packed", options, _pattern(given)), given[3:6])
+    except (AttributeError, TypeError, RuntimeError):
+        # What is no tensor, or has no memory, is looked at more closely.
+        return None
+    query, key, value, *_ = given
+    try:
+        return None if call is None else attend_by_kernels(query, key, value, call)
+    except NotBuilt:
+        return None
+
+
+def keep(call: FlexCall, given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask_mod: Any) -> None:
+    """Keep a decided call of kernels for others like it."""
+    keep_recent(call, _distinct(given), score_mod, mask_mod, ("packed", options, _pattern(given)))
+
+
+def _distinct(given: tuple[Any, ...]) -> list[Any]:
+    """The tensors of a call with functions, each once."""
+    query, key, value, cu_q, cu_k, used, *_ = given
+    return [query, key, value, cu_q, *([] if cu_k is cu_q else [cu_k]), *([] if used is None else [used])]
+
+
+def _pattern(given: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Which of these tensors there are."""
+    return given[4] is given[3], given[5] is None
 
 
 def attend_with_functions(

@@ -125,7 +125,7 @@ def test_a_decided_call_is_found_for_tensors_like_its_own_alone(tensors: list[Te
     mask, words = (lambda b, h, q, k: q >= k), {"window": (None, 0)}
 
     def found(*given: Tensor, options: tuple[Any, ...] = OPTIONS) -> Any:
-        return flex_recent.recent_call(*given, None, mask, options)
+        return flex_recent.recent_call(given, None, mask, options)
 
     assert found(*tensors) is None
     flex_recent.keep_recent(words, tensors, None, mask, OPTIONS)
@@ -153,7 +153,7 @@ def test_masks_are_held_weakly_and_reasons_of_torch_are_not_kept(tensors: list[T
     flex_recent.keep_recent("a reason", tensors, None, made, OPTIONS)
     assert not current().plans.flex
     flex_recent.keep_recent({}, tensors, None, made, OPTIONS)
-    assert flex_recent.recent_call(*tensors, None, made, OPTIONS) == {}
+    assert flex_recent.recent_call(tensors, None, made, OPTIONS) == {}
     [one] = current().plans.flex.values()
     del made
     gc.collect()

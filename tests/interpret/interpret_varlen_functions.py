@@ -118,6 +118,30 @@ def of_equal_calls() -> None:
         assert len(chosen) == 3
 
 
+def of_calls_that_come_again() -> None:
+    """A call like an earlier one is found again, with its own tensors and bounds; one of other lengths is decided."""
+    decided: list[object] = []
+    decide = varlen_flex.call_of
+    context.current().forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen_flex, "call_of", lambda *given: decided.append(given) or decide(*given))
+        given, _, _ = made("both in a window")
+        given.call()
+        bounds = tuple(torch.cat((x[:2] - torch.tensor([0, 1]), x[2:]), 0).int() for x in given.bounds)
+        other = given._replace(tensors=[(-x.detach()).requires_grad_() for x in given.tensors], bounds=bounds)
+        again = [other.call(), torch.autograd.grad(other.call()[0][:9].sum(), other.tensors)]
+        assert len(decided) == 1
+        context.current().forget()
+        anew = [other.call(), torch.autograd.grad(other.call()[0][:9].sum(), other.tensors)]
+        assert len(decided) == 2 and all(map(torch.equal, *map(_flat, (again, anew))))
+        other._replace(longest=(90, 90)).call()
+        assert len(decided) == 3
+
+
+def _flat(found: Any) -> list[torch.Tensor]:
+    return [torch.nan_to_num(x) for one in found for x in one]
+
+
 HOPPERS: dict[str, dict[str, Any]] = {
     "prefix": {},
     "both in a window": {"persistent": True, "wait_early": True},

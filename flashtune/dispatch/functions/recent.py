@@ -13,6 +13,7 @@ from flashtune.dispatch.call.inspection import flash_attention_on
 from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, varies
 from flashtune.dispatch.functions.documents import PackedCall
 from flashtune.dispatch.functions.kept import stream_of, versions_of
+from flashtune.dispatch.functions.kernels import Sequences
 from flashtune.dispatch.functions.listed import Listed
 from flashtune.dispatch.functions.traced import Snapshot
 from flashtune.dispatch.plans.plan import guarded
@@ -35,6 +36,7 @@ class RecentCall:
     captured: tuple["weakref.ref[Tensor]", ...]
     scale: float
     listed: "weakref.ref[Listed] | None" = None
+    numbers: Any = None
 
 
 def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,18 +47,19 @@ def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, options: tuple[Any, ...]) -> Any:
-    """The call that was decided for these arguments, as `flex_attention` takes it; None where it has to be decided."""
+def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options: tuple[Any, ...], bounds: Any = None) -> Any:
+    """The call that was decided for these tensors and arguments, as `flex_attention` takes it, or of packed sequences with these `bounds`;
+    None where it has to be decided."""
     if torch.compiler.is_compiling():
         return None
     recent = STACK.get().plans.flex.get((id(score_mod), id(block_mask)))
     if (
         recent is None
-        or not recent.check(query, key, value)
+        or not recent.check(*tensors)
         or recent.state != _settings(options)
         or FORWARD_AD._current_level >= 0
         or C._len_torch_dispatch_stack()
-        or (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16
+        or any([x.data_ptr() % 16 for x in tensors])
         or (recent.mask is not None and (recent.mask[0]() is not block_mask or recent.mask[1] != versions_of(block_mask)))
     ):
         return None
@@ -72,7 +75,8 @@ def recent_call(query: Any, key: Any, value: Any, score_mod: Any, block_mask: An
     captured, mask_of = tuple([ref() for ref in recent.captured]), block_mask if recent.listed is None else recent.listed()
     if mask_of is None and recent.listed is not None:
         return None
-    return FlexCall(functions=recent.functions, captured=captured, kernels=recent.call, scale=recent.scale, mask_of=mask_of)
+    sequences = None if bounds is None else Sequences(bounds, recent.numbers)
+    return FlexCall(recent.functions, captured, recent.call, recent.scale, mask_of, sequences)
 
 
 def keep_recent(
@@ -100,7 +104,8 @@ def keep_recent(
     if isinstance(call, FlexCall):
         # Tensors and masks are held by callers.
         listed = weakref.ref(call.mask_of) if isinstance(call.mask_of, Listed) else None
-        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale, listed
+        numbers = None if call.sequences is None else call.sequences.numbers
+        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale, listed, numbers
     mask = None if mask_mod is block_mask else (weakref.ref(block_mask), versions_of(block_mask))
     recent = current().plans.flex
     if len(recent) >= MOST:
