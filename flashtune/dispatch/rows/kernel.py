@@ -131,14 +131,17 @@ class Kernel:
         sources; counts of tiles are found for each launch. `numbers` are the varying ones. None is returned
         where Triton launches. Raises NotBuilt where the kernel fails.
         """
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if not driver.driven(self.device):
-                self._tried(lambda: None, lambda: self._through_triton(plan, numbers))
-                return None
-            key = words, layout((*tensors, *mods))
-            known = self._prepared.get(key) or self._built(key, plan)
-            self.run(known, tensors, mods, numbers)
-            return known
+        driven = driver.driven(self.device)
+        key = (words, layout((*tensors, *mods))) if driven else None
+        known = self._prepared.get(key)
+        if known is None:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                if not driven:
+                    self._tried(lambda: None, lambda: self._through_triton(plan, numbers))
+                    return None
+                known = self._built(key, plan)
+        self.run(known, tensors, mods, numbers)
+        return known
 
     def run(self, known: Prepared, tensors: Sequence[Tensor | None], mods: Sequence[Tensor] = (), numbers: Sequence[int] = ()) -> None:
         """Launch what is prepared for tensors of this layout, on their device and its current stream."""
