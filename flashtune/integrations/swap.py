@@ -1,4 +1,4 @@
-"""`torchs_place`: dispatch.attention in place of F.scaled_dot_product_attention, for a while and for one thread."""
+"""`torchs_place`: dispatch.attention, or another function, in place of F.scaled_dot_product_attention, for a while and for one thread."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +13,13 @@ from flashtune import dispatch
 from flashtune.core.pytorch.private import scripted, sdpa
 from flashtune.core.system.errors import InputError, InputTypeError
 
-_serving: ContextVar[bool] = ContextVar("flashtune_serving", default=False)
+_OURS = object()
+_serving: ContextVar[Any] = ContextVar("flashtune_serving", default=None)
+"""`_OURS` or another function inside `torchs_place`, None outside."""
+
+_ARGUMENTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+"""Arguments of PyTorch's function behind the tensors, with their defaults."""
+
 _lock = threading.Lock()
 _users = 0
 _ours: Callable[..., Any] | None = None
@@ -23,16 +29,25 @@ _before: Callable[..., Any] = sdpa
 
 
 @contextmanager
-def torchs_place() -> Iterator[None]:
+def torchs_place(attend: Callable[..., Any] | None = None) -> Iterator[None]:
     """Run calls of `torch.nn.functional.scaled_dot_product_attention` by `flashtune.dispatch.attention` until the block is left.
+
+    Args:
+        attend: a function in its place, as `functools.partial(dispatch.ring, group=group)`. It gets query, key and value, and those of the
+            other arguments that aren't PyTorch's defaults, by name. What it raises is raised; calls that it refuses don't go to PyTorch.
+
+    Raises:
+        InputTypeError: for what can't be called.
 
     It is a context manager, and as `@torchs_place()` a decorator of functions. It affects this thread (or task) alone, may be nested, and
     ends with an exception, too. If code imported PyTorch's function by name before (`from torch.nn.functional import
     scaled_dot_product_attention`), it keeps PyTorch's. So do threads that autograd starts for recomputation on a GPU. To replace it in all
     threads for good: `torch.nn.functional.scaled_dot_product_attention = flashtune.dispatch.attention`.
     """
+    if attend is not None and not callable(attend):
+        raise InputTypeError(f"attend must be a function of query, key and value, not {type(attend).__name__}: pass dispatch.ring, say")
     _enter()
-    token = _serving.set(True)
+    token = _serving.set(_OURS if attend is None else attend)
     try:
         yield
     finally:
@@ -63,11 +78,16 @@ def _leave() -> None:
 
 def _inside() -> bool:
     """True inside `torchs_place` in this thread."""
-    return _serving.get()
+    return _serving.get() is not None
+
+
+def _given() -> bool:
+    """True where another function than dispatch.attention runs the calls of this thread."""
+    return _serving.get() not in (None, _OURS)
 
 
 # As torch.compiler.assume_constant_result sets it, whose import brings the compiler: a compiled call keeps the value seen while tracing.
-_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_inside._dynamo_marked_constant = _given._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def for_compilers() -> Callable[[], None]:
@@ -94,6 +114,11 @@ def _substitute(before: Callable[..., Any], serves: Callable[[], bool]) -> Calla
 
     def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *others: Any, **words: Any) -> Any:
         if serves():
+            if _given():
+                words = dict(zip(_ARGUMENTS, (attn_mask, *others), strict=False)) | words
+                # Tensors have no single truth value.
+                given = {name: x for name, x in words.items() if isinstance(x, torch.Tensor) or x != _ARGUMENTS.get(name, _OURS)}
+                return _serving.get()(query, key, value, **given)
             try:
                 return dispatch.attention(query, key, value, attn_mask, *others, **words)
             except (InputError, InputTypeError):

@@ -11,6 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from flashtune import dispatch
 from flashtune.core.pytorch.private import sdpa
+from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.integrations import swap, torchs_place
 
 Q = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(1))
@@ -44,6 +45,28 @@ def test_it_serves_inside_and_not_outside_nested_too(served: list[str]) -> None:
     assert len(served) == 3
     call()
     assert len(served) == 3 and F.scaled_dot_product_attention is sdpa
+
+
+def test_another_function_gets_the_arguments_that_are_not_pytorchs_own(served: list[str]) -> None:
+    got: list[dict[str, Any]] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **words: Any) -> torch.Tensor:
+        got.append(words)
+        if "attn_mask" in words:
+            raise InputError("no mask is taken")
+        return query + 1
+
+    with torchs_place(attend):
+        assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q, None, 0.0, True, scale=0.5), Q + 1)
+        F.scaled_dot_product_attention(Q, Q, Q, dropout_p=0.0, is_causal=False)
+        with pytest.raises(InputError, match="no mask is taken"):
+            F.scaled_dot_product_attention(Q, Q, Q, torch.ones(Q.shape[2], Q.shape[2], dtype=torch.bool))
+        with torchs_place():
+            call()
+    assert [sorted(words) for words in got] == [["is_causal", "scale"], [], ["attn_mask"]] and len(served) == 1
+    assert F.scaled_dot_product_attention is sdpa
+    with pytest.raises(InputTypeError, match="attend must be a function"), torchs_place(3):  # type: ignore[arg-type]
+        pass
 
 
 def test_an_exception_restores_torchs_function(served: list[str]) -> None:
