@@ -148,6 +148,17 @@ def test_a_decided_call_is_found_for_tensors_like_its_own_alone(tensors: list[Te
     assert torch.func.vmap(lambda x: torch.tensor(found(x, x, x) is None))(torch.zeros(3, 2, 4, 32, 16)).all()
 
 
+def test_dense_and_packed_calls_of_one_function_are_kept_beside_each_other(tensors: list[Tensor]) -> None:
+    mask, bounds = (lambda b, h, q, k: q >= k), torch.arange(3)
+    kept: dict[int, dict[str, Any]] = {}
+    for given in (tensors, [*tensors, bounds]):
+        kept[len(given)] = {"scale": float(len(given))}
+        flex_recent.keep_recent(kept[len(given)], given, None, mask, OPTIONS)
+    for given in (tensors, [*tensors, bounds]):
+        assert flex_recent.recent_call(given, None, mask, OPTIONS) is kept[len(given)]
+    assert flex_recent.recent_call([*tensors, bounds, bounds.clone()], None, mask, OPTIONS) is None
+
+
 def test_masks_are_held_weakly_and_reasons_of_torch_are_not_kept(tensors: list[Tensor]) -> None:
     made = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cpu")
     flex_recent.keep_recent("a reason", tensors, None, made, OPTIONS)

@@ -52,7 +52,7 @@ def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options
     None where it has to be decided."""
     if torch.compiler.is_compiling():
         return None
-    recent = STACK.get().plans.flex.get((id(score_mod), id(block_mask)))
+    recent = STACK.get().plans.flex.get((id(score_mod), id(block_mask), len(tensors)))
     if (
         recent is None
         or not recent.check(*tensors)
@@ -110,4 +110,5 @@ def keep_recent(
     recent = current().plans.flex
     if len(recent) >= MOST:
         recent.clear()
-    recent[id(score_mod), id(block_mask)] = RecentCall(check_of(tensors), _settings(options), mask, snapshots, *kept)  # type: ignore[arg-type]
+    # Guards of other numbers of tensors can't be asked.
+    recent[id(score_mod), id(block_mask), len(tensors)] = RecentCall(check_of(tensors), _settings(options), mask, snapshots, *kept)  # type: ignore[arg-type]
