@@ -1,7 +1,5 @@
 """A block of a diffusion transformer, as others wrote it, whose tokens are on two ranks: `torchs_place` has a ring run its attention.
-
-On GPUs start it with torchrun and the backend "nccl"; here two processes of a CPU are the ranks.
-"""
+Here two processes of a CPU are the ranks; on GPUs start them by torchrun, with the backend "nccl"."""
 
 import functools
 import os

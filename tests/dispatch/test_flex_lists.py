@@ -18,14 +18,14 @@ BOUND = 5e-6
 
 
 def test_kernels_show_what_is_listed() -> None:
-    assert not {name: said for name, said in interpreted("interpret_lists", *map(str, range(16))).items() if said}
+    assert not {name: said for name, said in interpreted("interpret_lists", *map(str, range(12))).items() if said}
 
 
 def test_kernels_keep_the_promises_of_lists() -> None:
     assert not {name: said for name, said in interpreted("interpret_lists").items() if said}
 
 
-@pytest.mark.parametrize("seed", range(0, 40, 8))
+@pytest.mark.parametrize("seed", range(0, 24, 8))
 def test_torch_shows_what_is_listed(seed: int) -> None:
     for number in range(seed, seed + 8):
         given = drawn(number)
@@ -37,16 +37,15 @@ def test_torch_shows_what_is_listed(seed: int) -> None:
         torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_compiler_keeps_what_is_listed(trained: bool) -> None:
-    # One with a mask_mod and full blocks, and one without.
-    for seed in (5, 10):
-        given = drawn(seed)
-        tensors = [x.detach().requires_grad_(trained) for x in given.tensors]
-        attend = torch.compile(dispatch.flex_attention, backend="aot_eager", fullgraph=True)
-        out = attend(*tensors, given.score, given.mask, enable_gqa=True)
-        right, _ = oracle(*(x.double() for x in tensors), given.score, lambda *_, given=given: given.visible)
-        torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
+# With a mask_mod and full blocks, and without.
+@pytest.mark.parametrize(("trained", "seed"), [(True, 5), (False, 10)])
+def test_a_compiler_keeps_what_is_listed(trained: bool, seed: int) -> None:
+    given = drawn(seed)
+    tensors = [x.detach().requires_grad_(trained) for x in given.tensors]
+    attend = torch.compile(dispatch.flex_attention, backend="aot_eager", fullgraph=True)
+    out = attend(*tensors, given.score, given.mask, enable_gqa=True)
+    right, _ = oracle(*(x.double() for x in tensors), given.score, lambda *_: given.visible)
+    torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=2e-5)
 
 
 def under(number: Any, places: Any, **words: Any) -> Any:

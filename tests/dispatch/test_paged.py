@@ -221,7 +221,7 @@ def test_it_compiles_to_tensor_core_code_with_its_tiles_in_registers(gpu: str, p
     assert 0 < found.shared_bytes <= find_target(gpu).shared_bytes_per_block
 
 
-@pytest.mark.parametrize(("gpu", "rows"), [("l4", 1), ("h200", 1), ("h200", 512), ("b200", 512)])
+@pytest.mark.parametrize(("gpu", "rows"), [("l4", 1), ("h200", 1), ("b200", 512)])
 def test_caches_in_fp8_compile_for_every_gpu_that_has_it(gpu: str, rows: int) -> None:
     found = facts(gpu, page=64, rows=rows, cache=FP8)
     assert found.tensor_core_ops > 0 and found.spills <= 128

@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
     ),
     # Divisions of a group's queries that begin and end within a head, some of which see no key, and sums in two pieces.
     "divided": (
-        problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=330, n_kv=200, d=80, d_v=72, heads=6, kv_heads=2),
+        problem(Features(causal=True, dropout=True, alignment="bottom_right"), n_q=330, n_kv=200, d=80, d_v=72, heads=3),
         {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "section": 2, "held": "both", "wait_early": True, "divided_queries": True},
     ),
     "divided window": (

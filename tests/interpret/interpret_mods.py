@@ -308,7 +308,11 @@ def main() -> dict[str, Any]:
     plans, masks = watched(), types_of_masks()
     return {
         "cases": {name: report(case) for name, case in CASES.items()},
-        "operations": {name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24)) for name, f in OPERATIONS.items()},
+        # A batch of one, but for those that read its number.
+        "operations": {
+            name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24, heads=4 if name in ("halves", "logical") else 2))
+            for name, f in OPERATIONS.items()
+        },
         "random": [report(random_case(seed)) for seed in range(4)],
         "poisoned": poisoned(),
         "changed": max(changed(), rebound(), unseen()),

@@ -75,7 +75,7 @@ def main() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place, (name, functions) in enumerate(shapes().items()):
         config = list(CONFIGS)[place % len(CONFIGS)]
-        found[name] = report(functions, (batches_of(name), 4, 2, 290, 300), CONFIGS[config], place, 128 if config == "plain" else 64)
+        found[name] = report(functions, (batches_of(name), 2, 1, 290, 300), CONFIGS[config], place, 128 if config == "plain" else 64)
     for name, case in ((name, case) for name, case in CASES.items() if name not in found):
         functions = case.functions(*(x.detach() for x in case.captured(torch.Generator().manual_seed(5))))
         found[f"case {name}"] = report(functions, (case.heads // 2, case.heads, case.heads // 2, case.n_q, case.n_kv), {}, 1)

@@ -29,21 +29,21 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
     [
         (128, CAUSAL, {**CHAINED, "section": 8, "order": "drawn"}),
         (128, CAUSAL, {"BLOCK_N": 128, "intra_wg_overlap": 0, "pingpong": True}),
-        (64, Features(), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
         (64, Features(window=(64, 32)), {"BLOCK_M": 64}),
-        (128, CAUSAL, {**CHAINED, "pingpong": True, "maximum": "first"}),
-        (64, CAUSAL, {**CHAINED, "BLOCK_M": 192, "num_stages": 3, "order": "drawn", "maximum": "first"}),
+        (64, Features(), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first", "rescale": "grown"}),
         (64, CAUSAL, {"BLOCK_M": 256, "num_stages": 3, "intra_wg_overlap": 0, "maximum": "first"}),
         (64, Features(mask="bool", sinks=True), {"BLOCK_M": 64, "intra_wg_overlap": 0, "maximum": "first"}),
-        (128, Features(dropout=True), {**CHAINED, "pingpong": True}),
-        (128, Features(causal=True, sinks=True), {**CHAINED, "pingpong": True, "packed_heads": 4}),
         (64, Features(causal=True, window=(64, 0)), {"BLOCK_M": 192, "packed_heads": 8, "maximum": "first", "rescale": "grown"}),
     ],
     ids=str,
 )
 def test_it_compiles_to_warpgroup_instructions_in_flight_without_spills(d: int, features: Features, changes: dict[str, Any]) -> None:
-    kernel = compiled(problem(d, features), **changes)
+    is_in_flight(compiled(problem(d, features), **changes), **changes)
+
+
+def is_in_flight(kernel: Any, **changes: Any) -> list[str]:
+    """The machine code of a kernel whose products wait for each other no more than they must, and that spills nothing in its loops."""
     facts = read_facts(kernel, H200)
     # Sizes and bounds may wait in memory from tile to tile, outside the loops over keys; an empty stack frame counts 8 bytes.
     assert facts.spills <= (48 if changes.get("tiles") == "loop" else 32 if changes.get("order") == "drawn" else 8)
@@ -56,6 +56,7 @@ def test_it_compiles_to_warpgroup_instructions_in_flight_without_spills(d: int, 
     assert products > 0
     # ptxas waits after each product where it can't prove that they may overlap.
     assert waits <= products / 3
+    return code
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,6 @@ def test_features_and_uneven_head_sizes_compile_without_spills(d: int, d_v: int,
     ("d", "features", "changes"),
     [
         (128, Features(), {"BLOCK_M": 192, "BLOCK_N": 128, "num_stages": 3, "intra_wg_overlap": 0}),
-        (64, Features(), {"BLOCK_M": 128, "BLOCK_N": 256, "intra_wg_overlap": 0}),
         (128, CAUSAL, {"BLOCK_M": 128, "BLOCK_N": 64, "tiles": "chained", "order": "drawn"}),
         (128, Features(alibi=True), {"BLOCK_M": 64, "BLOCK_N": 128, "ctas_per_sm": 2}),
     ],
@@ -103,7 +103,7 @@ def test_e4m3_weights_reach_their_product_without_moving(d: int, features: Featu
 
 @pytest.mark.parametrize(
     ("features", "overlap", "block_n"),
-    [(Features(), 0, 64), (CAUSAL, 1, 128), (Features(mask="bool"), 1, 128), (Features(mask="bool", causal=True), 0, 64)],
+    [(CAUSAL, 1, 64), (Features(mask="bool"), 0, 128)],
     ids=str,
 )
 def test_a_settled_block_votes_once_and_meets_no_other_barrier_than_a_running_one(features: Features, overlap: int, block_n: int) -> None:
@@ -140,11 +140,11 @@ def test_hiding_scores_takes_a_selection_each_and_no_comparison(features: Featur
     assert loop["ISETP"] < 8
 
 
-@pytest.mark.parametrize(("dtype", "maximum"), [("fp16", "running"), ("bf16", "first")])
+@pytest.mark.parametrize(("dtype", "maximum"), [("bf16", "running"), ("fp16", "first")])
 def test_weights_wait_by_twos_and_reach_their_product_without_moving(dtype: DType, maximum: str) -> None:
     settles = maximum == "first"
     changes = {**CHAINED, "pingpong": True, "maximum": maximum}
-    loops = key_loops(machine_code(compiled(problem(128, CAUSAL, dtype=dtype), **changes)))
+    loops = key_loops(is_in_flight(compiled(problem(128, CAUSAL, dtype=dtype), **changes), **changes))
     assert len(loops) == (4 if settles else 2)
     for index, loop in enumerate(loops):
         assert loop["PRMT"] == 0
@@ -174,11 +174,10 @@ def more_of(plain: Counter[str], other: Counter[str]) -> dict[str, int]:
 
 
 def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_five_instructions_per_four() -> None:
-    d, changes = 64, {**CHAINED, "pingpong": True}
-    kernel = compiled(problem(d, Features(causal=True, dropout=True)), **changes)
-    assert read_facts(kernel, H200).spills == 0
-    plain = key_loops(machine_code(compiled(problem(d, CAUSAL), **changes)))
-    dropping = key_loops(machine_code(kernel))
+    changes = {**CHAINED, "pingpong": True}
+    kernel = compiled(problem(128, Features(causal=True, dropout=True)), **changes)
+    plain = key_loops(machine_code(compiled(problem(128, CAUSAL), **changes)))
+    dropping = key_loops(is_in_flight(kernel, **changes))
     assert len(plain) == len(dropping) == 2
     for before, after in zip(plain, dropping, strict=True):
         more = Counter(after)
@@ -196,14 +195,14 @@ def test_dropout_costs_a_thread_twelve_wide_products_per_sixteen_weights_and_fiv
         assert more["F2FP"] == 0
 
 
-@pytest.mark.parametrize(("d", "d_v", "computed"), [(80, 80, 80), (160, 160, 160), (192, 128, 192)])
+@pytest.mark.parametrize(("d", "d_v", "computed"), [(80, 80, 80), (192, 128, 192)])
 def test_products_leave_out_padding_columns(d: int, d_v: int, computed: int) -> None:
     [loop] = key_loops(machine_code(compiled(problem(d, d_v=d_v), BLOCK_M=64, BLOCK_N=64)))
     # An instruction takes 16 columns of q and k, or 16 keys of the weights and v.
     assert loop["HGMMA"] == computed // 16 + 64 // 16
 
 
-@pytest.mark.parametrize(("d", "widths"), [(96, [64, 32]), (192, [128, 64]), (40, [32, 16])])
+@pytest.mark.parametrize(("d", "widths"), [(192, [128, 64]), (40, [32, 16])])
 def test_products_of_values_in_pieces_are_under_way_together_and_as_wide_as_the_pieces(d: int, widths: list[int]) -> None:
     kernel = compiled(problem(d), BLOCK_M=64, v_columns="pieces")
     assert read_facts(kernel, H200).spills <= 8

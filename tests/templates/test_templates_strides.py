@@ -55,7 +55,6 @@ def test_sixteen_bytes_are_loaded_and_stored_at_once(gpu: str, template: str, d:
     [
         ("a100", "flash_fwd", {}),
         ("a100", "flash_bwd", {}),
-        ("h200", "flash_bwd_hopper", {"persistent": "dynamic"}),
     ],
 )
 def test_they_are_loaded_and_stored_as_those_that_16_divides(gpu: str, template: str, changed: dict[str, Value]) -> None:
