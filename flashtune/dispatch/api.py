@@ -11,7 +11,8 @@ from torch.overrides import has_torch_function_unary, has_torch_function_variadi
 
 from flashtune.core.problems.band import Window
 from flashtune.core.problems.parameters import PER_HEAD
-from flashtune.core.pytorch.attention import autocasting
+from flashtune.core.problems.problem import MAX_HEAD_DIM
+from flashtune.core.pytorch.attention import autocasting, in_columns
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.pytorch.private import FORWARD_AD, C, scripted
 from flashtune.dispatch import operators, training
@@ -238,14 +239,16 @@ def _looked_up(
         distributed = [inspection.is_distributed(x) for x in (query, key, value, attn_mask)]
         if any(distributed):
             memory = memory, *distributed
+    latent = query.shape[-1:] > (MAX_HEAD_DIM,) and in_columns(key, value)
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device, options, seeded, memory, why_torch, None if per_head is None else per_head.signature(),
+        latent,
     )  # fmt: skip
     plan = plans.get(signature)
     if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
         cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
-        plans.served(signature, plan, options, seeded=seeded, cast_to=cast_to, tensors=(query, key, value))
+        plans.served(signature, plan, options, seeded=seeded, cast_to=cast_to, tensors=(query, key, value), latent=latent)
     return signature, plan
 
 
