@@ -59,6 +59,9 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
         return max(q, in_flight + probs_bytes(config, spec))
     if has_scalar_products(spec, target):
         return q + in_flight + probs_bytes(config, spec)
+    if wide_heads(spec.d, spec.d_v) and config.number("BLOCK_M") < 64:
+        # Warps share the rows of such tiles.
+        return q + in_flight + probs_bytes(config, spec)
     if target.capability is not None and 90 <= target.capability < 120:
         if spec.dtype == "fp8":
             # Converted operands lie beside blocks in flight: K and V in turn on sm_90, both on sm_100.
@@ -132,18 +135,25 @@ def first_with_room(
     return next(filter(fits, configs), configs[-1])
 
 
-@constraint("BLOCK_M", "num_warps")
+@constraint("BLOCK_M", "BLOCK_N", "num_warps")
 def warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """each warp takes 16 to 64 rows of the tile (a row of matrix instructions)"""
+    """each warp takes 16 to 64 rows of the tile (a row of matrix instructions), or of wide heads a share of the columns"""
+    if wide_heads(spec.d, spec.d_v) and not has_scalar_products(spec, target):
+        m, n, warps = config.number("BLOCK_M"), config.number("BLOCK_N"), config.number("num_warps")
+        if m >= 64:
+            # Elsewhere, and on sm_100 in tensor memory, scores and output of so many rows don't fit.
+            return multiplies_by_warpgroups(spec, target) and warps <= m // 8
+        return 8 * warps <= n > m
     fewest = 4 if has_scalar_products(spec, target) else 16
     return fewest <= config.number("BLOCK_M") // config.number("num_warps") <= 64
 
 
 @constraint("BLOCK_M", "BLOCK_N", "num_warps")
 def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """scores, probs and acc fit into a thread's registers"""
+    """scores, probs, acc, and with wide heads the addresses of K or V, fit into a thread's registers"""
+    addresses = address_registers(config, spec, target) if wide_heads(spec.d, spec.d_v) else 0
     # CDNA's accumulation registers double a thread's.
-    return live_registers(config, spec, target) <= (232 if target.vendor == "nvidia" else 448)
+    return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
 
 @constraint("BLOCK_M", "BLOCK_N", "num_stages")

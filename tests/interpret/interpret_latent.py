@@ -13,6 +13,7 @@ from flashtune import dispatch
 from flashtune.core.code.launching import launcher, sms_of
 from flashtune.core.gpu.target import find_target
 from flashtune.core.problems import reference
+from flashtune.core.problems.band import Band
 from flashtune.core.problems.dtypes import DType
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.problems.tolerances import TOLERANCES
@@ -30,21 +31,28 @@ SIZES: dict[str, tuple[int, int, DType, Features]] = {
     "80 and 40 with a mask": (80, 40, "fp32", Features(latent=True, mask="bool")),
     "320 and 256": (320, 256, "fp16", Features(latent=True, window=(40, 0))),
     "300 and 257 apart": (300, 257, "fp16", Features(causal=True)),
+    "512 of many rows": (512, 512, "fp16", Features(causal=True, sinks=True, dropout=True)),
+    "257 of many rows in float32": (257, 300, "fp32", Features(mask="bias", window=(20, 9))),
+    "320 of many rows in fp8": (320, 320, "fp8", Features(softcap=True, alibi=True, mask="bool")),
 }
+"""Head sizes, element types and features; those of many rows are of flash_fwd, others of flash_decode."""
 
 
 def of_case(name: str) -> None:
-    """flash_decode by a search's inputs: keys are split, and parts added up in every way."""
+    """A family by a search's inputs; where keys are split, parts are added up in every way."""
     d, d_v, dtype, features = SIZES[name]
-    problem = Problem(batch=2, heads=6, kv_heads=2, n_q=3, n_kv=130, d=d, d_v=d_v, dtype=dtype, features=features)
-    chosen, target = family("flash_decode"), find_target("h200")
-    for combine in ("kernel", "last", "rows"):
-        config = chosen.default(problem.spec(), target).replace(combine=combine, BLOCK_M=16, BLOCK_N=32)
+    many = "many rows" in name
+    problem = Problem(batch=2, heads=6, kv_heads=2, n_q=70 if many else 3, n_kv=130, d=d, d_v=d_v, dtype=dtype, features=features)
+    chosen, target = family("flash_fwd" if many else "flash_decode"), find_target("h200")
+    ways = [{}] if many else [{"combine": combine, "BLOCK_M": 16, "BLOCK_N": 32} for combine in ("kernel", "last", "rows")]
+    for way in ways:
+        config = chosen.default(problem.spec(), target).replace(**way)
         module = load_kernel(render(chosen, variant_of(chosen, problem.spec(), config)), chosen.name)
         given = make_inputs(problem, device="cpu", seed=3)
-        launch = functools.partial(launcher(module), sms=sms_of(torch.device("cpu")), counts=torch.zeros(100, dtype=torch.int32))
+        more = {} if many else {"sms": sms_of(torch.device("cpu")), "counts": torch.zeros(100, dtype=torch.int32)}
+        launch = functools.partial(launcher(module), **more)
         reason = check(launch, given, oracle(given, everywhere(problem))).reason
-        assert not reason, (combine, reason)
+        assert not reason, (way, reason)
 
 
 def step(n_q: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +80,32 @@ def of_dense_calls() -> None:
         said = dispatch.explain(query, key, value[..., :256], enable_gqa=True)
         labels[value is key] = said.template, said.variant_id
     assert labels[True][0] == labels[False][0] == "flash_decode" and labels[True][1] != labels[False][1], labels
+
+
+def of_packed_sequences() -> None:
+    draw = torch.Generator().manual_seed(5)
+    lengths = (40, 0, 33)
+    query, key, value = (torch.randn(sum(lengths), heads, 260, generator=draw).half() for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 40, 40, 73], dtype=torch.int32)
+    words: dict[str, Any] = {"is_causal": True, "softcap": 3.0, "enable_gqa": True}
+    packed = query, key, value, bounds, bounds, 40, 40
+    assert dispatch.explain_varlen(*packed, **words).template == "flash_fwd"
+    found = dispatch.attention_varlen(*packed, **words)
+    for start, stop in ((0, 40), (40, 73)):
+        one = (x[start:stop].transpose(0, 1)[None].double() for x in (query, key, value))
+        wanted, _ = reference.attention(*one, scale=260**-0.5, softcap=3.0, band=Band(right=0))
+        bound = TOLERANCES["fp16"]
+        torch.testing.assert_close(found[start:stop].double(), wanted[0].transpose(0, 1), atol=bound.atol, rtol=bound.rtol)
+
+
+def of_what_heads_beyond_576_get() -> None:
+    """PyTorch runs them, and gradients of wide heads."""
+    query = torch.randn(1, 1, 40, 577)
+    assert "head sizes of 1 to 576, not 577" in dispatch.explain(query, query, query).reason
+    wide = torch.randn(1, 1, 40, 300)
+    assert dispatch.explain(wide, wide, wide).template == "flash_fwd"
+    wide.requires_grad_()
+    assert "none of our backward kernels takes such calls" in dispatch.explain(wide, wide, wide).reason
 
 
 def of_many_rows_and_gradients() -> None:

@@ -8,11 +8,10 @@ from flashtune.templates.family import Axis, Family, constraint
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.launches.paged import COMBINE_WARPS, PagedHost
 from flashtune.templates.predicates import (
-    address_registers,
     first_with_room,
     has_scalar_products,
-    live_registers,
     multiplies_by_warpgroups,
+    registers_fit,
     scalar_products_are_short,
     shared_bytes,
     split_bytes,
@@ -44,13 +43,6 @@ WIDE_SOME = ((64, 32, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1))
 WIDE_SPREAD = ((32, 64, 8, 3), (32, 64, 8, 2))
 """(BLOCK_M, BLOCK_N, num_warps, num_stages) for heads beyond 256: of decoding steps, where about 72 KiB of keys are in flight; of more rows
 where warpgroups multiply; and elsewhere, where warps that share rows would each keep all of their output."""
-
-
-@constraint("BLOCK_M", "BLOCK_N", "num_warps")
-def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """scores, probs, acc, and with wide heads the addresses of K or V, fit into a thread's registers"""
-    addresses = address_registers(config, spec, target) if wide_heads(spec.d, spec.d_v) else 0
-    return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
 
 @constraint("BLOCK_M", "BLOCK_N", "num_stages")
