@@ -104,7 +104,8 @@ def attention(
     Args:
         query: (..., Hq, N_q, D).
         key: (..., Hkv, N_kv, D).
-        value: (..., Hkv, N_kv, D_v).
+        value: (..., Hkv, N_kv, D_v). In decoding steps with D above 256, values that are the first columns of keys (`key[..., :D_v]`) are
+            read with these, once for both.
         attn_mask: a boolean mask, True for visible pairs, or a floating-point bias, which is added to the scores. It broadcasts to
             (..., Hq, N_q, N_kv); kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask.
             Kernels treat a bias below -1.1e38 as -inf. If a whole row has such bias, its output is 0; PyTorch gives the values' mean.
@@ -150,8 +151,9 @@ def attention(
         InputTypeError: for arguments of a wrong type.
 
     flashtune.dispatch.policy.choose.rank chooses the kernel. If none can run the call, PyTorch's operations do, with every feature and
-    gradients: on the CPU, for float64, for heads larger than 256, for dropout without a seed while a CUDA graph is captured, and if
-    sdpa_kernel excludes flash attention. Some features (softcap, return_lse, seed) then take memory for all scores.
+    gradients: on the CPU, for float64, for heads larger than 512 (in decoding steps 576) and gradients of those beyond 256, for dropout
+    without a seed while a CUDA graph is captured, and if sdpa_kernel excludes flash attention. Some features (softcap, return_lse, seed)
+    then take memory for all scores.
 
     If a gradient is needed, kernels run a call if a backward record was measured on the GPU's architecture, or if
     `use(unmeasured=True)` allows unmeasured kernels. Otherwise PyTorch runs it, under a mask without cuDNN, whose gradients can be NaN

@@ -119,7 +119,7 @@ class Family:
         """The reason why a spec can't be served on a target, or None where it can."""
         if spec.direction != self.direction:
             return f"{self.name} computes the {'forward' if self.direction == 'fwd' else 'backward'} pass, not {spec.direction!r}"
-        if (why := unfit_heads(spec.d, spec.d_v, self.largest)) is not None:
+        if (why := unfit_heads(spec.d, spec.d_v, self.largest, f"kernels of {self.name}")) is not None:
             return why
         if lacking := [name for name, on in spec.flags().items() if on and name not in self.flags]:
             return f"{self.name} has no {lacking[0]}"

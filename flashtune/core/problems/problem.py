@@ -385,9 +385,9 @@ def wide_heads(d: int, d_v: int) -> bool:
     return max(d, d_v) > MAX_HEAD_DIM
 
 
-def unfit_heads(d: int, d_v: int, most: int = WIDEST_HEAD) -> str | None:
-    """Reason why no kernel, or none of a family with heads up to `most`, takes heads of these sizes; None where kernels may."""
-    return None if 0 < d <= most and 0 < d_v <= most else f"kernels take head sizes of 1 to {most}, not {d_v if 0 < d <= most else d}"
+def unfit_heads(d: int, d_v: int, most: int = WIDEST_HEAD, whose: str = "kernels") -> str | None:
+    """Reason why no kernel, or none of those `whose` heads have up to `most` columns, takes heads of these sizes; None where some may."""
+    return None if 0 < d <= most and 0 < d_v <= most else f"{whose} take head sizes of 1 to {most}, not {d_v if 0 < d <= most else d}"
 
 
 @lru_cache(maxsize=256)
