@@ -8,7 +8,7 @@ import click
 from flashtune.cli.console import console, print_json
 from flashtune.cli.options import GPU, db_option, gpu_of, json_option, using
 from flashtune.cli.problem_options import ProblemOptions, problem_options
-from flashtune.core.problems.problem import LARGEST_HEAD, Problem, unfit_head
+from flashtune.core.problems.problem import LARGEST_HEAD, Problem, unfit_heads
 from flashtune.templates.mods.known import PackedInstead
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
         problem, packed = instead.problem, str(instead)
     seen = problem.seen()
     if large > LARGEST_HEAD:
-        found = Explanation(kind="framework", reason=f"{unfit_head(large)}, so PyTorch's own attention runs the call", gpu=target.slug)
+        found = Explanation(
+            kind="framework", reason=f"{unfit_heads(large, large)}, so PyTorch's own attention runs the call", gpu=target.slug
+        )
     else:
         with using(location):
             found = explain_problem(seen, target.slug)

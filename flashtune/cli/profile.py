@@ -18,7 +18,7 @@ from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.dtypes import DTYPES, parse_dtype
 from flashtune.core.problems.lengths import LAWS, Law, Lengths
-from flashtune.core.problems.problem import DIRECTIONS, MAX_HEAD_DIM, Features, Problem
+from flashtune.core.problems.problem import DIRECTIONS, WIDEST_HEAD, Features, Problem
 from flashtune.core.records.models import find_model
 from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.tuner.machine import gpu_may_be_present, local_gpu
@@ -55,7 +55,7 @@ SPARED = (
     type=click.Choice(LAWS),
     help="Packed sequences, --batch many, of mean --n and of this law; steps of the standard pipeline are only counted.",
 )
-@click.option("--d", "d", type=click.IntRange(1, MAX_HEAD_DIM), default=128, show_default=True, help="Head size.")
+@click.option("--d", "d", type=click.IntRange(1, WIDEST_HEAD), default=128, show_default=True, help="Head size.")
 @click.option("--dtype", type=DTYPE, default="fp16", show_default=True, help=f"Element type: {', '.join(DTYPES)}.")
 @click.option("--gpu-name", type=GPU, metavar="NAME", help=f"GPU of the roofline (default: the one of this machine, else {DEFAULT_GPU}).")
 @click.option(

@@ -18,7 +18,7 @@ from flashtune.cli.options import GPU, TEMPLATE, ListCommand, gpu_of, json_optio
 from flashtune.cli.plots import check_page, plot_option, write_search
 from flashtune.cli.problem_options import ProblemOptions, problem_options
 from flashtune.core.gpu.target import Target
-from flashtune.core.problems.problem import Problem, unfit_heads
+from flashtune.core.problems.problem import Problem
 from flashtune.core.records.results import Source, TuningRecord
 from flashtune.core.system.errors import EnvironmentProblem, FlashtuneError, InputError, NoKernelFound
 from flashtune.core.system.secrets import command_line, mask_secrets
@@ -288,9 +288,10 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
     from flashtune.tuner.propose.space import SearchSpace
 
     for problem in plan.problems:
-        if plan.source == "predicted" and (large := unfit_heads(problem.d, problem.d_v)) is not None:
-            raise InputError(f"{large}, and other providers can't be predicted: search on the GPU, where they are timed")
-        SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
+        space = SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
+        if plan.source == "predicted" and not space.families:
+            why = f"no kernel takes head sizes of {problem.d} and {problem.d_v} for {problem.label()}"
+            raise InputError(f"{why}, and other providers can't be predicted: search on the GPU, where they are timed")
 
 
 def _run(plan: "SearchPlan", options: SearchOptions, *, location: str, quiet: bool, notes: "Console") -> list[TuningRecord]:

@@ -11,7 +11,8 @@ from torch.overrides import has_torch_function_unary, has_torch_function_variadi
 
 from flashtune.core.problems.band import Window
 from flashtune.core.problems.parameters import PER_HEAD
-from flashtune.core.pytorch.attention import autocasting
+from flashtune.core.problems.problem import MAX_HEAD_DIM
+from flashtune.core.pytorch.attention import autocasting, in_columns
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.pytorch.private import FORWARD_AD, C, scripted
 from flashtune.dispatch import operators, training
@@ -103,7 +104,8 @@ def attention(
     Args:
         query: (..., Hq, N_q, D).
         key: (..., Hkv, N_kv, D).
-        value: (..., Hkv, N_kv, D_v).
+        value: (..., Hkv, N_kv, D_v). In decoding steps with D above 256, values that are the first columns of keys (`key[..., :D_v]`) are
+            read with these, once for both.
         attn_mask: a boolean mask, True for visible pairs, or a floating-point bias, which is added to the scores. It broadcasts to
             (..., Hq, N_q, N_kv); kernels never expand it in memory. torch.nn.attention.bias.CausalBias is causal without a mask.
             Kernels treat a bias below -1.1e38 as -inf. If a whole row has such bias, its output is 0; PyTorch gives the values' mean.
@@ -149,8 +151,9 @@ def attention(
         InputTypeError: for arguments of a wrong type.
 
     flashtune.dispatch.policy.choose.rank chooses the kernel. If none can run the call, PyTorch's operations do, with every feature and
-    gradients: on the CPU, for float64, for heads larger than 256, for dropout without a seed while a CUDA graph is captured, and if
-    sdpa_kernel excludes flash attention. Some features (softcap, return_lse, seed) then take memory for all scores.
+    gradients: on the CPU, for float64, for heads larger than 512 (in decoding steps 576) and gradients of those beyond 256, for dropout
+    without a seed while a CUDA graph is captured, and if sdpa_kernel excludes flash attention. Some features (softcap, return_lse, seed)
+    then take memory for all scores.
 
     If a gradient is needed, kernels run a call if a backward record was measured on the GPU's architecture, or if
     `use(unmeasured=True)` allows unmeasured kernels. Otherwise PyTorch runs it, under a mask without cuDNN, whose gradients can be NaN
@@ -238,14 +241,16 @@ def _looked_up(
         distributed = [inspection.is_distributed(x) for x in (query, key, value, attn_mask)]
         if any(distributed):
             memory = memory, *distributed
+    latent = query.shape[-1:] > (MAX_HEAD_DIM,) and in_columns(key, value)
     signature = (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device, options, seeded, memory, why_torch, None if per_head is None else per_head.signature(),
+        latent,
     )  # fmt: skip
     plan = plans.get(signature)
     if plan is not None and memory is None and per_head is None and (why_torch is None or why_torch is GRADIENT):
         cast_to = torch.get_autocast_dtype(query.device.type) if cast else None
-        plans.served(signature, plan, options, seeded=seeded, cast_to=cast_to, tensors=(query, key, value))
+        plans.served(signature, plan, options, seeded=seeded, cast_to=cast_to, tensors=(query, key, value), latent=latent)
     return signature, plan
 
 

@@ -86,7 +86,8 @@ def attention_varlen(
     Args:
         query: (T_q, Hq, D).
         key: (T_k, Hkv, D); with `block_table` (blocks, page size, Hkv, D).
-        value: (T_k, Hkv, D_v); with `block_table` (blocks, page size, Hkv, D_v).
+        value: (T_k, Hkv, D_v); with `block_table` (blocks, page size, Hkv, D_v). Values that are the first columns of paged keys
+            (`key[..., :D_v]`, as in multi-head latent attention) are read with these, once for both.
         cu_seqlens_q: (sequences + 1,), int32 or int64, on the same device, beginning with 0. Sequence b has rows cu[b] .. cu[b + 1] - 1,
             none if these are equal, so that lists may be padded to a capacity with their last number. Rows from the last number on belong
             to no sequence: their output and gradients are 0, their LSE is -inf.
@@ -134,8 +135,8 @@ def attention_varlen(
         InputError: for arguments that make no sense, and for an implementation that can't run the call. Lengths aren't checked.
         InputTypeError: for arguments of a wrong type.
 
-    Kernels take float16, bfloat16 and float32 with head sizes up to 256, and compute gradients of query, key, value and sinks. Elsewhere
-    each sequence is a call of `attention`, whose lengths the host reads. `explain_varlen` says which.
+    Kernels take float16, bfloat16 and float32 with head sizes up to 512, over pages 576, and up to 256 compute gradients of query, key,
+    value and sinks. Elsewhere each sequence is a call of `attention`, whose lengths the host reads. `explain_varlen` says which.
     """
     with_lse = wants_lse(return_lse, return_aux)
     if scale is not None and type(scale) is not float:

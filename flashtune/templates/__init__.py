@@ -4,7 +4,7 @@ import functools
 
 from flashtune.core.gpu.target import targets
 from flashtune.core.problems.config import KernelSpec
-from flashtune.core.problems.problem import unfit_heads
+from flashtune.core.problems.problem import wide_heads
 from flashtune.core.records.results import PROVIDERS, Bits, TuningRecord
 from flashtune.core.system.errors import InputError
 from flashtune.templates.family import Family
@@ -67,8 +67,8 @@ def unservable(record: TuningRecord) -> str | None:
         return record.refuted
     target = targets().get(record.key.gpu)
     if record.outcome.template in PROVIDERS:
-        large = unfit_heads(record.problem.d, record.problem.d_v) is not None
-        return None if large else f"its run had no kernel, and {record.outcome.template} runs its calls"
+        wide = wide_heads(record.problem.d, record.problem.d_v)
+        return None if wide else f"its run had no kernel, and {record.outcome.template} runs its calls"
     try:
         chosen = family(record.outcome.template)
         chosen.validate(record.outcome.config)

@@ -16,6 +16,7 @@ from flashtune.core.problems.config import Config, asks_first, rescales_grown, s
 from flashtune.core.problems.dtypes import ITEMSIZE
 from flashtune.core.problems.problem import Problem, padded
 from flashtune.core.records.results import CompileFacts
+from flashtune.templates.columns import loaded_columns
 from flashtune.templates.cost_constants import CONSTANTS, Constants, kind_of, peak_per_clock, programs_per_sm
 from flashtune.templates.cost_of_gradients import backward_us
 from flashtune.templates.decode.flash_decode import few_rows, row_splits
@@ -153,7 +154,7 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     programs = math.ceil(tiles * splits / target.sms)
     active = min(resident, programs)
 
-    block_bytes = block_n * (padded(problem.d) + padded(problem.d_v)) * size
+    block_bytes = block_n * sum(loaded_columns(problem.d, problem.d_v, latent=problem.features.latent)) * size
     # Without a pipeline a program waits for K, then for V.
     in_flight = active * block_bytes * max(0.5, config.number("num_stages") - 1)
     bytes_per_clock = min(in_flight / c.memory_latency, target.bandwidth_gbs * 1e3 / target.boost_mhz / target.sms)
@@ -205,7 +206,8 @@ class _Block(NamedTuple):
     def of(cls, config: Config, facts: CompileFacts, problem: Problem, target: Target, active: int, c: Constants) -> "_Block":
         """The cost with `active` programs on the SM."""
         block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-        d, d_v, size = padded(problem.d), padded(problem.d_v), ITEMSIZE[problem.dtype]
+        d_v, size = padded(problem.d_v), ITEMSIZE[problem.dtype]
+        of_keys, of_values = loaded_columns(problem.d, problem.d_v, latent=problem.features.latent)
         scores = block_m * block_n
         kind = kind_of(problem)
         hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
@@ -213,7 +215,7 @@ class _Block(NamedTuple):
             # Plain kernels multiply fp8 as fp16.
             kind = "fp16"
         narrow = target.is_hopper and facts.threads < 4 * target.warp_size
-        products = sum(padded(size) for size in problem.contract.product_sizes(problem))
+        products = of_keys + d_v
         if hopper:
             # Hopper kernels leave columns of padding out of products.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
@@ -228,7 +230,7 @@ class _Block(NamedTuple):
         softmax = (1 + more_functions) * scores / target.exp_per_clock + (
             ops_per_score * scores + rescaling * block_m * d_v
         ) / c.vector_lanes
-        memory = block_n * (d + padded(problem.d_v)) * size / c.l2_bytes_per_clock
+        memory = block_n * (of_keys + of_values) * size / c.l2_bytes_per_clock
 
         shared = active * (hopper.consumers if hopper else max(1, facts.threads // 128)) > 1
         if hopper and hopper.overlap:

@@ -19,7 +19,7 @@ from flashtune.core.code.launches import Host
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.band import Band
 from flashtune.core.problems.config import Config, Direction, KernelSpec, Value
-from flashtune.core.problems.problem import Problem, unfit_heads
+from flashtune.core.problems.problem import MAX_HEAD_DIM, Problem, unfit_heads, wide_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import InputError
 from flashtune.templates.mods.known import known, unknown, whole_tiles
@@ -65,8 +65,8 @@ MOST_REFITTED = 4
 class Family:
     """A template with its search space.
 
-    `direction` is the pass that it computes, `flags` those that it serves, and `functions` is True if it takes a mask and a score as code.
-    `refuses` returns any other reason why a spec can't be served on a target, or None where it can.
+    `direction` is the pass that it computes, `flags` those that it serves, `largest` its largest head size, and `functions` is True if it
+    takes a mask and a score as code. `refuses` returns any other reason why a spec can't be served on a target, or None where it can.
     `suits` returns the reason why a problem's sizes are better left to other families, or None where this one competes. It is a heuristic
     for sizes without measurements: it selects the families that a search tries unless they are named, the default on offer, and near
     records of other sizes. A measured record of exactly the problem's key is served in any case.
@@ -94,6 +94,7 @@ class Family:
     interpretable: bool
     pick: Callable[[list[Config], KernelSpec, Target], Config] = lambda starts, spec, target: starts[0]
     direction: Direction = "fwd"
+    largest: int = MAX_HEAD_DIM
     flags: frozenset[str] = FLAGS
     functions: bool = False
     suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
@@ -118,7 +119,7 @@ class Family:
         """The reason why a spec can't be served on a target, or None where it can."""
         if spec.direction != self.direction:
             return f"{self.name} computes the {'forward' if self.direction == 'fwd' else 'backward'} pass, not {spec.direction!r}"
-        if (why := unfit_heads(spec.d, spec.d_v)) is not None:
+        if (why := unfit_heads(spec.d, spec.d_v, self.largest, f"kernels of {self.name}")) is not None:
             return why
         if lacking := [name for name, on in spec.flags().items() if on and name not in self.flags]:
             return f"{self.name} has no {lacking[0]}"
@@ -126,7 +127,9 @@ class Family:
             return f"{self.name} takes no mask and no score as code" + " with fp8" * self.functions
         if spec.mods and spec.mods not in known():
             return unknown(spec.mods)
-        return self.refuses(spec, target)
+        if (why := self.refuses(spec, target)) is None and wide_heads(spec.d, spec.d_v) and not self.starts(spec, target):
+            why = f"{self.name} has no tile for head sizes of {spec.d} and {spec.d_v} that fits into {target.name}"
+        return why
 
     def starts(self, spec: KernelSpec, target: Target) -> list[Config]:
         """Configs worth trying first that keep the constraints, of whole tiles in the blocks of a mask by lists where there are some."""

@@ -1,10 +1,13 @@
 """Predicates over (config, spec, target) that families share, and the estimates behind them."""
 
+from collections.abc import Callable
+
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.dtypes import ITEMSIZE
-from flashtune.core.problems.problem import padded
+from flashtune.core.problems.problem import padded, wide_heads
 from flashtune.core.records.results import CompileFacts
+from flashtune.templates.columns import loaded_columns
 from flashtune.templates.family import constraint
 
 
@@ -16,10 +19,22 @@ def operand_bytes(spec: KernelSpec) -> int:
 def live_registers(config: Config, spec: KernelSpec, target: Target) -> float:
     """Registers per thread for scores, probs in the operands' type and acc at once.
 
-    The rule of FlashAttention's `AI/SM90_BLOCK_SIZE_TUNING.md`.
+    The rule of FlashAttention's `AI/SM90_BLOCK_SIZE_TUNING.md`. With wide heads warps may be more than there are rows for: by what Triton
+    3.6 does then, warpgroups have the same scores and a share of the output's columns each; other warps have both alike, unless a tile
+    has more columns than rows.
     """
-    rows = config.number("BLOCK_M") / (config.number("num_warps") * target.warp_size)
-    return rows * (config.number("BLOCK_N") * (1 + operand_bytes(spec) / 4) + padded(spec.d_v))
+    m, n, warps = config.number("BLOCK_M"), config.number("BLOCK_N"), config.number("num_warps")
+    of_scores = of_out = m / (warps * target.warp_size)
+    if wide_heads(spec.d, spec.d_v) and target.vendor == "nvidia" and not has_scalar_products(spec, target):
+        alike = m / (min(warps, m // 16) * target.warp_size)
+        of_groups = multiplies_by_warpgroups(spec, target) and m >= 64
+        of_scores, of_out = (alike if of_groups or m >= n else of_scores), (alike if m >= n and not of_groups else of_out)
+    return of_scores * n * (1 + operand_bytes(spec) / 4) + of_out * padded(spec.d_v)
+
+
+def multiplies_by_warpgroups(spec: KernelSpec, target: Target) -> bool:
+    """True where tiles of 64 rows are multiplied by warpgroups (sm_90), of which each takes a share of the output's columns."""
+    return target.is_hopper and not has_scalar_products(spec, target)
 
 
 def has_scalar_products(spec: KernelSpec, target: Target) -> bool:
@@ -36,13 +51,16 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
     """
     stages, block_n = config.number("num_stages"), config.number("BLOCK_N")
     size, loaded = operand_bytes(spec), ITEMSIZE[spec.dtype]
-    d, d_v = padded(spec.d), padded(spec.d_v)
+    d, d_v = loaded_columns(spec.d, spec.d_v, latent=spec.latent)
     q, v, kv = config.number("BLOCK_M") * d * size, block_n * d_v * size, block_n * (d + d_v) * loaded
     in_flight = kv * (stages - 1) if stages > 1 else block_n * max(d, d_v) * loaded
     if target.vendor == "amd":
         # Q passes through before the loop.
         return max(q, in_flight + probs_bytes(config, spec))
     if has_scalar_products(spec, target):
+        return q + in_flight + probs_bytes(config, spec)
+    if wide_heads(spec.d, spec.d_v) and config.number("BLOCK_M") < 64:
+        # Warps share the rows of such tiles.
         return q + in_flight + probs_bytes(config, spec)
     if target.capability is not None and 90 <= target.capability < 120:
         if spec.dtype == "fp8":
@@ -52,6 +70,24 @@ def shared_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
         transposed = 2 * v if spec.tf32 and target.capability >= 100 else 0
         return q + transposed + (kv * stages if stages > 1 else in_flight)
     return q + in_flight
+
+
+def split_bytes(config: Config, spec: KernelSpec, target: Target) -> int:
+    """The same where programs split keys: K and V in flight, Q, and P where warps share its rows."""
+    if config.number("BLOCK_M") >= 64 or target.vendor == "amd" or has_scalar_products(spec, target):
+        return shared_bytes(config, spec, target)
+    # Tensor cores take small tiles from registers, so the current block has left shared memory.
+    (d, d_v), size = loaded_columns(spec.d, spec.d_v, latent=spec.latent), ITEMSIZE[spec.dtype]
+    in_flight = config.number("BLOCK_N") * (d + d_v) * size * max(1, config.number("num_stages") - 1)
+    return config.number("BLOCK_M") * d * size + probs_bytes(config, spec) + in_flight
+
+
+def address_registers(config: Config, spec: KernelSpec, target: Target) -> float:
+    """Registers per thread for the addresses of a block of K and V: in Triton 3.6's code six for each 16 bytes that a thread loads."""
+    columns = loaded_columns(spec.d, spec.d_v, latent=spec.latent)
+    # In wide heads' code K's are gone before V's are made.
+    together = max(columns) if wide_heads(spec.d, spec.d_v) else sum(columns)
+    return 6 * config.number("BLOCK_N") * together * ITEMSIZE[spec.dtype] / 16 / (config.number("num_warps") * target.warp_size)
 
 
 def probs_bytes(config: Config, spec: KernelSpec) -> int:
@@ -87,27 +123,37 @@ def warpgroup_facts(target: Target, *, registers: int, shared: int, consumers: i
     return CompileFacts(registers=registers, spills=0, shared_bytes=shared, threads=128 * (consumers + 1))
 
 
-def first_with_room(configs: list[Config], spec: KernelSpec, target: Target) -> Config:
-    """The first of `configs` (best first, smallest last) that fits with room to spare, for use without tuning."""
+def first_with_room(
+    configs: list[Config], spec: KernelSpec, target: Target, of_tiles: Callable[[Config, KernelSpec, Target], int] = shared_bytes
+) -> Config:
+    """The first of `configs` (best first, smallest last) that fits with room to spare, for use without tuning; `of_tiles` are its bytes of
+    shared memory."""
 
     def fits(config: Config) -> bool:
-        return shared_bytes(config, spec, target) + probs_bytes(config, spec) + 1024 <= target.shared_bytes_per_block
+        return of_tiles(config, spec, target) + probs_bytes(config, spec) + 1024 <= target.shared_bytes_per_block
 
     return next(filter(fits, configs), configs[-1])
 
 
-@constraint("BLOCK_M", "num_warps")
+@constraint("BLOCK_M", "BLOCK_N", "num_warps")
 def warps_own_rows(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """each warp takes 16 to 64 rows of the tile (a row of matrix instructions)"""
+    """each warp takes 16 to 64 rows of the tile (a row of matrix instructions), or of wide heads a share of the columns"""
+    if wide_heads(spec.d, spec.d_v) and not has_scalar_products(spec, target):
+        m, n, warps = config.number("BLOCK_M"), config.number("BLOCK_N"), config.number("num_warps")
+        if m >= 64:
+            # Elsewhere, and on sm_100 in tensor memory, scores and output of so many rows don't fit.
+            return multiplies_by_warpgroups(spec, target) and warps <= m // 8
+        return 8 * warps <= n > m
     fewest = 4 if has_scalar_products(spec, target) else 16
     return fewest <= config.number("BLOCK_M") // config.number("num_warps") <= 64
 
 
 @constraint("BLOCK_M", "BLOCK_N", "num_warps")
 def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """scores, probs and acc fit into a thread's registers"""
+    """scores, probs, acc, and with wide heads the addresses of K or V, fit into a thread's registers"""
+    addresses = address_registers(config, spec, target) if wide_heads(spec.d, spec.d_v) else 0
     # CDNA's accumulation registers double a thread's.
-    return live_registers(config, spec, target) <= (232 if target.vendor == "nvidia" else 448)
+    return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
 
 @constraint("BLOCK_M", "BLOCK_N", "num_stages")
@@ -160,7 +206,8 @@ def scalar_products_are_short(config: Config, spec: KernelSpec, target: Target) 
     """IEEE fp32 products are unrolled multiply-adds: with many of them a thread, registers and compile time explode"""
     if not has_scalar_products(spec, target):
         return True
-    products = config.number("BLOCK_M") * config.number("BLOCK_N") * max(padded(spec.d), padded(spec.d_v))
+    columns = max(padded(spec.d_v), *loaded_columns(spec.d, spec.d_v, latent=spec.latent))
+    products = config.number("BLOCK_M") * config.number("BLOCK_N") * columns
     # With more a thread spills kilobytes, and unrolling slows the compiler.
     return products <= 1024 * config.number("num_warps") * target.warp_size
 

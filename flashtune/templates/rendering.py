@@ -11,6 +11,7 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 
 from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.problems.problem import padded
+from flashtune.templates.columns import key_pieces
 from flashtune.templates.family import Family
 from flashtune.templates.mods.known import functions_of
 
@@ -98,6 +99,7 @@ def _text(family: Family, variant: Variant) -> str:
             listed=mods is not None and mods.listed(variant.spec),
             block_d=getattr(layout, "block_d", padded(variant.spec.d)),
             block_dv=getattr(layout, "block_dv", padded(variant.spec.d_v)),
+            key_pieces=key_pieces(variant.spec),
         )
     )
     if family.host is not None:

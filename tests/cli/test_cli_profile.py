@@ -124,7 +124,7 @@ def test_a_gpu_outside_the_table_is_not_measured(monkeypatch: pytest.MonkeyPatch
                 ("--h", "--heads' / '--h", "0"),
                 ("--n-q", "--n-q", "0"),
                 ("--d", "--d", "0"),
-                ("--d", "--d", "300"),
+                ("--d", "--d", "600"),
                 ("--window", "--window", "-1"),
                 ("--rank", "--rank", "0"),
             )

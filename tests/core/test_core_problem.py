@@ -54,7 +54,7 @@ def test_features_that_came_later_leave_older_variants_their_ids() -> None:
 
 
 def test_every_flag_is_a_feature_a_part_of_the_spec_and_a_word_of_labels() -> None:
-    assert FLAGS == ("alibi", "dropout", "packed", "sinks", "softcap", "tf32")
+    assert FLAGS == ("alibi", "dropout", "latent", "packed", "sinks", "softcap", "tf32")
     for name in FLAGS:
         problem = replace(PROBLEM, dtype="fp32" if name == "tf32" else "fp16", features=Features(**{name: True}))
         assert problem.spec().label() == f"fwd-{problem.dtype}-d64x32-{name}"

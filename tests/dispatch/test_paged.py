@@ -171,12 +171,23 @@ def test_factors_are_of_each_key_head() -> None:
 
 @functools.cache
 def facts(
-    gpu: str, *, page: int, rows: int | None, cache: torch.dtype = torch.bfloat16, d: int = 128, splits: int | None = None
+    gpu: str,
+    *,
+    page: int,
+    rows: int | None,
+    cache: torch.dtype = torch.bfloat16,
+    d: int = 128,
+    splits: int | None = None,
+    group: int = 4,
+    latent: int = 0,
 ) -> CompileFacts:
-    """Facts of the kernel for a step with `rows` queries to a sequence, of four heads to a key head, causal."""
+    """Facts of the kernel for a step with `rows` queries to a sequence, of `group` heads to a key head, causal; `latent` are the columns of
+    keys that are values, if any are."""
     target, queries = find_target(gpu), rows or 1
-    spec = KernelSpec(direction="fwd", dtype="bf16", d=d, d_v=d, causal=True, window=False, softcap=False, mask="none")
-    config: Config = flash_paged.chosen(spec, target, None if rows is None else 4 * rows, narrow=cache.itemsize == 1)
+    spec = KernelSpec(
+        direction="fwd", dtype="bf16", d=d, d_v=latent or d, causal=True, window=False, softcap=False, mask="none", latent=latent > 0
+    )
+    config: Config = flash_paged.chosen(spec, target, None if rows is None else group * rows, narrow=cache.itemsize == 1)
     choice = Choice(kind="default", spec=spec, note="", family=flash_paged.FAMILY, config=config)
     kernel = loaded_kernel(choice, torch.device("meta"), target)
     assert isinstance(kernel, Kernel)
@@ -188,9 +199,11 @@ def facts(
     caches = [made(999, page, 8, d, dtype=cache) for _ in range(2)]
     lengths = made(9, dtype=torch.int32), made(8, 4096 // page, dtype=torch.int32), made(8, dtype=torch.int32)
     factors = [made(8, 8, dtype=torch.float32) if cache == FP8 else None for _ in range(2)]
-    results = made(8 * queries, 32, d), made(32, 8 * queries, dtype=torch.float32)
+    if latent:
+        caches[1] = caches[0][..., :latent]
+    results = made(8 * queries, 8 * group, latent or d), made(8 * group, 8 * queries, dtype=torch.float32)
     lists = dict(zip(("cu_q", "table", "used"), lengths, strict=True)) | {"cu_k": lengths[0]}
-    tensors = Tensors(made(8 * queries, 32, d), *caches, *results, k_descale=factors[0], v_descale=factors[1], **lists)
+    tensors = Tensors(made(8 * queries, 8 * group, d), *caches, *results, k_descale=factors[0], v_descale=factors[1], **lists)
     plan = paged.plan_of_pages(kernel.code.module, tensors, numbers._replace(splits=splits))
     arguments, found = launching.Arguments(plan), []
     with compiling_for(target):
@@ -219,6 +232,19 @@ def test_it_compiles_to_tensor_core_code_with_its_tiles_in_registers(gpu: str, p
     # A tile that is spilled counts hundreds of bytes a thread.
     assert found.tensor_core_ops > 0 and found.spills <= 128
     assert 0 < found.shared_bytes <= find_target(gpu).shared_bytes_per_block
+
+
+@pytest.mark.parametrize(("gpu", "group", "page"), [("h200", 16, 64), ("h200", 128, 64), ("a100", 16, 16)])
+def test_keys_are_loaded_once_for_latent_values(gpu: str, group: int, page: int) -> None:
+    """Shared memory holds the queries, the keys in flight, and nothing of the values; tiles stay in registers."""
+    target = find_target(gpu)
+    found = facts(gpu, page=page, rows=1, d=576, latent=512, group=group)
+    spec = KernelSpec(direction="fwd", dtype="bf16", d=576, d_v=512, causal=True, window=False, softcap=False, mask="none", latent=True)
+    config = flash_paged.chosen(spec, target, group)
+    in_flight = config.number("num_stages") - (config["BLOCK_M"] != 64)
+    tiles = 2 * 576 * (config.number("BLOCK_M") + in_flight * config.number("BLOCK_N"))
+    assert found.tensor_core_ops > 0 and found.spills <= 32
+    assert tiles <= found.shared_bytes <= tiles + 8192
 
 
 @pytest.mark.parametrize(("gpu", "rows"), [("l4", 1), ("h200", 1), ("b200", 512)])

@@ -260,3 +260,23 @@ def test_deterministic_gradients_are_the_same_bits_every_time() -> None:
     dout = torch.randn(2, 3, 300, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     found = [torch.autograd.grad(dispatch.attention(q, k, v, deterministic=True), (q, k, v), dout) for _ in range(3)]
     assert all(torch.equal(x, y) for again in found[1:] for x, y in zip(found[0], again, strict=True))
+
+
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"attn_mask": True}], ids=str)
+@pytest.mark.parametrize("sizes", [(257, 257), (320, 320), (512, 512), (512, 300), (64, 400)], ids=str)
+def test_wide_heads(sizes: tuple[int, int], words: dict[str, Any], branch: Branch) -> None:
+    d, d_v = sizes
+    q, k, v = tensors((2, 3, 150, d), (2, 3, 150, d), (2, 3, 150, d_v), gradients=False)
+    more = dict(words)
+    mask = torch.rand(150, 150, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7 if more.pop("attn_mask", False) else None
+    agrees(q, k, v, mask, **more)
+    if branch == "kernels":
+        assert dispatch.explain(q, k, v, mask, **more).template == "flash_fwd"
+
+
+@pytest.mark.parametrize("n_q", [1, 4])
+def test_latent_steps(n_q: int, branch: Branch) -> None:
+    """Values in the keys, beside them in the same layout, and in the keys again."""
+    q, k, other = tensors((2, 16, n_q, 576), (2, 1, 300, 576), (2, 1, 300, 576), gradients=False)
+    for values in (k, other, k):
+        agrees(q, k, values[..., :512], enable_gqa=True)

@@ -66,6 +66,17 @@ def test_chunks_run_hoppers_own_kernel(case: dict[str, Any]) -> None:
     assert dispatch.explain_varlen(**given.arguments).template == "flash_fwd_hopper_paged"
 
 
+@pytest.mark.parametrize("lengths", [LONGER, PROMPTS], ids=["decode", "prompts"])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize(("d", "d_v", "latent"), [(576, 512, True), (576, 512, False), (320, 256, True), (192, 128, True)])
+def test_latent_and_wide_heads(d: int, d_v: int, latent: bool, cache: torch.dtype, page: int, heads: int, lengths: Any) -> None:
+    words = {"d": d, "d_v": d_v, "latent": latent, "page": page, "cache": cache, "lengths": lengths, "heads": heads, "kv_heads": 1}
+    with forced("kernels"):
+        agrees(inputs(words | {"is_causal": True}, dtype=torch.bfloat16, device=DEVICE, pages=2), kind="bf16")
+
+
 def test_float32_is_exact() -> None:
     with forced("kernels"):
         agrees(inputs({"is_causal": True, "lengths": CHUNKS, "d": 64}, dtype=torch.float32, device=DEVICE), kind="fp32")

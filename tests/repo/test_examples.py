@@ -54,6 +54,10 @@ def test_padding_free_steps_have_the_loss_of_each_text_alone(capsys: pytest.Capt
     assert last < first
 
 
+def test_latents_decode_as_keys_and_values_of_each_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "3 sequences decode over latents" in run("latent_decode.py", capsys)
+
+
 def test_steps_of_routed_blocks_learn(capsys: pytest.CaptureFixture[str]) -> None:
     first, *_, last = (
         float(found) for found in re.findall(r"3 of 8 blocks, loss ([\d.]+)$", run("routed_blocks.py", capsys), re.MULTILINE)

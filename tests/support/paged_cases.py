@@ -51,6 +51,35 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"cache": torch.float8_e4m3fn, "is_causal": True, "lengths": CHUNKS},
     "fp8 with factors": {"cache": torch.float8_e4m3fn, "descale": "sequences"},
     "fp8 with factors, soft cap": {"cache": torch.float8_e4m3fn, "descale": "heads", "softcap": 2.0, "lengths": LONG, "num_splits": 3},
+    "latent": {"latent": True, "d": 96, "d_v": 64, "heads": 16, "kv_heads": 1},
+    "latent, padded, two key heads": {"latent": True, "d": 72, "d_v": 24, "heads": 6, "page": 7, "is_causal": True, "lengths": CHUNKS},
+    "latent, window, sinks": {"latent": True, "d": 48, "d_v": 32, "kv_heads": 1, "window_size": (7, 3), "sinks": True, "lengths": CHUNKS},
+    "latent, split, everything": {
+        "latent": True,
+        "d": 96,
+        "d_v": 64,
+        "heads": 20,
+        "kv_heads": 1,
+        "lengths": LONG,
+        "num_splits": 3,
+        "is_causal": True,
+        "softcap": 3.0,
+        "slopes": "heads",
+        "sinks": True,
+        "page": 64,
+    },
+    "latent, fp8 with factors": {
+        "latent": True,
+        "d": 96,
+        "d_v": 64,
+        "kv_heads": 1,
+        "cache": torch.float8_e4m3fn,
+        "descale": "sequences",
+        "lengths": CHUNKS,
+    },
+    "latent, values as wide as keys": {"latent": True, "d": 32, "hnd": True},
+    "latent, 576 and 512": {"latent": True, "d": 576, "d_v": 512, "heads": 16, "kv_heads": 1, "is_causal": True, "page": 64},
+    "wide keys and values": {"d": 576, "d_v": 512, "kv_heads": 1, "is_causal": True, "lengths": CHUNKS},
     "fp8 of another kind": {"cache": torch.float8_e5m2, "descale": "heads", "lengths": CHUNKS},
 }
 
@@ -75,6 +104,7 @@ def inputs(
     generator = torch.Generator().manual_seed(seed)
     words = dict(case)
     page, lengths, cache, d = words.pop("page", 16), words.pop("lengths", DECODE), words.pop("cache", dtype), words.pop("d", 16)
+    latent = words.pop("latent", False)
     heads, kv_heads, d_v = words.pop("heads", 4), words.pop("kv_heads", 2), words.pop("d_v", d)
     n_q, n_kv = lengths
     need = [-(-n // page) for n in n_kv]
@@ -94,6 +124,9 @@ def inputs(
                 memory[int(table[b, place // page]), : len(some)] = some
         caches.append(memory.to(device))
         packed.append([x.double() for x in rows])
+    if latent:
+        # Columns behind those of the values are other numbers.
+        caches[1], packed[1] = caches[0][..., :d_v], [x[..., :d_v].clone() for x in packed[0]]
     words.pop("hnd", None)
     bounds = torch.tensor([0, *itertools.accumulate(n_q)], dtype=torch.int32, device=device)
     query = torch.randn(int(bounds[-1]) + padding, heads, d, generator=generator)

@@ -61,6 +61,16 @@ def test_features_compile_together_at_padded_head_sizes(features: Features) -> N
     assert cross_compile(source("flash_fwd", wanted, target), "compiled", wanted, target).tensor_core_ops > 0
 
 
+@pytest.mark.parametrize("gpu", ["a100", "h200", "rtx4090"])
+def test_wide_heads_stay_in_registers_and_take_the_expected_memory(gpu: str) -> None:
+    target, wanted, chosen = find_target(gpu), problem(Features(causal=True), d=512), family("flash_fwd")
+    config = chosen.default(wanted.spec(), target)
+    facts = cross_compile(render(chosen, variant_of(chosen, wanted.spec(), config)), "compiled", wanted, target)
+    # The output alone is 512 bytes a thread.
+    assert facts.tensor_core_ops > 0 and facts.spills <= 192
+    assert 0 <= facts.shared_bytes - shared_bytes(config, wanted.spec(), target) <= 2048
+
+
 @pytest.mark.parametrize("gpu", ["l4", "h200", "b200", "rtx5090"])
 def test_fp8_with_alibi_compiles_for_every_gpu_that_has_e4m3(gpu: str) -> None:
     target, wanted = find_target(gpu), replace(problem(Features(causal=True, alibi=True, sinks=True)), dtype="fp8")

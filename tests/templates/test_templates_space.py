@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flashtune.core.gpu.target import Target, targets
 from flashtune.core.problems.dtypes import DTYPES, DType
-from flashtune.core.problems.problem import DIRECTIONS, FLAGS, MASK_KINDS, Features, Problem, padded
+from flashtune.core.problems.problem import DIRECTIONS, FLAGS, MASK_KINDS, WIDEST_HEAD, Features, Problem, padded
 from flashtune.templates import families, family
 from flashtune.templates.family import Family
 from flashtune.templates.predicates import live_registers, shared_bytes
@@ -20,7 +20,7 @@ OURS = ("flash_decode", "flash_fwd")
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn, largest: int = 256) -> Problem:
     dtype = draw(st.sampled_from(DTYPES))
     window = st.one_of(st.none(), st.integers(0, 5000))
     features = Features(
@@ -35,9 +35,11 @@ def problems(draw: st.DrawFn) -> Problem:
         "kv_heads": 1,
         "n_q": 100,
         "n_kv": 200,
-        "d": draw(st.integers(1, 256)),
-        "d_v": draw(st.integers(1, 256)),
+        "d": draw(st.integers(1, largest)),
+        "d_v": draw(st.integers(1, largest)),
     }
+    if features.latent:
+        sizes["d_v"] = min(sizes["d"], sizes["d_v"])
     return Problem(**sizes, dtype=dtype, features=features, direction=draw(st.sampled_from(DIRECTIONS)))  # type: ignore[arg-type]
 
 
@@ -45,7 +47,7 @@ ours = st.sampled_from(OURS).map(family)
 gpus = st.sampled_from(sorted(targets())).map(targets().__getitem__)
 
 
-@given(problem=problems(), target=gpus)
+@given(problem=problems(WIDEST_HEAD), target=gpus)
 def test_every_supported_problem_has_a_default_that_keeps_the_constraints(problem: Problem, target: Target) -> None:
     spec = problem.spec()
     for chosen in families().values():

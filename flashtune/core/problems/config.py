@@ -117,6 +117,7 @@ class Flags:
     `tf32` allows TF32 products for fp32 inputs (IEEE otherwise). `sinks` adds a logit per head to each softmax's denominator, with no
     value of its own (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024; learned in GPT-OSS).
     `packed`: sequences of different lengths lie one after the other, and kernels read where each begins on the device.
+    `latent`: values are the first columns of keys, in the same memory, as multi-head latent attention decodes (DeepSeek-V2, 2024).
     `dbias` and `dslopes` request the gradient of the bias and of ALiBi's slopes from a backward.
     """
 
@@ -126,6 +127,7 @@ class Flags:
     tf32: bool = _switch("Allow TF32 products for fp32 inputs (IEEE otherwise).")
     alibi: bool = _switch("ALiBi: a bias by distance with a slope for each head; one record is used for all slopes.")
     sinks: bool = _switch("Attention sinks: a logit of each head in the softmax's denominator; one record is used for all logits.")
+    latent: bool = _switch("Latent attention: values are the first columns of keys, which kernels read once for both.")
     packed: bool = False
     dbias: bool = _switch("A backward whose bias (mask 'bias') gets its gradient, too.")
     dslopes: bool = _switch("A backward whose ALiBi slopes get their gradient, too.")

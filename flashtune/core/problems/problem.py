@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from flashtune.core.problems.band import ALIGNMENTS, Alignment, Band, Window, diagonal_of
 from flashtune.core.problems.config import Direction, Flags, KernelSpec
-from flashtune.core.problems.dtypes import DTYPES, DType
+from flashtune.core.problems.dtypes import DTYPES, ITEMSIZE, DType
 from flashtune.core.problems.lengths import Lengths, shared, spread
 from flashtune.core.problems.passes import PASSES, Pass, Sizes, backward_with
 from flashtune.core.system.errors import InputError
@@ -19,8 +19,8 @@ DIRECTIONS: tuple[Direction, ...] = tuple(PASSES)
 MaskKind = Literal["none", "bool", "bias"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 
-MAX_HEAD_DIM, LARGEST_HEAD = 256, 1024
-"""Largest head sizes of kernels, and of problems, which other providers may have."""
+MAX_HEAD_DIM, WIDEST_HEAD, LARGEST_HEAD = 256, 576, 1024
+"""Largest head sizes of kernels of every family, of those that take wide heads, and of problems, which other providers may have."""
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 
@@ -52,6 +52,7 @@ class Features(Flags):
         tf32: fp32 inputs may be multiplied as TF32.
         alibi: scores fall with the distance, by a slope of each head.
         sinks: a logit of each head joins the softmax's denominator.
+        latent: values are the first columns of keys, in the same memory.
         packed: sequences of different lengths lie one after the other.
         dbias: a backward also computes the gradient of the bias.
         dslopes: a backward also computes the gradient of ALiBi's slopes.
@@ -228,7 +229,7 @@ class Problem(Sizes):
         kv_heads: key and value heads, of which `heads` is a multiple.
         n_q: query tokens; of packed sequences, their mean.
         n_kv: key tokens; of packed sequences, their mean.
-        d: head size of query and key, up to 1024. Kernels of flashtune take up to 256, some other providers more.
+        d: head size of query and key, up to 1024. All kernels of flashtune take up to 256, some up to 576, some other providers more.
         d_v: head size of the value, likewise.
         dtype: "fp16", "bf16", "fp32" or "fp8".
         features: what is computed beside softmax(scale query keyᵀ) value.
@@ -258,6 +259,8 @@ class Problem(Sizes):
             raise InputError(f"{self.heads} query heads can't share {self.kv_heads} key heads: make heads a multiple of kv_heads")
         if self.features.tf32 and self.dtype != "fp32":
             raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
+        if self.features.latent and self.d_v > self.d:
+            raise InputError(f"latent values are columns of keys, which have {self.d} and not {self.d_v}: make d_v smaller, or drop latent")
         if self.direction == "fwd" and (requested := self.features.asked):
             raise InputError(f"{' and '.join(requested)} can't be requested from a forward: use the direction bwd")
         if self.lengths is None and self.features.packed:
@@ -362,8 +365,9 @@ class Problem(Sizes):
         return self.contract.flops(self, self.visible_pairs())
 
     def io_bytes(self) -> int:
-        """The fewest bytes that the pass moves, see `Pass.io_bytes`."""
-        return self.contract.io_bytes(self, self.keys_read)
+        """The fewest bytes that the pass moves, see `Pass.io_bytes`; values that are columns of keys move with these."""
+        found = self.contract.io_bytes(self, self.keys_read)
+        return found - self.batch * self.kv_heads * self.keys_read * self.d_v * ITEMSIZE[self.dtype] * self.features.latent
 
     def label(self) -> str:
         """The short form for tables and test ids: `n4096-d128-bf16-causal`, and `...-bwd` of a backward."""
@@ -375,14 +379,15 @@ class Problem(Sizes):
         return f"{n}{law}-{d}-{self.dtype}-{self.features.label()}{gqa}{direction}"
 
 
-def unfit_head(size: int) -> str:
-    """Reason why no kernel takes heads of this size."""
-    return f"kernels take head sizes of 1 to {MAX_HEAD_DIM}, not {size}"
+def wide_heads(d: int, d_v: int) -> bool:
+    """True for heads beyond those that every family takes: kernels of theirs are unlike those of others, and providers may be the only ones
+    to have some."""
+    return max(d, d_v) > MAX_HEAD_DIM
 
 
-def unfit_heads(d: int, d_v: int) -> str | None:
-    """Reason why no kernel takes heads of these sizes; None where kernels may."""
-    return None if max(d, d_v) <= MAX_HEAD_DIM else unfit_head(d_v if d <= MAX_HEAD_DIM else d)
+def unfit_heads(d: int, d_v: int, most: int = WIDEST_HEAD, whose: str = "kernels") -> str | None:
+    """Reason why no kernel, or none of those `whose` heads have up to `most` columns, takes heads of these sizes; None where some may."""
+    return None if 0 < d <= most and 0 < d_v <= most else f"{whose} take head sizes of 1 to {most}, not {d_v if 0 < d <= most else d}"
 
 
 @lru_cache(maxsize=256)

@@ -38,6 +38,19 @@ def has_address(x: Tensor) -> bool:
     return not isinstance(x, FakeTensor)
 
 
+def in_columns(key: Tensor, value: Tensor) -> bool:
+    """True if values are the first columns of keys, in the same memory, as multi-head latent attention has them."""
+    if torch.compiler.is_compiling() or key.stride() != value.stride() or key.shape[:-1] != value.shape[:-1]:
+        return False
+    if key.shape[-1] < value.shape[-1] or key.dtype != value.dtype or key.is_meta or not (has_address(key) and has_address(value)):
+        return False
+    try:
+        return key.data_ptr() == value.data_ptr()
+    except RuntimeError:
+        # Tensors wrapped by torch.func or a tracer have no address.
+        return False
+
+
 def readable(x: Tensor, *, repeats: bool = False) -> Tensor:
     """The tensor, or a copy of it where PyTorch's CUDA backends would misread it, refuse it, or fault.
 

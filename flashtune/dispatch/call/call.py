@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtune.core.problems.band import Band
 from flashtune.core.problems.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
-from flashtune.core.problems.problem import MAX_HEAD_DIM, MaskKind, Problem, unfit_head
+from flashtune.core.problems.problem import MaskKind, Problem, unfit_heads
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -108,7 +108,7 @@ class Call:
     @property
     def large(self) -> bool:
         """True where heads are larger than kernels take, though others may take them."""
-        return self.problem is not None and max(self.d, self.d_v) > MAX_HEAD_DIM
+        return self.problem is not None and unfit_heads(self.d, self.d_v) is not None
 
     @property
     def out_of_reach(self) -> str | None:
@@ -116,7 +116,7 @@ class Call:
         if self.empty:
             return "there is nothing to compute"
         if self.dtype in KERNEL_DTYPES and (self.problem is None or self.large):
-            return unfit_head(self.d_v if 0 < self.d <= MAX_HEAD_DIM else self.d)
+            return unfit_heads(self.d, self.d_v)
         if self.problem is None:
             return f"kernels take float16, bfloat16, float32 and float8_e4m3fn, not {str(self.dtype).removeprefix('torch.')}"
         if self.problem.dtype == "bf16" and self.device.type == "cpu":
@@ -213,4 +213,4 @@ class Call:
 
 def trained_as(problem: Problem, requested: Sequence[str] = ()) -> Problem:
     """Backward of a forward problem; `requested` are requested gradients beside dQ, dK and dV (`flashtune.core.problems.problem.ASKED`)."""
-    return replace(problem, direction="bwd", features=problem.features.asking(requested))
+    return replace(problem, direction="bwd", features=replace(problem.features.asking(requested), latent=False))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flashtune.core.problems.band import ALIGNMENTS, Sides, Window
 from flashtune.core.problems.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
-from flashtune.core.problems.problem import LARGEST_HEAD, Features, MaskKind, Problem
+from flashtune.core.problems.problem import DECODE_ROWS, LARGEST_HEAD, Features, MaskKind, Problem, wide_heads
+from flashtune.core.pytorch.attention import in_columns
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES, output_torch_dtype
 from flashtune.core.records.results import IMPLEMENTATIONS
 from flashtune.core.system.errors import InputError, InputTypeError
@@ -93,6 +94,8 @@ def parse(given: Arguments, options: Options) -> Call:
     if query.dtype in KERNEL_DTYPES and 0 not in (*batch_dims, heads, n_q, n_kv, d, d_v) and max(d, d_v) <= LARGEST_HEAD:
         flags = {flag: getattr(per_head, name) is not None for name, flag in PER_HEAD_FLAGS.items()}
         flags |= {"dropout": dropout_p > 0.0, "softcap": softcap > 0.0}
+        # Kernels of smaller heads, and of more rows, were measured with values beside keys.
+        flags["latent"] = wide_heads(d, d_v) and surely(n_q <= DECODE_ROWS) and in_columns(key, value)
         # Features record only whether the diagonal begins at the first key.
         diagonal = replace(band, diagonal=0 if surely(band.diagonal == 0) else 1)
         features = Features.within(diagonal, mask=mask_kind, tf32=options.allow_tf32 and query.dtype == torch.float32, **flags)

@@ -10,7 +10,8 @@ from flashtune.core.problems.band import Alignment, Band
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.lengths import Lengths, spread
 from flashtune.core.problems.parameters import CallParameters
-from flashtune.core.problems.problem import MAX_HEAD_DIM, MOST_SEQUENCES, Features, Problem
+from flashtune.core.problems.problem import MOST_SEQUENCES, Features, Problem, unfit_heads
+from flashtune.core.pytorch.attention import in_columns
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
 
@@ -39,6 +40,11 @@ class Packed(NamedTuple):
     def sequences(self) -> int:
         """Number of sequences."""
         return self.cu_q.shape[0] - 1
+
+    @property
+    def latent(self) -> bool:
+        """True if paged values are the first columns of keys, in the same memory."""
+        return self.table is not None and in_columns(self.key, self.value)
 
     @property
     def empty(self) -> bool:
@@ -109,7 +115,7 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
     where no kernel takes such tensors."""
     query, key, value = packed[:3]
     dtype, d, d_v, kv_heads = KERNEL_DTYPES.get(query.dtype), query.shape[2], value.shape[-1], key.shape[-2]
-    if dtype is None or dtype == "fp8" or not (0 < d <= MAX_HEAD_DIM and 0 < d_v <= MAX_HEAD_DIM) or 0 in (packed.sequences, kv_heads):
+    if dtype is None or dtype == "fp8" or unfit_heads(d, d_v) is not None or 0 in (packed.sequences, kv_heads):
         return None
     band = numbers.band
     features = Features(
@@ -122,6 +128,7 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
         sinks=packed.sinks is not None,
         tf32=numbers.tf32 and dtype == "fp32",
         packed=True,
+        latent=packed.latent,
         mods=mods,
     )
     n_q, n_kv, ratio = octaves_of(packed, numbers)

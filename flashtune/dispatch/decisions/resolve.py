@@ -180,6 +180,11 @@ def _by_provider(
         return not failed and PROVIDERS[name].refusal(call, tensors, per_head) is None
 
     record = measured_record(pool, problem, target)
+    if record is None and problem.features.latent:
+        # Providers read values beside keys: a record of such calls holds for them.
+        plain = replace(problem, features=replace(problem.features, latent=False))
+        yield from _by_provider(memo, call, plain, tensors, per_head, told)
+        return
     if record is None:
         # Growing sequences share the look-up of their length bucket.
         alike = replace(problem, n_kv=-(-problem.n_kv // BUCKET) * BUCKET)

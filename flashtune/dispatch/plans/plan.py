@@ -99,14 +99,17 @@ class Plans(dict[Hashable, Plan]):
         cast_to: torch.dtype | None = None,
         tensors: Sequence[Tensor],
         kind: Literal["recent", "packed"] = "recent",
+        latent: bool = False,
     ) -> None:
-        """Put the plan that served these tensors on the fast path of a kind of calls."""
+        """Put the plan that served these tensors on the fast path of a kind of calls; a `latent` one serves no values beside keys."""
         if not guarded(tensors):
             return
         made = self._made.get(signature)
         if made is None or made is (self.recent if kind == "recent" else self.packed.get(options)):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = check_of(tensors)
+            if latent:
+                check = functools.partial(_also_in_columns, check)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
             made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan)
         if kind == "recent":
@@ -116,6 +119,11 @@ class Plans(dict[Hashable, Plan]):
         if signature not in self:
             # Another thread cleared the cache meanwhile.
             self.clear()
+
+
+def _also_in_columns(check: Callable[..., bool], query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True where a check passes, and values still begin where keys do, whose strides it has compared."""
+    return check(query, key, value) and key.data_ptr() == value.data_ptr()
 
 
 def padded(size: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashtune.core.gpu.target import Target
-from flashtune.core.problems.problem import Problem, unfit_heads
+from flashtune.core.problems.problem import Problem, wide_heads
 from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS, TuningRecord
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.records import Pool, differences, same_features
@@ -52,11 +52,11 @@ def deciding_record(pool: Pool, problem: Problem, target: Target) -> TuningRecor
     if own is not None:
         return own
     key = problem.key(target.slug)
-    nearest = next((one for one in pool.near(key, frozenset()) if one.outcome.source == "measured"), None)
+    nearest = next((one for one in pool.near(key, frozenset(), any_width=True) if one.outcome.source == "measured"), None)
     if nearest is None or not same_features(nearest.key, key):
         return None
-    # Where there are no kernels, others lead.
-    return nearest if bool(unfit_heads(nearest.key.d, nearest.key.d_v)) is bool(unfit_heads(key.d, key.d_v)) else None
+    # Where there are few kernels, others lead.
+    return nearest if wide_heads(nearest.key.d, nearest.key.d_v) is wide_heads(key.d, key.d_v) else None
 
 
 def provider_choice(

@@ -12,7 +12,7 @@ import numpy as np
 from flashtune.core.gpu.target import Target, targets
 from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.problems.dtypes import ITEMSIZE, OTHER_16_BITS
-from flashtune.core.problems.problem import DECODE_ROWS, Features, ProblemKey
+from flashtune.core.problems.problem import DECODE_ROWS, Features, ProblemKey, wide_heads
 from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
 from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.core.system.errors import InputError
@@ -62,6 +62,7 @@ class Pool:
         self._places = np.array([coordinates(one) for one in self.keys]).reshape(len(self.keys), len(coordinates(key)))
         self._apart = np.array([self._kinds(one, key) for one in self.keys])
         self._unaligned = np.array([unaligned(one) for one in self.keys], dtype=bool)
+        self._wide = np.array([wide_heads(one.d, one.d_v) for one in self.keys], dtype=bool)
 
     def exact(self, key: ProblemKey, suited: frozenset[str]) -> list[TuningRecord]:
         """Records of exactly this key, the preferred one first.
@@ -72,17 +73,19 @@ class Pool:
         same = self._of(key) if key in self._rows and _alike(key.gpu, self._target) else []
         return [entry.record for entry in (sorted(same, key=lambda entry: entry.same_bits) if suited & self._varying else same)]
 
-    def near(self, key: ProblemKey, suited: frozenset[str]) -> Iterator[TuningRecord]:
+    def near(self, key: ProblemKey, suited: frozenset[str], *, any_width: bool = False) -> Iterator[TuningRecord]:
         """Records of other keys for which all `suited` families were tried, the nearest first; of one key as in `exact`.
 
-        Those whose bias is read with the call's alignment precede the others.
+        Wide heads have tiles of their own, so that only with `any_width` records of others are among those of wide ones, and the other way
+        round. Those whose bias is read with the call's alignment precede the others.
         """
         if not self.keys:
             return
         may_vary = bool(suited & self._varying)
         apart = self._apart + np.abs(self._places - coordinates(key)).sum(1)
         otherwise = self._unaligned != unaligned(key)
-        order = np.lexsort((apart, otherwise)).tolist()
+        order = np.lexsort((apart, otherwise))
+        order = order.tolist() if any_width else order[self._wide[order] == wide_heads(key.d, key.d_v)].tolist()
         for _, same in itertools.groupby(order, key=lambda place: (otherwise[place], apart[place])):
             entries = (
                 entry

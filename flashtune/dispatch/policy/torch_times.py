@@ -35,7 +35,7 @@ BESIDE_TILES_US = 50.0
 def torch_has(problem: Problem) -> bool:
     """True where one call of PyTorch's attention has the features of a problem."""
     f = problem.features
-    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32"} or problem.dtype == "fp8":
+    if f.as_json().keys() - {"causal", "alignment", "mask", "dropout", "tf32", "latent"} or problem.dtype == "fp8":
         return False
     return not f.causal or (problem.band.diagonal == 0 and f.mask == "none")
 

@@ -19,7 +19,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and mask of the caller."""
 
 DESCRIBED = frozenset(
-    {"causal", "window", "alignment", "mask", "dropout", "softcap", "alibi", "sinks", "tf32", "dbias", "dslopes", "packed"}
+    {"causal", "window", "alignment", "mask", "dropout", "softcap", "alibi", "sinks", "tf32", "latent", "dbias", "dslopes", "packed"}
 )
 """Features of a problem that `features_of` has words for, or that change nothing for a provider."""
 

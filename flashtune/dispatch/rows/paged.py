@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ def bounded(numbers: Numbers) -> Numbers:
 def kind_of(packed: Packed, numbers: Numbers) -> tuple[object, ...]:
     """All that the choice of a kernel takes from a call's sizes beside heads and the number of sequences."""
     assert packed.table is not None
-    return min(bounded(numbers).max_q, len(packed.query)), octaves_of(packed, numbers)[0], packed.table.shape[1] > 0, packed.key.dtype
+    of_q, caches = min(bounded(numbers).max_q, len(packed.query)), (packed.table.shape[1] > 0, packed.key.dtype, packed.latent)
+    return of_q, octaves_of(packed, numbers)[0], *caches
 
 
 def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config | None = None) -> Kernel | str:
@@ -85,19 +87,22 @@ def _chosen(packed: Packed, problem: Problem, target: Target, rows: int | None) 
     """Families that serve at most `rows` rows to a key head, None for any number, with their default configs, the preferred first."""
     spec, narrow = problem.spec(), packed.key.dtype in NARROW
     hopper, plain = flash_fwd_hopper_paged.FAMILY, flash_paged.FAMILY
-    suited = rows is not None and not narrow and driver.driven(packed.query.device) and hopper.refusal(problem, spec, target) is None
+    apart = replace(problem, features=replace(problem.features, latent=False))
+    suited = rows is not None and not narrow and driver.driven(packed.query.device) and hopper.refusal(apart, apart.spec(), target) is None
     if suited and flash_fwd_hopper_paged.ends_apart(problem, packed.key.shape[1]):
-        yield hopper, hopper.default(spec, target)
+        yield hopper, hopper.default(apart.spec(), target)
     if plain.supports(spec, target) is None and plain.starts(spec, target):
         yield plain, flash_paged.chosen(spec, target, rows, narrow=narrow)
 
 
 def _loaded(memo: Memo, problem: Problem, family: Family, config: Config, device: torch.device) -> Kernel | str:
     """The kernel of a config, kept with its failure, or the reason why it can't be loaded."""
-    place = PLACE, problem.spec(), config, device
+    # A family without the flag reads values beside keys.
+    spec = replace(problem.spec(), latent=problem.features.latent and "latent" in family.flags)
+    place = PLACE, spec, config, device
     if place not in memo.packed:
         why = "paged keys and values take the family's default config"
-        choice = Choice(kind="default", spec=problem.spec(), note=why, family=family, config=config)
+        choice = Choice(kind="default", spec=spec, note=why, family=family, config=config)
         memo.packed[place] = loaded_kernel(choice, device, devices.target_of(device), memo)
     found: Kernel | str = memo.packed[place]
     return found

@@ -139,7 +139,7 @@ def _state(
         tensors.append(cu_k)
     if caches:
         # A launch has programs for the longest sequence of all calls of its plan.
-        bounds: Any = pages.bounds_of(max_q, max_k), splits, caches[1] is None
+        bounds: Any = pages.bounds_of(max_q, max_k), splits, caches[1] is None, key.data_ptr() == value.data_ptr()
     else:
         # Rows are part of the shapes, so that this counts the mean as `octaves_of` does.
         bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0])

@@ -8,20 +8,21 @@ import math
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec
-from flashtune.core.problems.dtypes import ITEMSIZE
-from flashtune.core.problems.problem import DECODE_ROWS, Problem, padded
+from flashtune.core.problems.problem import DECODE_ROWS, WIDEST_HEAD, Problem, padded, wide_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import Axis, Family, constraint, wave_efficiency
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.launches.pointers import DecodeHost
 from flashtune.templates.predicates import (
+    address_registers,
     expected_facts,
     first_with_room,
     has_scalar_products,
     live_registers,
-    probs_bytes,
+    multiplies_by_warpgroups,
     scalar_products_are_short,
     shared_bytes,
+    split_bytes,
     stages_exist,
 )
 
@@ -56,28 +57,16 @@ COMBINE_WARPS = 4
 """Warps of a program of the combining launch."""
 
 
-def _needs_room(config: Config, spec: KernelSpec, target: Target) -> int:
-    """Bytes of shared memory: K and V in flight, Q, and P where warps share its rows."""
-    if config.number("BLOCK_M") >= 64 or target.vendor == "amd" or has_scalar_products(spec, target):
-        return shared_bytes(config, spec, target)
-    # Tensor cores take small tiles from registers, so the current block has left shared memory.
-    d, d_v, size = padded(spec.d), padded(spec.d_v), ITEMSIZE[spec.dtype]
-    in_flight = config.number("BLOCK_N") * (d + d_v) * size * max(1, config.number("num_stages") - 1)
-    return config.number("BLOCK_M") * d * size + probs_bytes(config, spec) + in_flight
-
-
 @constraint("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 def shared_memory_fits(config: Config, spec: KernelSpec, target: Target) -> bool:
     """K and V blocks in flight fit into shared memory"""
-    return _needs_room(config, spec, target) <= target.shared_bytes_per_block
+    return split_bytes(config, spec, target) <= target.shared_bytes_per_block
 
 
 @constraint("BLOCK_M", "BLOCK_N", "num_warps", "loads")
 def registers_fit(config: Config, spec: KernelSpec, target: Target) -> bool:
     """scores, probs, acc and the addresses of K and V fit into a thread's registers"""
-    loads = config.number("BLOCK_N") * (padded(spec.d) + padded(spec.d_v)) * ITEMSIZE[spec.dtype] / 16
-    # In Triton 3.6's code each 16 bytes that a thread loads take six registers for addresses.
-    addresses = 6 * loads / (config.number("num_warps") * target.warp_size) if config["loads"] == "pointer" else 0
+    addresses = address_registers(config, spec, target) if config["loads"] == "pointer" else 0
     return live_registers(config, spec, target) + addresses <= (232 if target.vendor == "nvidia" else 448)
 
 
@@ -89,8 +78,9 @@ def warps_have_work(config: Config, spec: KernelSpec, target: Target) -> bool:
 
 @constraint("loads")
 def copy_engine(config: Config, spec: KernelSpec, target: Target) -> bool:
-    """descriptors are for GPUs with TMA, and products on tensor cores"""
-    return config["loads"] == "pointer" or (target.has_tma and not has_scalar_products(spec, target))
+    """descriptors are for GPUs with TMA, products on tensor cores, and tiles in one piece"""
+    whole = not (spec.latent or wide_heads(spec.d, spec.d_v))
+    return config["loads"] == "pointer" or (target.has_tma and whole and not has_scalar_products(spec, target))
 
 
 CONSTRAINTS = (shared_memory_fits, registers_fit, warps_have_work, copy_engine, stages_exist, scalar_products_are_short)
@@ -122,9 +112,14 @@ def suits(problem: Problem, target: Target) -> str | None:
 
 def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages) for any strides: about 64 KiB in flight on each SM, down to one that always fits."""
+    if wide_heads(spec.d, spec.d_v) and not has_scalar_products(spec, target):
+        few = [(16, 64, 8, 3), (16, 32, 4, 4), (16, 64, 8, 2), (16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1)]
+        # Elsewhere warps that share rows would each keep all of their output.
+        some = [(64, 32, 8, 3), (64, 32, 8, 2)] if multiplies_by_warpgroups(spec, target) else [(32, 64, 8, 3), (32, 64, 8, 2)]
+        return [*few[:2], *some, *few[2:]]
     small = [(16, 64, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2), (16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1)]
     if has_scalar_products(spec, target):
-        return small
+        return [*small, *[(16, 32, 8, 1)] * wide_heads(spec.d, spec.d_v)]
     # Rows of matrix products are free here, and 64 fit the heads of a group for several queries.
     return [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), *small]
 
@@ -147,12 +142,12 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
 def pick(starts: list[Config], spec: KernelSpec, target: Target) -> Config:
     """The first config with plain loads, which take any strides, that leaves some shared memory free."""
     plain = [config for config in starts if config["loads"] == "pointer" and config["combine"] == "kernel"]
-    return first_with_room(plain, spec, target)
+    return first_with_room(plain, spec, target, split_bytes if wide_heads(spec.d, spec.d_v) else shared_bytes)
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
     """Expected resource usage."""
-    return expected_facts(config, spec, target, shared=_needs_room(config, spec, target), beside=72)
+    return expected_facts(config, spec, target, shared=split_bytes(config, spec, target), beside=72)
 
 
 FAMILY = Family(
@@ -160,7 +155,8 @@ FAMILY = Family(
     folder="decode",
     axes=AXES,
     constraints=CONSTRAINTS,
-    flags=flash_fwd.FAMILY.flags - {"dropout", "packed"},
+    largest=WIDEST_HEAD,
+    flags=(flash_fwd.FAMILY.flags - {"dropout", "packed"}) | {"latent"},
     refuses=flash_fwd.refuses,
     suits=suits,
     tried_first=tried_first,

@@ -2,6 +2,7 @@
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec, Value
+from flashtune.core.problems.problem import MAX_HEAD_DIM, wide_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.templates.family import Axis, Family
 from flashtune.templates.launches.pointers import PointerHost
@@ -12,6 +13,7 @@ from flashtune.templates.predicates import (
     expected_facts,
     first_with_room,
     has_scalar_products,
+    multiplies_by_warpgroups,
     narrow_block_is_needed,
     order_matters,
     register_cap_helps,
@@ -55,6 +57,8 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
         return f"{target.name} has no e4m3 (fp8): it came with compute capability 8.9 and gfx950"
     if spec.packed and spec.mask != "none":
         return "flash_fwd takes no mask beside packed sequences"
+    if wide_heads(spec.d, spec.d_v) and target.vendor != "nvidia":
+        return f"{target.name} has no tiles for heads beyond {MAX_HEAD_DIM}: they are of NVIDIA's tensor cores"
     if spec.tf32 and target.vendor == "amd" and target.arch != "gfx942":
         return f"{target.name} has no TF32 products"
     return None
@@ -62,6 +66,8 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
 
 def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages) by the units of the products, best known first, down to one that always fits."""
+    if wide_heads(spec.d, spec.d_v):
+        return _wide_tiles(spec, target)
     if has_scalar_products(spec, target):
         return [(64, 32, 8, 1), (64, 64, 8, 1), (32, 32, 4, 1), (64, 16, 4, 1), (32, 32, 8, 1), (32, 16, 4, 1)]
     small = [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 32, 1, 1), (64, 16, 4, 1)]
@@ -72,6 +78,15 @@ def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
     if spec.d_v <= 64:
         return [(128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 4, 3), *small]
     return [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 4, 3), (128, 32, 8, 2), *small]
+
+
+def _wide_tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
+    """The same for heads beyond 256, whose output eight warps keep by columns: in tiles of more keys than rows where others' warps would
+    have all of it each."""
+    if has_scalar_products(spec, target):
+        return [(16, 16, 8, 1), (16, 16, 4, 1)]
+    few = [(32, 64, 8, 2), (32, 64, 8, 1), (16, 64, 8, 1), (16, 32, 4, 2), (16, 32, 4, 1)]
+    return [(64, 32, 8, 2), (64, 32, 8, 1), *few] if multiplies_by_warpgroups(spec, target) else few
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
@@ -91,6 +106,7 @@ FAMILY = Family(
     folder="forward",
     axes=AXES,
     constraints=CONSTRAINTS,
+    largest=512,
     functions=True,
     refuses=refuses,
     tried_first=tried_first,

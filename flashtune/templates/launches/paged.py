@@ -31,7 +31,8 @@ class PagedHost(PointerHost):
         """True if the kernel takes these strides and alignments."""
         if interpreted:
             return super().accepts(q, k, v, mask, interpreted=True)
-        return accepts_narrow(self.block_d, k, k) and accepts_narrow(self.block_dv, v, v) and accepts_narrow(self.block_d, q, q)
+        columns = min(self.block_d, self.narrowest)
+        return accepts_narrow(columns, k, k) and accepts_narrow(self.block_dv, v, v) and accepts_narrow(columns, q, q)
 
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
         """The launch of the kernel, and of `combine_splits` where keys are split."""

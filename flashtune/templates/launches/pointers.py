@@ -5,6 +5,7 @@ from typing import Any
 from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.problem import padded
+from flashtune.templates.columns import key_pieces
 from flashtune.templates.launches.common import LengthArguments, cdiv, outer_strides, per_head, score_numbers, strides_divide, wide
 from flashtune.templates.launches.mods import FORWARD, mod_arguments
 from flashtune.templates.mods.known import functions_of
@@ -29,6 +30,8 @@ class PointerHost:
         self._described = config.get("loads", "pointer") == "tma"
         """True if K and V are loaded through descriptors."""
         self.block_d, self.block_dv = padded(spec.d), padded(spec.d_v)
+        self.narrowest = min([self.block_dv, *(piece.width for piece in key_pieces(spec)[1:])])
+        """Columns of the narrowest tile beside wider ones."""
         self.positive_scale = raw_maxima(spec)
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
@@ -37,7 +40,7 @@ class PointerHost:
             return False
         if self._described:
             return all(map(copyable, (q, k, v)))
-        return interpreted or accepts_narrow(self.block_dv, q, k)
+        return interpreted or accepts_narrow(self.narrowest, q, k)
 
     def counts_needed(self, q: Operand, k: Operand) -> int:
         """0: the kernel needs no counts."""

@@ -35,7 +35,7 @@ def _of_problem(problem: Problem) -> list[float]:
         f.alibi,
         f.sinks,
         math.log2(size),
-        math.log2(heads * keys * (problem.d + problem.d_v) * size),
+        math.log2(heads * keys * (problem.d + problem.d_v * (not f.latent)) * size),
     ]
 
 
@@ -51,7 +51,12 @@ def _of_config(problem: Problem, tried: Tried, target: Target) -> list[float]:
     )
     programs, slots = tiles * splits, max(1, programs_per_sm(facts, target)) * target.sms
     on_an_sm, rounds = min(programs, slots) / target.sms, programs / slots
-    in_flight = block_n * (problem.d + problem.d_v) * ITEMSIZE[problem.dtype] * max(0.6, config.number("num_stages") - 1)
+    in_flight = (
+        block_n
+        * (problem.d + problem.d_v * (not problem.features.latent))
+        * ITEMSIZE[problem.dtype]
+        * max(0.6, config.number("num_stages") - 1)
+    )
     return [
         *(name == other for other in FAMILIES if other != flash_decode.FAMILY.name),
         0.0 if decodes else math.log2(packed_problem(config, problem).gqa_ratio),

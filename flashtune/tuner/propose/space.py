@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec, Variant
-from flashtune.core.problems.problem import Problem, unfit_heads
+from flashtune.core.problems.problem import Problem, wide_heads
 from flashtune.core.records.nearness import mods_in, nearest
 from flashtune.core.records.results import PROVIDERS, SearchResult, Source, TuningRecord
 from flashtune.core.system.errors import InputError
@@ -57,7 +57,7 @@ class SearchSpace:
         if not target.compilable:
             why = f"Triton no longer supports its architecture ({target.arch})"
             raise InputError(f"{target.name} can't run Triton kernels, since {why}: PyTorch runs calls there without a search")
-        if not self.families and not unfit_heads(problem.d, problem.d_v):
+        if not self.families and not wide_heads(problem.d, problem.d_v):
             why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
             raise InputError(f"no template takes {spec.label()} on {target.slug} ({why})")
 

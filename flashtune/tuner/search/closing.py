@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flashtune.core.problems.config import Config, Variant
-from flashtune.core.problems.problem import Problem, unfit_heads
+from flashtune.core.problems.problem import Problem, wide_heads
 from flashtune.core.records.results import Baseline, Conditions, Fate, Measurement, Outcome
 from flashtune.tuner.propose.space import Candidate
 from flashtune.tuner.replies import Called, Failed, Raced, Spent
@@ -28,7 +28,7 @@ def closed(
     evaluation: Evaluation, problem: Problem, finalists: Mapping[Candidate, Outcome], spent: Spent, *, known: Candidate | None
 ) -> Closing:
     """Race of correct final candidates, with their ranks; `known` is the stored record's, which wins ties."""
-    if not finalists and unfit_heads(problem.d, problem.d_v) is not None:
+    if not finalists and wide_heads(problem.d, problem.d_v):
         return _of_providers_alone(evaluation, problem, spent)
     outcomes, candidates = dict(finalists), list(finalists)
     wide = max(problem.d, problem.d_v)

@@ -17,7 +17,7 @@ from flashtune.core.pytorch.private import TorchDispatchMode, kept_by_backwards,
 from flashtune.tuner.timing.masks import mask_mod_of
 from flashtune.tuner.verify.inputs import Inputs
 
-EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "packed", "dbias", "dslopes")
+EXPRESSIBLE = ("causal", "dropout", "tf32", "alibi", "latent", "packed", "dbias", "dslopes")
 """Flags of problems that PyTorch's functions compute, some by a mask or a bias."""
 
 

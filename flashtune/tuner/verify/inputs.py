@@ -282,6 +282,8 @@ def make_inputs(
         if sequences:
             x = operands[o.name]
             operands[o.name] = x.as_strided(x.shape, (0, *x.stride()[1:]), x.storage_offset())
+    if f.latent:
+        operands["v"] = operands["k"][..., : p.d_v]
     inputs = Inputs(problem=p, operands=operands, parameters=parameters, sequences=sequences, poisoned=poisoned, mods=mods)
     for index in poisoned:
         part = inputs.sequence(index)
