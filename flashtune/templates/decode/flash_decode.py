@@ -113,7 +113,7 @@ def suits(problem: Problem, target: Target) -> str | None:
 def _tiles(spec: KernelSpec, target: Target) -> list[tuple[int, int, int, int]]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages) for any strides: about 64 KiB in flight on each SM, down to one that always fits."""
     if wide_heads(spec.d, spec.d_v) and not has_scalar_products(spec, target):
-        few = [(16, 64, 8, 3), (16, 32, 4, 4), (16, 64, 8, 2), (16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1)]
+        few = [(16, 32, 4, 3), (16, 64, 8, 3), (16, 32, 4, 4), (16, 64, 8, 2), (16, 32, 4, 2), (16, 32, 4, 1)]
         # Elsewhere warps that share rows would each keep all of their output.
         some = [(64, 32, 8, 3), (64, 32, 8, 2)] if multiplies_by_warpgroups(spec, target) else [(32, 64, 8, 3), (32, 64, 8, 2)]
         return [*few[:2], *some, *few[2:]]

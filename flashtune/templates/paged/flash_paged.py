@@ -39,7 +39,7 @@ FEW_ROWS, SOME_ROWS = 16, 64
 
 
 WIDE_FEW = ((16, 64, 8, 3), (16, 32, 8, 4), (16, 32, 4, 4), (16, 64, 8, 2), (16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 8, 1))
-WIDE_SOME = ((64, 32, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1))
+WIDE_SOME = ((64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1))
 WIDE_SPREAD = ((32, 64, 8, 3), (32, 64, 8, 2))
 """(BLOCK_M, BLOCK_N, num_warps, num_stages) for heads beyond 256: of decoding steps, where about 72 KiB of keys are in flight; of more rows
 where warpgroups multiply; and elsewhere, where warps that share rows would each keep all of their output."""
