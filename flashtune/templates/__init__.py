@@ -24,6 +24,7 @@ def _found() -> tuple[Family, ...]:
     from flashtune.templates.forward import flash_fwd
     from flashtune.templates.hopper import flash_fwd_hopper, flash_fwd_hopper_wide
 
+    # Wide heads without a record are flash_fwd_hopper_wide's by its place before flash_fwd.
     forward = flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_hopper_wide.FAMILY, flash_fwd.FAMILY
     return *forward, flash_bwd_hopper.FAMILY, flash_bwd_hopper_split.FAMILY, flash_bwd.FAMILY
 

@@ -64,7 +64,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
         for rescale in ("grown", "always")
         for overlap in (1, 0)
         for columns in (128, 64, 256)
-        for stages in (1, 2)
+        for stages in (2, 1)
     ]
 
 
