@@ -279,6 +279,9 @@ class Machine(Scheduler):
     def _products_left(self, number: int, deps: list[Product]) -> Any:
         self.pause()
         self._finish(number)
+        if number and deps[0] in self._role.products:
+            # Passed on, and no numbers yet.
+            return deps[0]
         found = [dep if isinstance(dep, Product) else SimpleNamespace(found=dep) for dep in deps]
         assert all(dep not in self._role.products for dep in found), "what is taken is still under way"
         return found[0].found if len(found) == 1 else tuple(dep.found for dep in found)

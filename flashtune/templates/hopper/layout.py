@@ -178,6 +178,11 @@ class HopperLayout(HopperTiles):
         return False
 
     @property
+    def wide(self) -> bool:
+        """True if two warpgroups share a tile's rows, by columns of the output."""
+        return False
+
+    @property
     def copied_d(self) -> int:
         """Columns of a copy of keys from a page: those of the widest swizzle, or the tile's."""
         return min(self.chunk, self.block_d)

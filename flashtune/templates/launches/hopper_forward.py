@@ -5,8 +5,9 @@ from typing import Any
 from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch, copyable
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.parameters import dropout_threshold
-from flashtune.templates.hopper.layout import HopperLayout
+from flashtune.templates.hopper.layout import ROWS, HopperLayout
 from flashtune.templates.hopper.pages import PagedLayout
+from flashtune.templates.hopper.wide import WideLayout
 from flashtune.templates.launches.common import LOG2_E, LengthArguments, cdiv, magic_divisor, outer_strides, per_head
 from flashtune.templates.launches.mods import FORWARD, captured_of, list_arguments
 from flashtune.templates.mods.known import functions_of
@@ -69,7 +70,9 @@ class HopperForwardHost:
     layout_of: type[HopperLayout] = HopperLayout
 
     def __init__(self, spec: KernelSpec, config: Config) -> None:
-        self.spec, self.config, self.layout = spec, config, self.layout_of(spec, config)
+        self.spec, self.layout = spec, self.layout_of.of(spec, config)
+        # With the axes that a family never varies.
+        self.config = self.layout.config
         self.counts_misses = self.layout.settles
 
     def accepts(self, q: Operand, k: Operand, v: Operand, mask: Operand | None, *, interpreted: bool = False) -> bool:
@@ -201,6 +204,20 @@ class PagedForwardHost(HopperForwardHost):
             return False
         apart = all(x.shape[0] == 1 or (x.strides[0] % x.strides[2] == 0 and x.shape[0] * rows_of_block(x) < FARTHEST) for x in (k, v))
         return apart and super().accepts(q, k, v, mask, interpreted=interpreted)
+
+
+class WideForwardHost(HopperForwardHost):
+    """Host side of flash_fwd_hopper_wide."""
+
+    layout: WideLayout
+    layout_of = WideLayout
+
+    def _descriptors(self, inputs: LaunchInputs, values: Operand) -> list[Descriptor]:
+        """Queries and keys by parts, and values and outputs of either warpgroup."""
+        layout, block_n = self.layout, self.config.number("BLOCK_N")
+        keys = [swizzled(inputs.q, ROWS, layout.part), swizzled(inputs.k, block_n, layout.part)]
+        columns = layout.block_dv, layout.left
+        return [*keys, *(swizzled(values, block_n, one) for one in columns), *(swizzled(inputs.out, ROWS, one) for one in columns)]
 
 
 def pack_mask(
