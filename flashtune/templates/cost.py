@@ -22,6 +22,7 @@ from flashtune.templates.cost_of_gradients import backward_us
 from flashtune.templates.decode.flash_decode import few_rows, row_splits
 from flashtune.templates.family import blocks_of_problem, blocks_of_tiles
 from flashtune.templates.hopper.layout import HopperLayout, packed_problem, tile_queries, tiles_of
+from flashtune.templates.hopper.wide import WideLayout
 from flashtune.templates.launches.pointers import split_count
 
 if TYPE_CHECKING:
@@ -210,13 +211,14 @@ class _Block(NamedTuple):
         of_keys, of_values = loaded_columns(problem.d, problem.d_v, latent=problem.features.latent)
         scores = block_m * block_n
         kind = kind_of(problem)
-        hopper = HopperLayout.of(problem.spec(), config) if "intra_wg_overlap" in config else None
+        wide = "K_COLUMNS" in config
+        hopper = (WideLayout if wide else HopperLayout).of(problem.spec(), config) if "intra_wg_overlap" in config else None
         if kind == "fp8" and hopper is None:
             # Plain kernels multiply fp8 as fp16.
             kind = "fp16"
         narrow = target.is_hopper and facts.threads < 4 * target.warp_size
         products = of_keys + d_v
-        if hopper:
+        if hopper and not wide:
             # Hopper kernels leave columns of padding out of products.
             products, d_v = sum(width for _, width in hopper.pieces) + hopper.v_columns, hopper.v_columns
         efficiency = c.narrow_efficiency if narrow else c.matrix_efficiency

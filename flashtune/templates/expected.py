@@ -125,7 +125,7 @@ def log_us(family: Family, config: Config, problem: Problem, target: Target) -> 
 def left_out(config: Config, problem: Problem) -> float:
     """The sum of LEFT_OUT for a config; 0 for families other than Hopper's and for decoding steps, to
     which it wasn't fitted."""
-    if "intra_wg_overlap" not in config or problem.n_q <= DECODE_ROWS:
+    if "pingpong" not in config or problem.n_q <= DECODE_ROWS:
         return 0.0
     return sum(constant * share for constant, share in zip(LEFT_OUT.values(), shares(config, problem), strict=True))
 

@@ -21,6 +21,8 @@ LEAST_VALUES = 65
 """Smallest head size of values of which each warpgroup has a whole swizzle width."""
 
 AXES = (
+    Axis(name="BLOCK_M", values=(64,), why="query rows of a tile: two warpgroups have registers for no more"),
+    Axis(name="BLOCK_N", values=(64,), why="keys of a block: queries, keys and values of more have no shared memory"),
     Axis(name="K_COLUMNS", values=(64, 128, 256), why="columns of keys that come together: early copies against barriers"),
     Axis(name="num_stages", values=(1, 2), why="value blocks in flight: latency hiding against keys in flight"),
     Axis(name="intra_wg_overlap", values=(0, 1), why="values of the block before beside the softmax of a block, against registers"),
@@ -60,7 +62,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """Winners on an H200 first: parts of 256 columns, one stage of values, products in flight beside the softmax."""
     section = 8 if spec.banded else 1
     return [
-        Config.of(K_COLUMNS=columns, num_stages=stages, intra_wg_overlap=overlap, section=section, rescale=rescale)
+        Config.of(BLOCK_M=64, BLOCK_N=64, K_COLUMNS=columns, num_stages=stages, intra_wg_overlap=overlap, section=section, rescale=rescale)
         for rescale in ("grown", "always")
         for overlap in (1, 0)
         for columns in (256, 128, 64)

@@ -23,7 +23,7 @@ FIXED: dict[str, Value] = {
     "v_columns": "padded",
     "packed_heads": 1,
 }
-"""Axes of the other families of Hopper's forward that this one never varies."""
+"""Axes of Hopper's forward that this family never varies."""
 
 
 class WideLayout(HopperLayout):
