@@ -32,9 +32,9 @@ def judged_providers(inputs: Inputs, verifier: Verifier) -> tuple[dict[str, Judg
 
     PyTorch's own choice is checked by its backend's name and not timed, since it races anyway. Left out are its math backend where another
     takes the call, and FlexAttention, which compiles for longer than a candidate may. Calls with dropout stay with those who serve them in
-    training.
+    training, and no provider is given pages.
     """
-    if inputs.problem.features.dropout:
+    if inputs.problem.features.dropout or inputs.pages is not None:
         return {}, {}
     framework, packed = pytorch_call(inputs, step=True), inputs.problem.features.packed
     # Of packed sequences PyTorch's own choice is its varlen_attn.

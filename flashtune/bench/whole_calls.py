@@ -38,6 +38,7 @@ def call_kwargs(inputs: Inputs) -> dict[str, Any]:
             "softcap": parameters.softcap,
             "alibi_slopes": parameters.slopes,
             "sinks": None if parameters.sinks is None else parameters.sinks[0],
+            **({} if inputs.pages is None else {"block_table": inputs.pages.table, "seqused_k": inputs.pages.used}),
         }
     return {
         **{name: getattr(parameters, name) for name in Options._fields if hasattr(parameters, name)},
@@ -50,9 +51,18 @@ def call_kwargs(inputs: Inputs) -> dict[str, Any]:
 
 
 def operands(inputs: Inputs) -> list[torch.Tensor]:
-    """Query, key and value, packed or not, as callers have them."""
+    """Query, key and value, packed or not, or caches of pages, as callers have them."""
+    if inputs.pages is not None:
+        return [inputs.q[0].transpose(0, 1), inputs.pages.k.transpose(1, 2), inputs.pages.v.transpose(1, 2)]
     found = [inputs.q, inputs.k, inputs.v]
     return [x[0].transpose(0, 1) for x in found] if inputs.sequences else found
+
+
+def bounds(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bounds of queries and keys of packed sequences, as callers have them: no keys' over pages."""
+    assert inputs.parameters.lengths is not None, "only packed sequences have bounds"
+    cu_q, cu_k, _ = inputs.parameters.lengths
+    return cu_q, cu_k if inputs.pages is None else None
 
 
 def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
@@ -61,7 +71,7 @@ def attention_of(inputs: Inputs) -> Callable[..., torch.Tensor]:
         return _with_functions(inputs)
     if inputs.parameters.lengths is None:
         return api.attention
-    cu_q, cu_k, _ = inputs.parameters.lengths
+    cu_q, cu_k = bounds(inputs)
     return lambda q, k, v, **kwargs: varlen.attention_varlen(q, k, v, cu_q, cu_k, *inputs.longest, **kwargs)
 
 
@@ -79,7 +89,7 @@ def explained(inputs: Inputs) -> Explanation:
     """Explanation of what serves `attention_call`."""
     if inputs.parameters.lengths is None:
         return api.explain(inputs.q, inputs.k, inputs.v, **call_kwargs(inputs))
-    (q, k, v), (cu_q, cu_k, _) = operands(inputs), inputs.parameters.lengths
+    (q, k, v), (cu_q, cu_k) = operands(inputs), bounds(inputs)
     return varlen.explain_varlen(q, k, v, cu_q, cu_k, *inputs.longest, **call_kwargs(inputs))
 
 

@@ -46,9 +46,9 @@ class Known(click.ParamType[str]):
 
 
 def _templates() -> Iterable[str]:
-    from flashtune.templates import families
+    from flashtune.templates import every_family
 
-    return families()
+    return every_family()
 
 
 GPU = Known("gpu", targets)

@@ -78,6 +78,7 @@ class ProblemOptions:
     model: str | None
     calls: Path | None
     packed: Law | None
+    paged: int | None
     score_mod: str | None
     mask_mod: str | None
     given: tuple[str, ...]
@@ -88,8 +89,10 @@ class ProblemOptions:
         on_line = {name for name in values if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         bands: Bands | None = values.pop("bands")
         mask, window = values.pop("mask") or "none", values.pop("window")
+        # Calls over pages count from the last key unless they say otherwise.
+        usual = "top-left" if values.get("paged") is None else "bottom-right"
         features = {
-            "alignment": values.pop("alignment").replace("-", "_"),
+            "alignment": (values.pop("alignment") or usual).replace("-", "_"),
             "mask": mask,
             "dropout": values.pop("dropout") > 0,
             "window": None if window is None else (window, window),
@@ -100,14 +103,14 @@ class ProblemOptions:
         own = {
             name: values.pop(name, None)
             for name in (
-                *("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls", "packed"),
+                *("direction", "d_v", "n_q", "heads", "kv_heads", "batch", "model", "calls", "packed", "paged"),
                 *("score_mod", "mask_mod"),
             )
         }
         names = [*features, *own, "n", "d", "dtype", "bands"]
         given = tuple(f"--{bands if name == 'bands' else name.replace('_', '-')}" for name in names if name in on_line)
-        usual = (False,) if own["score_mod"] or own["mask_mod"] else (False, True)
-        causal = {"causal": (True,), "full": (False,), None: usual}[bands]
+        both = (False,) if own["score_mod"] or own["mask_mod"] else (False, True)
+        causal = {"causal": (True,), "full": (False,), None: both}[bands]
         d, n = (tuple(dict.fromkeys(chain.from_iterable(values.pop(name)))) for name in ("d", "n"))
         return cls(d=d, n=n, dtypes=dtypes, causal=causal, features=features, given=given, **own)
 
@@ -135,18 +138,19 @@ class ProblemOptions:
         heads, batch = self.heads or max(1, WIDTH // d), self.batch or max(1, TOKENS // n)
         if batch * heads > MOST:
             raise InputError(f"--batch {batch} times --heads {heads} is out of range: give sizes whose product is at most {MOST}")
+        law = self.packed or (None if self.paged is None else "equal")
         found = Problem(
             batch=batch,
             heads=heads,
             kv_heads=self.kv_heads or heads,
-            n_q=self.n_q or n,
+            n_q=self.n_q or (n if self.paged is None else 1),
             n_kv=n,
             d=d,
             d_v=self.d_v or d,
             dtype=dtype,
-            features=Features(causal=causal, packed=self.packed is not None, **self.features),
+            features=Features(causal=causal, packed=law is not None, page=self.paged or 0, **self.features),
             direction=self.direction,
-            lengths=None if self.packed is None else Lengths.of(self.packed, batch, batch * n),
+            lengths=None if law is None else Lengths.of(law, batch, batch * n),
         )
         return with_functions(found, self.score_mod, self.mask_mod)
 
@@ -197,7 +201,9 @@ _SOURCES: tuple[Decorator, ...] = (
 )
 _SIZES: tuple[Decorator, ...] = (
     click.option("--d-v", "d_v", type=SIZE, help="Head size of v, when it differs from --d."),
-    click.option("--n-q", "n_q", type=SIZE, help="Number of queries, when it differs from --n."),
+    click.option(
+        "--n-q", "n_q", type=SIZE, help="Number of queries, when it differs from --n; with --paged those of each sequence (default 1)."
+    ),
     click.option("--heads", type=SIZE, help=f"Query heads (default {WIDTH} / D)."),
     click.option("--kv-heads", type=SIZE, help="Key and value heads (default: as many as query heads)."),
     click.option("--batch", type=SIZE, help=f"Batch (default {TOKENS} / N)."),
@@ -205,6 +211,13 @@ _SIZES: tuple[Decorator, ...] = (
         "--packed",
         type=click.Choice(LAWS),
         help="Packed sequences, as many as --batch says, whose lengths follow this law and have the mean --n.",
+    ),
+    click.option(
+        "--paged",
+        type=SIZE,
+        metavar="PAGE",
+        help="Sequences, as many as --batch says, with --n keys each in pages of PAGE keys: --n-q 1 decodes, more are chunks of prompts. "
+        "--packed gives the law of the numbers of keys (default: equal), and --causal counts from the last key.",
     ),
 )
 _FEATURES: tuple[Decorator, ...] = (
@@ -223,9 +236,8 @@ _FEATURES: tuple[Decorator, ...] = (
     click.option(
         "--alignment",
         type=click.Choice(["top-left", "bottom-right"]),
-        default="top-left",
-        show_default=True,
-        help="Position of the diagonal when --n-q differs from --n: first query on first key, as in torch, or last query on last key.",
+        help="Position of the diagonal when --n-q differs from --n: first query on first key, as in torch (default), or last query on last "
+        "key (default with --paged).",
     ),
     click.option(
         "--softcap",

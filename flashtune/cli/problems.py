@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def searchable(problems: Sequence[Problem], target: Target, *, templates: Sequence[str] = ()) -> tuple[list[Problem], list[str]]:
     """Problems that a family (one of `templates`, if any are named) takes on `target`, and a sentence for each of the others."""
-    from flashtune.templates import families, family
+    from flashtune.templates import every_family, family
     from flashtune.tuner.propose.space import SearchSpace
 
-    known = {name: family(name) for name in templates} or families()
+    known = {name: family(name) for name in templates} or every_family()
     served: list[Problem] = []
     others: list[str] = []
     for problem in problems:

@@ -145,6 +145,8 @@ def _problems(requested: ProblemOptions) -> list[Problem]:
             raise InputError(f"{one.label()} has dropout, whose masks differ between providers: leave --dropout out")
         if one.features.mods and one.features.packed:
             raise InputError(f"{one.label()} is of packed sequences with functions, which aren't judged: leave --packed out")
+        if one.features.page:
+            raise InputError(f"{one.label()} reads pages, which no other provider is given: leave --paged out")
     return found
 
 

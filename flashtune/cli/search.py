@@ -138,6 +138,7 @@ def search(
     flashtune search --gpu-name h200 --d 128 --n 4096 --causal --dtype bf16 --trials 200
     flashtune search --gpu-name h200 --d 128 --window 1024 --causal --db my-model.sqlite
     flashtune search --gpu-name h200 --d 128 --n 1024 --batch 16 --causal --packed lognormal --direction bwd
+    flashtune search --d 128 --paged 16 --n 8192 --n-q 1 --batch 64 --heads 32 --kv-heads 8 --causal
     flashtune search --d 64 --n 4096 --mask-mod examples/masks.py:dilated --score-mod examples/masks.py:relative
     flashtune search --d 64 --n 1024 --batch 16 --packed uniform --mask-mod examples/masks.py:prefix_lm
 
@@ -243,7 +244,7 @@ def run_search(
     from flashtune.bench import time_calls
     from flashtune.cli.problems import stored
     from flashtune.db.library import overlay_path
-    from flashtune.templates import families, family
+    from flashtune.templates import every_family, family
     from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
     from flashtune.tuner.search.plan import SearchPlan
 
@@ -257,7 +258,7 @@ def run_search(
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
-        families={name: family(name) for name in options.templates} or families(),
+        families={name: family(name) for name in options.templates} or every_family(),
         source=source,
         trials=options.trials,
         budget_s=options.budget_s,

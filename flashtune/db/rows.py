@@ -135,6 +135,8 @@ def read_problem(row: Row, key: ProblemKey) -> Problem:
         raise RowError("features", f"makes no sense: {error}") from error
     if features.window is not None and any(side is not None and side > LARGEST for side in features.window):
         raise RowError("features", "has a window that is too large")
+    if features.page > LARGEST:
+        raise RowError("features", "has a page that is too large")
     expected = problem.key(key.gpu)
     if expected != key:
         name = next(field.name for field in fields(ProblemKey) if getattr(expected, field.name) != getattr(key, field.name))

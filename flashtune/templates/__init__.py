@@ -4,7 +4,7 @@ import functools
 
 from flashtune.core.gpu.target import targets
 from flashtune.core.problems.config import KernelSpec
-from flashtune.core.problems.problem import wide_heads
+from flashtune.core.problems.problem import Problem, wide_heads
 from flashtune.core.records.results import PROVIDERS, Bits, TuningRecord
 from flashtune.core.system.errors import InputError
 from flashtune.templates.family import Family
@@ -12,8 +12,27 @@ from flashtune.templates.mods.known import known
 
 
 def families() -> dict[str, Family]:
-    """Every family by name, in order of preference without tuned records."""
+    """Every family of keys in rows by name, in order of preference without tuned records."""
     return {family.name: family for family in _found()}
+
+
+def every_family() -> dict[str, Family]:
+    """Every family by name: those of keys in rows, then those of pages."""
+    return families() | families_of_pages()
+
+
+@functools.cache
+def families_of_pages() -> dict[str, Family]:
+    """Every family of keys in pages by name, in order of preference."""
+    from flashtune.templates.hopper import flash_fwd_hopper_paged
+    from flashtune.templates.paged import flash_paged
+
+    return {one.name: one for one in (flash_fwd_hopper_paged.FAMILY, flash_paged.FAMILY)}
+
+
+def families_for(problem: Problem) -> dict[str, Family]:
+    """The families of a problem's kind of keys, in rows or in pages."""
+    return families_of_pages() if problem.features.page else families()
 
 
 @functools.cache
@@ -32,20 +51,15 @@ def _found() -> tuple[Family, ...]:
 def family(name: str) -> Family:
     """The family `name`; raises InputError for one that this version doesn't have."""
     found = families().get(name)
-    if found is None:
-        # No search tries them: their problems are lists of lengths.
-        from flashtune.templates.hopper import flash_fwd_hopper_paged
-        from flashtune.templates.paged import flash_paged
-
-        found = {one.name: one for one in (flash_paged.FAMILY, flash_fwd_hopper_paged.FAMILY)}.get(name)
-    if found is None:
-        raise InputError(f"unknown template {name!r}: this flashtune has {', '.join(families())}")
+    # Few need to import those of pages.
+    if found is None and (found := families_of_pages().get(name)) is None:
+        raise InputError(f"unknown template {name!r}: this flashtune has {', '.join(every_family())}")
     return found
 
 
 def repeats(record: TuningRecord) -> bool:
     """True if the family of a record's kernel guarantees equal bits at every launch; False for unknown families."""
-    found = families().get(record.outcome.template)
+    found = every_family().get(record.outcome.template)
     return found is not None and found.repeatable
 
 
@@ -75,6 +89,8 @@ def unservable(record: TuningRecord) -> str | None:
         chosen.validate(record.outcome.config)
     except InputError as error:
         return str(error)
+    if (why := chosen.reads(record.problem)) is not None:
+        return why
     spec = record.problem.spec()
     # Functions of other processes are as good as any, but their kernels can't be looked at here.
     return None if target is None or not written_here(spec) else chosen.unfit(record.outcome.config, spec, target)

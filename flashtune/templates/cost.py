@@ -164,9 +164,9 @@ def _split_us(config: Config, facts: CompileFacts, problem: Problem, target: Tar
     clocks = programs * (share * per_block + c.tile_overhead / active)
     parts_bytes = 8 * splits * problem.batch * problem.heads * problem.n_q * padded(problem.d_v) if splits > 1 else 0
     combine_us = 0.0 if splits == 1 else c.second_launch_us
-    if splits > 1 and config["combine"] == "last":
+    if splits > 1 and config.get("combine", "kernel") == "last":
         combine_us = c.part_us * splits
-    elif splits > 1 and config["combine"] == "rows":
+    elif splits > 1 and config.get("combine", "kernel") == "rows":
         rows = min(block_m, problem.n_q * problem.gqa_ratio)
         combine_us = 2 * c.part_us * math.ceil(rows / few_rows(config)) * math.ceil(splits / row_splits(config, problem.d_v))
     memory_us = (problem.io_bytes() + parts_bytes) / (target.bandwidth_gbs * 1e3)

@@ -57,6 +57,12 @@ def constraint(*axes: str) -> Callable[[Callable[[Config, KernelSpec, Target], b
 FLAGS = frozenset(("causal", "dropout", "softcap", "tf32", "alibi", "sinks", "packed", "dbias", "dslopes"))
 """Flags that a family has unless it declares others, so that no template ignores one that it wasn't written for."""
 
+
+def lies_in_rows(problem: Problem) -> str | None:
+    """The reason why kernels without a table can't read a problem's keys, or None."""
+    return "it reads keys in rows, not in pages" if problem.features.page else None
+
+
 MOST_REFITTED = 4
 """Most axes that refitting a config changes; 34 of 4000 pairs of shipped records needed more."""
 
@@ -66,13 +72,14 @@ class Family:
     """A template with its search space.
 
     `direction` is the pass that it computes, `flags` those that it serves, `largest` its largest head size, and `functions` is True if it
-    takes a mask and a score as code. `refuses` returns any other reason why a spec can't be served on a target, or None where it can.
+    takes a mask and a score as code. `refuses` returns any other reason why a spec can't be served on a target, or None where it can, and
+    `reads` the reason why its kernels can't read where a problem's keys lie, in rows or in pages.
     `suits` returns the reason why a problem's sizes are better left to other families, or None where this one competes. It is a heuristic
     for sizes without measurements: it selects the families that a search tries unless they are named, the default on offer, and near
     records of other sizes. A measured record of exactly the problem's key is served in any case.
     `tried_first` are configs worth trying first (the field's published tiles, say), in or out of the constraints; of those that keep them
-    `pick` takes a safe one for use without tuning. `interpretable` is True if Triton's interpreter runs it. `folder` is that of its
-    template.
+    `pick` takes a safe one for use without tuning, and `at_sizes`, where there is one, that of a problem. `interpretable` is True if
+    Triton's interpreter runs it. `folder` is that of its template.
     `layout` makes the facts derived from a spec and a config; the template knows them as `layout`.
     `resized` adapts a config to a problem's sizes on a target: searches try no other, and a config that serves another problem is moved
     to it. It keeps the constraints that the config keeps.
@@ -98,6 +105,8 @@ class Family:
     flags: frozenset[str] = FLAGS
     functions: bool = False
     suits: Callable[[Problem, Target], str | None] = lambda problem, target: None
+    reads: Callable[[Problem], str | None] = lies_in_rows
+    at_sizes: Callable[[Problem, Target], Config] | None = None
     layout: Callable[[KernelSpec, Config], object] = lambda spec, config: None
     resized: Callable[[Config, Problem, Target], Config] = lambda config, problem, target: config
     path_axes: tuple[str, ...] = field(default=())
@@ -140,13 +149,21 @@ class Family:
         """A safe config for use without tuning, one of `starts`."""
         return self.pick(self.starts(spec, target), spec, target)
 
+    def default_of(self, problem: Problem, target: Target) -> Config:
+        """The default of a problem's sizes, where they matter."""
+        return self.default(problem.spec(), target) if self.at_sizes is None else self.at_sizes(problem, target)
+
     def violated(self, config: Config, spec: KernelSpec, target: Target) -> Constraint | None:
         """The first constraint that this config breaks on this target, or None."""
         return next((c for c in self.constraints if not c.holds(config, spec, target)), None)
 
     def refusal(self, problem: Problem, spec: KernelSpec, target: Target) -> str | None:
         """The reason why this family can't serve a problem, or doesn't suit its sizes; None where it does. `spec` is the problem's."""
-        return self.supports(spec, target) or self.suits(problem, target)
+        return self.inability(problem, spec, target) or self.suits(problem, target)
+
+    def inability(self, problem: Problem, spec: KernelSpec, target: Target) -> str | None:
+        """The reason why this family can't serve a problem at any sizes; None where it can."""
+        return self.reads(problem) or self.supports(spec, target)
 
     def unfit(self, config: Config, spec: KernelSpec, target: Target) -> str | None:
         """The reason why a config of the declared space can't serve `spec` on `target`, or None where it can."""

@@ -262,7 +262,7 @@ def test_an_explanation_is_data(way: str) -> None:
 
 
 @pytest.mark.skipif(not devices.INTERPRETING, reason="kernels run in Triton's interpreter alone")
-@every(differ={"paged": "calls with pages aren't recorded"})
+@every()
 def test_a_call_is_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[object] = []
     monkeypatch.setattr(CALLS, "meet", met.append)

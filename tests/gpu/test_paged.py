@@ -1,15 +1,19 @@
 """Paged caches on a GPU, by kernels and by gathered copies: against float64 and PyTorch's own, without waiting, and under CUDA graphs."""
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from branches import BRANCHES, Branch
+from click.testing import CliRunner
 from paged_cases import CASES, CHUNKS, LONG, Inputs, agrees, inputs, without_gone_keys
 from varlen_cases import forced
 
 from flashtune import dispatch
+from flashtune.cli.main import main
 
 DEVICE = os.environ.get("FLASHTUNE_TEST_DEVICE", "cuda")
 FP8 = torch.float8_e4m3fn
@@ -214,3 +218,25 @@ def test_it_means_what_torch_means(lengths: Any, window: tuple[int, int]) -> Non
         pytest.skip(f"this torch has no paged attention: {error}")
     ours, _ = given.call(window_size=window, block_table=table)
     torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize(("queries", "page"), [(1, 16), (1, 64), (256, 16)])
+def test_a_search_over_pages_measures_and_its_record_serves(queries: int, page: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "paged.sqlite")
+    words = ("--paged", str(page), "--n", "2048", "--n-q", str(queries), "--batch", "8", "--heads", "8", "--kv-heads", "2", "--d", "64")
+    result = CliRunner().invoke(main, ["search", *words, "--causal", "--dtype", "bf16", "--trials", "4", "--db", path, "--json"])
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(result.stdout)
+    assert (row["source"], row["fate"], row["features"]["page"]) == ("measured", "correct", page)
+    assert row["framework_us"] > 0 and row["call_us"] > 0 and row["framework_call_us"] > 0
+    given = inputs(
+        {"page": page, "is_causal": True, "d": 64, "heads": 8, "kv_heads": 2, "lengths": ((queries,) * 8, (2048,) * 8)},
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        padding=0,
+    )
+    with dispatch.use(path, alone=True), torch.no_grad():
+        said = dispatch.explain_varlen(**given.arguments)
+        assert (said.kind, said.variant_id) == ("exact", row["variant"])
+        agrees(given, kind="bf16")

@@ -140,7 +140,7 @@ def keyword_plan(host: Host, operands: Sequence[torch.Tensor | None], keywords: 
     function of the config that makes them, since lists of blocks depend on its tiles.
     """
     numbers = dict(keywords)
-    others = {name: numbers.pop(name, None) for name in ("counts", "mask", "slopes", "sinks")}
+    others = {name: numbers.pop(name, None) for name in ("counts", "mask", "slopes", "sinks", "table")}
     others |= dict(zip(FACTORS, numbers.pop("descale", None) or (), strict=False))
     others |= dict(zip(("cu_q", "cu_k", "used"), numbers.pop("lengths", None) or (), strict=False))
     misses: Any = numbers.pop("misses", None)

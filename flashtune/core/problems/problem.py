@@ -61,14 +61,18 @@ class Features(Flags):
         window: (left, right), with None for unbounded.
         mask: "none", "bool" or "bias".
         mods: the hash of a mask and a score as code; empty without.
+        page: the keys of a page, for sequences whose keys and values lie in the pages of a cache; 0 without.
     """
 
     alignment: Alignment = "top_left"
     window: Window | None = None
     mask: MaskKind = "none"
     mods: str = ""
+    page: int = 0
 
     def __post_init__(self) -> None:
+        if self.page < 0 or (self.page and (not self.packed or self.dropout or self.mask != "none" or self.mods)):
+            raise InputError(f"page is {self.page}: give 1 or more beside packed, without dropout, mask and functions, or drop it")
         if self.mods and not _HASH.fullmatch(self.mods):
             raise InputError(f"mods is {shown(self.mods)}, no hash of functions: give 16 hexadecimal digits")
         if self.dbias and self.mask != "bias":
@@ -117,7 +121,7 @@ class Features(Flags):
     @property
     def of_one(self) -> "Features":
         """The features of one packed sequence by itself, as a dense problem, which has no functions beside a band."""
-        return replace(self, packed=False, mods="")
+        return replace(self, packed=False, mods="", page=0)
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -151,8 +155,7 @@ class Features(Flags):
             found["alignment"] = self.alignment
         if self.mask != "none":
             found["mask"] = self.mask
-        if self.mods:
-            found["mods"] = self.mods
+        found |= {name: value for name in ("mods", "page") if (value := getattr(self, name))}
         found |= {name: True for name in (*FLAGS, *ASKED) if getattr(self, name)}
         return found
 
@@ -163,8 +166,8 @@ class Features(Flags):
         for name, value in found.items():
             if name not in known:
                 raise InputError(f"unknown feature {name!r}: this flashtune knows {', '.join(sorted(known))}")
-            expected = (int, list) if name == "window" else str if name in ("alignment", "mask", "mods") else bool
-            if not isinstance(value, expected) or (name == "window" and isinstance(value, bool)):
+            expected: Any = {"window": (int, list), "page": int}.get(name, str if name in ("alignment", "mask", "mods") else bool)
+            if not isinstance(value, expected) or (expected is not bool and isinstance(value, bool)):
                 raise InputError(f"feature {name!r} has the impossible value {value!r}")
         window = found.get("window")
         if isinstance(window, int):
@@ -183,7 +186,7 @@ class Features(Flags):
             left, right = ("inf" if side is None else str(side) for side in self.window)
             words.append(f"window{left}" if self.causal or left == right else f"window{left},{right}")
         words += [{"bool": "mask", "bias": "bias"}[self.mask]] if self.mask != "none" else []
-        words += [name for name in (*FLAGS, *ASKED) if getattr(self, name)]
+        words += [name for name in (*FLAGS, *ASKED) if getattr(self, name)] + [f"page{self.page}"] * (self.page > 0)
         if self.has_diagonal and self.alignment == "bottom_right":
             words.append("bottom_right")
         return "+".join(words)
@@ -261,6 +264,8 @@ class Problem(Sizes):
             raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
         if self.features.latent and self.d_v > self.d:
             raise InputError(f"latent values are columns of keys, which have {self.d} and not {self.d_v}: make d_v smaller, or drop latent")
+        if self.features.page and (self.direction, self.dtype) not in (("fwd", "fp16"), ("fwd", "bf16"), ("fwd", "fp32")):
+            raise InputError(f"pages are read by forwards in fp16, bf16 and fp32, not by {self.direction} in {self.dtype}: drop the page")
         if self.direction == "fwd" and (requested := self.features.asked):
             raise InputError(f"{' and '.join(requested)} can't be requested from a forward: use the direction bwd")
         if self.lengths is None and self.features.packed:
@@ -308,6 +313,7 @@ class Problem(Sizes):
         if features.window is not None:
             left, right = (side if side is None else next_power_of_two(side) if side else 0 for side in features.window)
             features = replace(features, window=(left, right))
+        features = replace(features, page=next_power_of_two(features.page)) if features.page else features
         return ProblemKey(
             gpu=gpu,
             n=self.n_kv,
@@ -323,9 +329,11 @@ class Problem(Sizes):
         )
 
     def sequences(self) -> tuple[tuple[int, int], ...]:
-        """Queries and keys of each packed sequence, in the order in which they lie; queries in proportion to keys."""
+        """Queries and keys of each packed sequence, in the order in which they lie; queries in proportion to keys, with pages all alike."""
         assert self.lengths is not None, "only packed sequences have lengths of their own"
         of_keys = self.lengths.drawn(self.batch, self.batch * self.n_kv)
+        if self.features.page:
+            return tuple((self.n_q, keys) for keys in of_keys)
         return tuple(zip(of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys), of_keys, strict=True))
 
     @property

@@ -60,6 +60,7 @@ def kind_of(problem: Problem) -> Hashable:
     if features.window is not None:
         left, right = (side and next_power_of_two(side) for side in features.window)
         features = replace(features, window=(left, right))
+    features = replace(features, page=next_power_of_two(features.page)) if features.page else features
     crowd = next_power_of_two(problem.batch * problem.heads)
     uneven = 0 if lengths is None else spread(lengths.longest, problem.batch, problem.batch * problem.n_kv)
     return problem.direction, problem.dtype, features, problem.d, problem.d_v, problem.gqa_ratio, crowd, uneven

@@ -31,7 +31,7 @@ FEATURE = 8.0
 """Distance of a feature that only one of the two has, a causal band included."""
 ALIGNMENT = 0.25
 """Distance of the diagonal's corner, which moves the band but compiles to equal code."""
-PER_WINDOW_OCTAVE = 1.0
+PER_WINDOW_OCTAVE, PER_PAGE_OCTAVE = 1.0, 0.5
 OTHER_GPU = 0.5
 """Distance of another GPU of the same architecture."""
 PER_SM_OCTAVE = 1.0
@@ -43,7 +43,7 @@ DECODING = 64.0
 
 
 def distance(a: ProblemKey, b: ProblemKey) -> float:
-    """The symmetric distance of two keys: 0 for equal keys, infinite between passes and between architectures."""
+    """The symmetric distance of two keys: 0 for equal keys, infinite between passes, between architectures, and between pages and rows."""
     if a.direction != b.direction:
         return math.inf
     apart = _gpus(a.gpu, b.gpu) + _dtypes(a.dtype, b.dtype) + features_apart(a.features, b.features)
@@ -101,6 +101,12 @@ def mods_in(features: str) -> str:
 
 
 @lru_cache(maxsize=4096)
+def page_in(features: str) -> int:
+    """The page in a key's features (Features.page), 0 without."""
+    return int(json.loads(features).get("page", 0))
+
+
+@lru_cache(maxsize=4096)
 def features_apart(one: str, other: str) -> float:
     """Distance of the features of two keys."""
     apart = 0.0
@@ -111,6 +117,8 @@ def features_apart(one: str, other: str) -> float:
             continue
         if name == "alignment":
             apart += ALIGNMENT
+        elif name == "page":
+            apart += PER_PAGE_OCTAVE * octaves(a[name], b[name]) if name in a and name in b else math.inf
         elif name == "window" and type(a.get(name)) is type(b.get(name)) is int:
             apart += PER_WINDOW_OCTAVE * octaves(a[name], b[name])
         else:

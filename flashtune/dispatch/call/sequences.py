@@ -10,7 +10,7 @@ from flashtune.core.problems.band import Alignment, Band
 from flashtune.core.problems.config import Direction
 from flashtune.core.problems.lengths import Lengths, spread
 from flashtune.core.problems.parameters import CallParameters
-from flashtune.core.problems.problem import MOST_SEQUENCES, Features, Problem, unfit_heads
+from flashtune.core.problems.problem import MOST_SEQUENCES, Features, Problem, next_power_of_two, unfit_heads
 from flashtune.core.pytorch.attention import in_columns
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
 
@@ -106,9 +106,18 @@ def parameters_of(packed: Packed, numbers: Numbers, seed: int) -> CallParameters
     )
 
 
+def most_keys(packed: Packed, numbers: Numbers) -> int:
+    """Bound of a sequence's keys in pages, at least 1."""
+    assert packed.table is not None, "pages have a table"
+    return max(1, min(numbers.max_k, packed.table.shape[1] * packed.key.shape[1]))
+
+
 def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
-    """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean."""
+    """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean. Of keys
+    in pages it knows a bound alone, which counts as the length of each sequence."""
     sequences = packed.sequences
+    if packed.table is not None:
+        return spread(packed.query.shape[0], 1, sequences), next_power_of_two(most_keys(packed, numbers)), 1
     of_q, of_k = (spread(x.shape[0], 1, sequences) for x in (packed.query, packed.key))
     return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
 
@@ -133,12 +142,15 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
         packed=True,
         latent=packed.latent,
         mods=mods,
+        page=0 if packed.table is None else key.shape[1],
     )
     n_q, n_kv, ratio = octaves_of(packed, numbers)
     longest = ratio * n_kv
     if exact:
         n_q, n_kv = (max(1, round(x.shape[0] / packed.sequences)) for x in (query, key))
         longest = numbers.max_k
+        if packed.table is not None:
+            longest = n_kv = most_keys(packed, numbers)
     sequences = min(packed.sequences, MOST_SEQUENCES)
     return Problem(
         batch=sequences,

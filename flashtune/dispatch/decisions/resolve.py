@@ -31,7 +31,7 @@ from flashtune.dispatch.providers.libraries import PROVIDERS, plan_of, variant_o
 from flashtune.dispatch.providers.provider import ProviderPlan, Tensors
 from flashtune.dispatch.providers.torch_backends import TorchBackend
 from flashtune.dispatch.state.context import Memo
-from flashtune.templates import families
+from flashtune.templates import families, families_for
 from flashtune.templates.family import Family
 
 
@@ -329,7 +329,7 @@ def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanati
     if problem.features.mods or problem.features.packed:
         ranking: Any = rank_coded if problem.features.mods else rank_packed
         records = lambda one: memo.pool(one.key(target.slug), target)  # noqa: E731
-        ranked = ranking(problem, target, records, families(), unmeasured=memo.unmeasured)
+        ranked = ranking(problem, target, records, families_for(problem), unmeasured=memo.unmeasured)
         return explained(next(one for one in ranked if isinstance(one, Choice)), problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
     deciding, told = deciding_record(pool, problem, target), list[str]()

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import chain, islice
 
 from flashtune.core.gpu.target import Target
+from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem, ProblemKey
 from flashtune.core.records.nearness import FEATURE, distance
 from flashtune.core.records.results import Source, TuningRecord
@@ -16,15 +17,15 @@ from flashtune.templates.mods import known
 MOST_RECORDS = 64
 """Records of a step that are looked at for one that serves."""
 
-PACKED: dict[Kind, str] = {
-    "exact": "a record of packed sequences like these",
-    "predicted": "a predicted record of packed sequences like these, which were not measured",
-    "near_n": "the nearest record of packed sequences",
-    "near_gpu": "the nearest record of packed sequences",
-    "stand_in": "packed sequences take the config of the nearest dense record",
-    "default": "packed sequences take the config of the family",
+REASONS: dict[Kind, str] = {
+    "exact": "a record of {} like these",
+    "predicted": "a predicted record of {} like these, which were not measured",
+    "near_n": "the nearest record of {}",
+    "near_gpu": "the nearest record of {}",
+    "stand_in": "{} take the config of the nearest dense record",
+    "default": "{} take the config of the family",
 }
-"""Reasons for choices of packed sequences."""
+"""Reasons for choices of packed sequences, and of paged keys and values."""
 
 TYPICAL = 4096
 """Queries and keys of the problem whose record gives the config of functions without one."""
@@ -41,27 +42,40 @@ Records = Callable[[Problem], Pool | Sequence[TuningRecord]]
 
 
 def rank_packed(
-    problem: Problem, target: Target, records: Records, families: Mapping[str, Family], *, unmeasured: bool = False
+    problem: Problem,
+    target: Target,
+    records: Records,
+    families: Mapping[str, Family],
+    *,
+    unmeasured: bool = False,
+    default: Callable[[Family], Config] | None = None,
 ) -> Iterator[Choice | Refusal]:
     """Ways to serve packed sequences, best first, each by one record: one of packed sequences nearer than any dense one can be, the nearest
-    dense one, and a predicted one of the key where `unmeasured` ones may serve; then the families' defaults, and PyTorch."""
+    dense one, and a predicted one of the key where `unmeasured` ones may serve; then the families' defaults, and PyTorch.
+
+    For keys in pages only records of pages serve. `default` is a family's config without a record, None that of the problem's sizes.
+    """
     spec, key = problem.spec(), problem.key(target.slug)
+    paged = problem.features.page > 0
+    what = "paged keys and values" if paged else "packed sequences"
     able = {name: family for name, family in families.items() if family.refusal(problem, spec, target) is None}
-    steps: list[tuple[Problem, Source, Callable[[TuningRecord], bool]]] = [
-        (problem, "measured", lambda record: distance(record.key, key) < FEATURE),
-        (dense_of(problem), "measured", lambda record: True),
-        (problem, "predicted", lambda record: record.key == key),
-    ]
+    steps: list[tuple[Problem, Source, Callable[[TuningRecord], bool]]]
+    steps = [(problem, "measured", lambda record: distance(record.key, key) < FEATURE)]
+    if not paged:
+        steps.append((dense_of(problem), "measured", lambda record: True))
+    if unmeasured:
+        steps.append((problem, "predicted", lambda record: record.key == key))
     ranking: Ranking | None = None
-    for like, source, allowed in steps[: 2 + unmeasured]:
+    for like, source, allowed in steps:
         place = like.key(target.slug)
         ranking = Ranking(problem, target, key, _pool(records(like), place, target, able), able)
         if (fit := first(ranking, place, source, allowed)) is not None:
             choice = ranking.by(fit, "", alike=like is problem)
-            yield choice._replace(note=PACKED[choice.kind])
-    assert ranking is not None, "there are two steps at least"
+            yield choice._replace(note=REASONS[choice.kind].format(what))
+    assert ranking is not None, "there is one step at least"
     for family in able.values():
-        yield ranking.default(family, family.default(spec, target), PACKED["default"])
+        config = family.default_of(problem, target) if default is None else default(family)
+        yield ranking.default(family, config, f"{what} take the family's default config" if paged else REASONS["default"].format(what))
     why = f"no kernel takes {problem.label()}, so each sequence is a call of its own"
     yield Choice(kind="framework", spec=spec, note=why)
 

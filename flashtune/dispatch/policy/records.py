@@ -13,7 +13,7 @@ from flashtune.core.gpu.target import Target, targets
 from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.problems.dtypes import ITEMSIZE, OTHER_16_BITS
 from flashtune.core.problems.problem import DECODE_ROWS, Features, ProblemKey, wide_heads
-from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, sms_apart
+from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, features_apart, mods_in, page_in, sms_apart
 from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.core.system.errors import InputError
 from flashtune.db.preference import Findings, by_key, claimed, preference, raced_for_same_bits, refutation
@@ -177,8 +177,10 @@ def group_of(key: ProblemKey) -> tuple[object, ...]:
 
 
 def comparable(theirs: ProblemKey, ours: ProblemKey) -> bool:
-    """True where a record of one may serve the other: one pass, both packed or neither, both decode steps or neither, the same functions,
-    element types of one size."""
+    """True where a record of one may serve the other: one pass, both packed or neither, both over pages or neither, both decode steps or
+    neither, the same functions, element types of one size."""
+    if (page_in(theirs.features) > 0) != (page_in(ours.features) > 0):
+        return False
     types = theirs.dtype == ours.dtype or OTHER_16_BITS.get(theirs.dtype) == ours.dtype
     if theirs.direction != ours.direction or (theirs.spread > 0) != (ours.spread > 0) or mods_in(theirs.features) != mods_in(ours.features):
         return False

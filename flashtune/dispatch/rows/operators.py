@@ -21,7 +21,7 @@ from flashtune.dispatch.plans.plan import capturing, random_bits
 from flashtune.dispatch.rows import packed as kernels
 from flashtune.dispatch.rows.by_sequence import by_sequence
 from flashtune.dispatch.rows.packed import PackedPlan, served
-from flashtune.dispatch.rows.paged import gathered
+from flashtune.dispatch.rows.paged import gathered, recordable
 from flashtune.dispatch.state.context import Memo, current
 from flashtune.dispatch.state.recorded import meet_packed
 
@@ -134,7 +134,7 @@ def _eager(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE, and dropout's bits on the CPU, without gradients; `given` are a call's tensors, its seed and its numbers."""
     count = len(Packed._fields)
     packed, numbers = Packed(*given[:count]), Numbers(*given[count + 1 :])
-    if packed.table is None:
+    if packed.table is None or recordable(packed, numbers):
         meet_packed(current(), problem_of(packed, numbers, exact=True), None, False)
     bits = dropout_bits(packed, numbers, given[count])
     with torch.no_grad():

@@ -157,11 +157,14 @@ def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = Non
     problem = problem_of(packed, numbers, direction)
     found = None if why_torch is not None else served(packed, numbers, direction, memo)
     gpu = devices.slug_here(device)
-    if packed.table is not None:
-        return _explained_pages(found, why_torch or pages.kernel_of_pages(memo, packed, numbers), gpu)
-    failed: list[Kernel] = memo.packed.get((problem, device), [])
-    reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
-    refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
+    refused: tuple[str, ...] = ()
+    if found is None and packed.table is not None:
+        why = why_torch or pages.kernel_of_pages(memo, packed, numbers)
+        return Explanation(kind="framework", reason=f"{why}, so each sequence is gathered and a call of its own", gpu=gpu)
+    if packed.table is None:
+        failed: list[Kernel] = memo.packed.get((problem, device), [])
+        reasons = ((one.variant, memo.kernels.failure(one.variant, device)) for one in failed if one.variant is not None)
+        refused = tuple(f"{variant.template} {variant.id}: {why}" for variant, why in reasons if why is not None)
     if found is None:
         reason = why_torch or (refused[0] if refused else "no kernel takes packed sequences of this kind here")
         return Explanation(kind="framework", reason=f"{reason}, so each sequence is a call of its own", gpu=gpu, refused=refused)
@@ -171,13 +174,6 @@ def explained_pass(packed: Packed, numbers: Numbers, why_torch: str | None = Non
         # One kernel serves all such calls.
         choice, state = choice._replace(fallback=None), None
     return explanation_by(choice, problem, gpu, refused).remembering(state)
-
-
-def _explained_pages(found: Kernel | None, why: Kernel | str, gpu: str) -> Explanation:
-    """Explanation of the kernel of a call with pages, or `why` there is none."""
-    if found is None or found.choice is None:
-        return Explanation(kind="framework", reason=f"{why}, so each sequence is gathered and a call of its own", gpu=gpu)
-    return explanation_by(found.choice, None, gpu)
 
 
 def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: PackedPlan | None = None) -> tuple[Tensor, Tensor] | None:
@@ -272,7 +268,7 @@ def _launch(
 
     def planned(kernel: LoadedKernel) -> Plan | None:
         if packed.table is not None:
-            return pages.plan_of_pages(kernel, tensors, pages.bounded(numbers))
+            return pages.plan_of_pages(kernel, tensors, pages.bounded(numbers), misses)
         return launch.planned(kernel, viewed(operands), parameters_of(packed, numbers, seed), misses)
 
     try:

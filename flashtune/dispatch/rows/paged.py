@@ -1,7 +1,7 @@
 """Paged keys and values: kernels that find pages by a table on the device, their launches, and copies of sequences where none serves."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,18 +9,20 @@ from torch import Tensor
 
 from flashtune.core.code import launching
 from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
-from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, next_power_of_two
 from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
+from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, problem_of, rows_last
 from flashtune.dispatch.plans import driver, launch
-from flashtune.dispatch.policy.choose import Choice
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.policy.choose import Choice, Pool
+from flashtune.dispatch.policy.orders import rank_packed
 from flashtune.dispatch.rows.kernel import Kernel, loaded_kernel, note, served_here
 from flashtune.dispatch.state.context import Memo
+from flashtune.templates import families_of_pages
 from flashtune.templates.family import Family
-from flashtune.templates.hopper import flash_fwd_hopper_paged
 from flashtune.templates.paged import flash_paged
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -34,7 +36,7 @@ NO_KERNEL = "no kernel takes pages of this kind here"
 
 def bounds_of(max_q: int, max_k: int) -> tuple[int, int]:
     """Bounds of lengths in powers of two, so that growing lengths share launches."""
-    return 1 << max(0, max_q - 1).bit_length(), 1 << max(0, max_k - 1).bit_length()
+    return next_power_of_two(max_q), next_power_of_two(max_k)
 
 
 def bounded(numbers: Numbers) -> Numbers:
@@ -47,11 +49,11 @@ def kind_of(packed: Packed, numbers: Numbers) -> tuple[object, ...]:
     """All that the choice of a kernel takes from a call's sizes beside heads and the number of sequences."""
     assert packed.table is not None
     of_q, caches = min(bounded(numbers).max_q, len(packed.query)), (packed.table.shape[1] > 0, packed.key.dtype, packed.latent)
-    return of_q, octaves_of(packed, numbers)[0], *caches
+    return of_q, octaves_of(packed, numbers), *caches
 
 
 def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config | None = None) -> Kernel | str:
-    """The kernel that takes such pages, with a `config` of flash_paged or by default, or the reason why none does."""
+    """The kernel that takes such pages, with a `config` of flash_paged, by a record or by default, or the reason why none does."""
     (query, key, value), table = packed[:3], packed.table
     problem = problem_of(packed, bounded(numbers))
     if table is None or problem is None or not served_here(query.device, query.dtype) or 0 in (*query.shape, table.shape[1], len(key)):
@@ -59,64 +61,101 @@ def kernel_of_pages(memo: Memo, packed: Packed, numbers: Numbers, config: Config
     target = devices.target_of(query.device)
     if (key.dtype == NARROW[0] and not target.has_e4m3) or (key.dtype == NARROW[1] and target.vendor != "nvidia"):
         return NO_KERNEL
-    rows = None if numbers.splits is not None else min(bounded(numbers).max_q, len(query)) * problem.gqa_ratio
+    pinned = memo.pinned.get("fwd")
+    if pinned is not None and pinned.host is not None and pinned.host.spec == problem.spec():
+        return Kernel(memo, None, Code(pinned), query.device)
     caches = f"caches in {str(key.dtype).removeprefix('torch.')}"
-    own = Place("paged", devices.slug_here(query.device), problem, (*("splits",) * (rows is None), caches))
-    found = list(_chosen(packed, problem, target, rows))
-    if config is not None:
-        found = [(flash_paged.FAMILY, config)]
-    elif found and memo.settings.plan is not None:
-        found = [(one.family, one.config) for one in memo.settings.plan.choices(own) if one.family and one.config] or found[-1:]
-    why, known = NO_KERNEL, None
-    for family, its_config in found:
-        kernel = _loaded(memo, problem, family, its_config, query.device)
-        if isinstance(kernel, str) or kernel.failed:
-            why = kernel if isinstance(kernel, str) else str(kernel.failed)
-            continue
-        known = kernel
-        if kernel.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None):
-            note(memo, own, kernel)
-            return kernel
-    if known is not None:
-        note(memo, own, known)
-        return NO_KERNEL
-    return why
+    own = Place("paged", devices.slug_here(query.device), problem, (*("splits",) * (numbers.splits is not None), caches))
+    with memo.lock:
+        if config is not None:
+            given = Choice(kind="default", spec=problem.spec(), note="its config is given", family=flash_paged.FAMILY, config=config)
+            found = _served(memo, packed, problem, [given])
+        else:
+            found = _served(memo, packed, problem, _ranked(memo, packed, numbers, problem, own))
+    if isinstance(found, Kernel):
+        note(memo, own, found)
+        takes = found.code.module.accepts(rows_last(query), key.transpose(1, 2), value.transpose(1, 2), None)
+        return found if takes else NO_KERNEL
+    return found
 
 
-def _chosen(packed: Packed, problem: Problem, target: Target, rows: int | None) -> Iterator[tuple[Family, Config]]:
-    """Families that serve at most `rows` rows to a key head, None for any number, with their default configs, the preferred first."""
-    spec, narrow = problem.spec(), packed.key.dtype in NARROW
-    hopper, plain = flash_fwd_hopper_paged.FAMILY, flash_paged.FAMILY
+def _served(memo: Memo, packed: Packed, problem: Problem, choices: Iterable[Choice]) -> Kernel | str:
+    """The first kernel that takes a call, else the last that can be loaded, else the reason why none can."""
+    query, key, value = rows_last(packed.query), packed.key.transpose(1, 2), packed.value.transpose(1, 2)
+    found: Kernel | str = NO_KERNEL
+    for choice in choices:
+        kernel = _loaded(memo, problem, choice, query.device)
+        why = kernel if isinstance(kernel, str) else kernel.failed
+        if isinstance(kernel, Kernel) and why is None:
+            found = kernel
+            if kernel.code.module.accepts(query, key, value, None):
+                return kernel
+        elif isinstance(found, str):
+            found = str(why)
+    return found
+
+
+def recordable(packed: Packed, numbers: Numbers) -> bool:
+    """True if records may serve a call: they are of about equal chunks and of caches in the queries' type.
+
+    With a number of splits the bits of a sequence mustn't depend on the others, so all sizes have one config.
+    """
+    return numbers.splits is None and packed.key.dtype not in NARROW and bounded(numbers).max_q <= 2 * octaves_of(packed, numbers)[0]
+
+
+def _ranked(memo: Memo, packed: Packed, numbers: Numbers, problem: Problem, place: Place) -> Iterator[Choice]:
+    """Choices of kernels, the preferred first: by the plan in force, or by records, where they may serve, and then by default."""
+    device, latent, narrow = packed.query.device, problem.features.latent, packed.key.dtype in NARROW
+    target, plain, plan = devices.target_of(device), flash_paged.FAMILY, memo.settings.plan
+    rows = None if numbers.splits is not None else min(bounded(numbers).max_q, len(packed.query)) * problem.gqa_ratio
+    # Others copy caches in the queries' type, and only by the driver.
+    others = rows is not None and not narrow and driver.driven(device)
+    known = {name: one for name, one in families_of_pages().items() if others or one is plain}
+    # Families without the flag read values beside keys.
     apart = replace(problem, features=replace(problem.features, latent=False))
-    suited = rows is not None and not narrow and driver.driven(packed.query.device) and hopper.refusal(apart, apart.spec(), target) is None
-    if suited and flash_fwd_hopper_paged.ends_apart(problem, packed.key.shape[1]):
-        yield hopper, hopper.default(apart.spec(), target)
-    if plain.supports(spec, target) is None and plain.starts(spec, target):
-        yield plain, flash_paged.chosen(spec, target, rows, narrow=narrow)
+    kinds = [(apart, False), (problem, True)] if latent else [(problem, None)]
+
+    def records(one: Problem) -> Pool | Sequence[TuningRecord]:
+        return memo.surroundings(device, one)[2] if plan is None and recordable(packed, numbers) else ()
+
+    def of_kind(like: Problem, once: bool | None) -> Iterator[Choice]:
+        spec = like.spec()
+
+        def default(family: Family) -> Config:
+            return flash_paged.chosen(spec, target, rows, narrow=narrow) if family is plain else family.default(spec, target)
+
+        able = {name: one for name, one in known.items() if once is None or ("latent" in one.flags) is once}
+        able = {name: one for name, one in able.items() if not one.inability(like, spec, target) and one.starts(spec, target)}
+        ranked = rank_packed(like, target, records, able, unmeasured=memo.unmeasured, default=default)
+        return (one for one in ranked if isinstance(one, Choice) and one.family is not None)
+
+    found: Iterator[Choice] = itertools.chain.from_iterable(of_kind(*kind) for kind in kinds)
+    if plan is not None and (defaults := list(found)):
+        found = iter([one for one in plan.choices(place) if one.family and one.config] or defaults[-1:])
+    yield from found
 
 
-def _loaded(memo: Memo, problem: Problem, family: Family, config: Config, device: torch.device) -> Kernel | str:
-    """The kernel of a config, kept with its failure, or the reason why it can't be loaded."""
-    # A family without the flag reads values beside keys.
-    spec = replace(problem.spec(), latent=problem.features.latent and "latent" in family.flags)
-    place = PLACE, spec, config, device
+def _loaded(memo: Memo, problem: Problem, choice: Choice, device: torch.device) -> Kernel | str:
+    """The kernel of a choice, kept with its failure, or the reason why it can't be loaded."""
+    place = PLACE, choice.spec, choice.config, device, choice.record and choice.record.key, choice.differences
     if place not in memo.packed:
-        why = "paged keys and values take the family's default config"
-        choice = Choice(kind="default", spec=spec, note=why, family=family, config=config)
-        memo.packed[place] = loaded_kernel(choice, device, devices.target_of(device), memo)
+        made = loaded_kernel(choice, device, devices.target_of(device), memo)
+        if isinstance(made, Kernel) and choice.family is not None:
+            made.fall_back_to(choice.family, choice.fallback, problem)
+        memo.packed[place] = made
     found: Kernel | str = memo.packed[place]
     return found
 
 
-def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers) -> Plan:
-    """The launches for tensors of a call, with its bounded numbers."""
+def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers, misses: tuple[int, int] | None = None) -> Plan:
+    """The launches for tensors of a call, with its bounded numbers; `misses` as in `launch.planned`."""
     assert kernel.host is not None and tensors.table is not None, "families of the package have a host side, and pages a table"
     sequences = tensors.table.shape[0]
     views = {name: getattr(tensors, name) for name in ("slopes", "sinks", "k_descale", "v_descale")}
     views = {name: None if x is None else x.expand(sequences, x.shape[-1]) for name, x in views.items()}
     views |= {"q": rows_last(tensors.q), "k": tensors.k.transpose(1, 2), "v": tensors.v.transpose(1, 2)}
     views |= {"out": rows_last(tensors.out), "lse": tensors.lse[None]}
-    words = launch.provided(kernel, views["q"], views["k"])
+    words = launch.provided(kernel, views["q"], views["k"], misses)
     views["counts"] = words.pop("counts")
     pages = numbers.max_q, numbers.max_k, numbers.splits
     return launching.plan(kernel.host, tensors._replace(**views), **numbers.of_launch(), pages=pages, **words)

@@ -171,8 +171,8 @@ def _planned(plan: PackedPlan, packed: Packed, seed: int | None) -> tuple[Tensor
 
 
 def meet(packed: Packed, numbers: Numbers, why_torch: str | None) -> None:
-    """Record a call, unless its keys are in pages."""
-    if packed.table is None:
+    """Record a call, unless no record serves its pages."""
+    if packed.table is None or pages.recordable(packed, numbers):
         trained = (
             torch.is_grad_enabled() and any(x.requires_grad for x in packed[:3]) and not getattr(packed.slopes, "requires_grad", False)
         )

@@ -91,9 +91,10 @@ def save_calls(path: "str | Path") -> None:
     device. On the CPU only the first call of its sizes records whether gradients are requested. Of compiled models the calls that kernels
     may run are recorded, not those that are traced into PyTorch's own operations.
 
-    What no search could help is left out: head sizes over 1024, float64, nested tensors, tensor subclasses, transforms, modes, pages, and
-    calls that sdpa_kernel keeps from flash attention. Calls with functions that a kernel may run are recorded by the functions' hash: a
-    search of them names the functions, too (`--score-mod`, `--mask-mod`).
+    What no search could help is left out: head sizes over 1024, float64, nested tensors, tensor subclasses, transforms, modes, calls that
+    sdpa_kernel keeps from flash attention, and over pages those with a number of splits, float8 caches or chunks of unlike lengths. Calls
+    with functions that a kernel may run are recorded by the functions' hash: a search of them names the functions, too (`--score-mod`,
+    `--mask-mod`).
 
     Of decoding steps the longest for each doubling of the keys is kept, of other calls the four longest
     (flashtune.core.records.calls.thinned).

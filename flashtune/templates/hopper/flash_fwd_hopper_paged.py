@@ -13,7 +13,7 @@ from flashtune.core.problems.problem import Problem, padded
 from flashtune.templates.hopper import flash_fwd_hopper
 from flashtune.templates.hopper.layout import tiles_of
 from flashtune.templates.hopper.pages import PagedLayout
-from flashtune.templates.launches.hopper_forward import PagedForwardHost
+from flashtune.templates.launches.hopper_forward import LEAST_PAGE, PagedForwardHost
 
 LARGEST_HEAD = 256
 """Largest head size with registers for an accumulator."""
@@ -31,6 +31,14 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
     if spec.dtype not in ("fp16", "bf16") or not spec.packed or spec.mask != "none" or max(spec.d, spec.d_v) > LARGEST_HEAD:
         return f"flash_fwd_hopper_paged takes sequences over pages in fp16 and bf16, without masks, of head sizes up to {LARGEST_HEAD}"
     return flash_fwd_hopper.refuses(spec, target)
+
+
+def reads(problem: Problem) -> str | None:
+    """The reason why copies can't be of a problem's pages, or None."""
+    page = problem.features.page
+    if page < LEAST_PAGE or page & (page - 1):
+        return f"flash_fwd_hopper_paged copies pages of a power of two of keys from {LEAST_PAGE} on, not of {page}"
+    return None if ends_apart(problem, page) else f"a page of {page} keys may have a window's first key and the last key of all"
 
 
 def suits(problem: Problem, target: Target) -> str | None:
@@ -71,6 +79,7 @@ FAMILY = replace(
     functions=False,
     flags=flash_fwd_hopper.FAMILY.flags - {"dropout"},
     refuses=refuses,
+    reads=reads,
     suits=suits,
     tried_first=tried_first,
     pick=lambda starts, spec, target: starts[0],

@@ -3,7 +3,8 @@
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.dtypes import ITEMSIZE
-from flashtune.core.problems.problem import WIDEST_HEAD, padded, wide_heads
+from flashtune.core.problems.problem import WIDEST_HEAD, Problem, padded, wide_heads
+from flashtune.templates.decode import flash_decode
 from flashtune.templates.family import Axis, Family, constraint
 from flashtune.templates.forward import flash_fwd
 from flashtune.templates.launches.paged import COMBINE_WARPS, PagedHost
@@ -91,6 +92,11 @@ def chosen(spec: KernelSpec, target: Target, rows: int | None, *, narrow: bool =
     return first_with_room(suited, spec, target, split_bytes if wide else shared_bytes).replace(programs=2 if narrow else 1)
 
 
+def at_sizes(problem: Problem, target: Target) -> Config:
+    """The default config of a problem."""
+    return chosen(problem.spec(), target, problem.longest[0] * problem.gqa_ratio)
+
+
 FAMILY = Family(
     name="flash_paged",
     folder="paged",
@@ -99,8 +105,11 @@ FAMILY = Family(
     largest=WIDEST_HEAD,
     flags=(flash_fwd.FAMILY.flags - {"dropout"}) | {"latent"},
     refuses=refuses,
+    reads=lambda problem: None if problem.features.page else "flash_paged reads keys in pages, not in rows",
     tried_first=tried_first,
     pick=first_with_room,
+    at_sizes=at_sizes,
+    expected=flash_decode.expected,
     interpretable=True,
     layout=lambda spec, config: {"row_splits": max(1, min(1024 * COMBINE_WARPS // padded(spec.d_v), 64))},
     path_axes=("unmasked",),

@@ -34,7 +34,8 @@ from flashtune.core.problems.problem import Problem
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.templates.loading import load_kernel
-from flashtune.tuner.verify.inputs import make_inputs
+from flashtune.tuner.verify.cases import small_problems
+from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 
 def _driver_of(target: Target) -> SimpleNamespace:
@@ -77,17 +78,30 @@ def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts
 def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, manifest: Manifest | None = None) -> list[tuple[str, Any]]:
     """Name and Triton's compiled kernel of every launch of `problem`, in their order; raises the compiler's errors.
 
-    Sizes are cut to one batch and head, which kernels take at run time. Kernels with machine code in `manifest` aren't compiled.
+    Kernels with machine code in `manifest` aren't compiled. Of kernels over pages those for checks follow.
     """
     module = load_kernel(source, stem)
-    inputs = make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
-    kwargs = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
-    found = []
+    found: dict[int, tuple[str, Any]] = {}
     with compiling_for(target):
-        for kernel, grid, args, options in module.launches(*inputs.arguments, **kwargs):
-            with taking(kernel, manifest):
-                found.append((kernel.__name__, kernel.warmup(*args, grid=grid, **compiler_options(options))))
-    return found
+        for inputs in _compiled_for(problem):
+            kwargs = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+            for kernel, grid, args, options in module.launches(*inputs.arguments, **kwargs):
+                with taking(kernel, manifest):
+                    compiled = kernel.warmup(*args, grid=grid, **compiler_options(options))
+                    found.setdefault(id(compiled), (kernel.__name__, compiled))
+    return list(found.values())
+
+
+def _compiled_for(problem: Problem) -> Iterator[Inputs]:
+    """Meta tensors of the launches to compile, with sizes cut to one batch and head, which kernels take at run time. Over pages the order
+    of tiles is compiled in, and follows from all sizes, of the problem and of the small ones that candidates are checked on."""
+    if not problem.features.page:
+        yield make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
+        return
+    yield make_inputs(problem, device="meta", seed=0)
+    small = small_problems(problem, 1)
+    sequences = tuple((one.n_q, one.n_kv) for one in small)
+    yield make_inputs(replace(small[0], batch=len(small)), device="meta", seed=0, sequences=sequences)
 
 
 def build_launchers(kernels: Sequence[tuple[str, Any]], target: Target) -> None:

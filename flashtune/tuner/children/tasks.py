@@ -259,9 +259,11 @@ def _loaded(source: Source) -> tuple["LoadedKernel", Callable[..., None]]:
 def launch_of(source: Source, inputs: "Inputs") -> Callable[[], object]:
     """Launch of a candidate on these inputs, without dispatch's checks; raises ValueError where the kernel doesn't accept them."""
     module, launch = _loaded(source)
-    if not module.accepts(inputs.q, inputs.k, inputs.v, inputs.parameters.mask):
+    arguments, keywords = inputs.arguments, inputs.keywords
+    q, k, v, *_ = arguments
+    if not module.accepts(q, k, v, inputs.parameters.mask):
         raise ValueError("the kernel doesn't accept these inputs")
-    return lambda: launch(*inputs.arguments, **inputs.keywords)
+    return lambda: launch(*arguments, **keywords)
 
 
 def evaluate_candidate(

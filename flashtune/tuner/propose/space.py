@@ -46,10 +46,10 @@ class SearchSpace:
 
     def __init__(self, families: Mapping[str, Family], problem: Problem, target: Target, *, only_suited: bool = True) -> None:
         spec = problem.spec()
-        mine = {name: family for name, family in families.items() if family.direction == problem.direction} or families
+        alike = {name: family for name, family in families.items() if family.direction == problem.direction}
+        mine = {name: family for name, family in alike.items() if family.reads(problem) is None} or alike or families
         refusals = {
-            name: (family.refusal(problem, spec, target) if only_suited else family.supports(spec, target))
-            or _uncompilable(family, spec, target)
+            name: (family.refusal if only_suited else family.inability)(problem, spec, target) or _uncompilable(family, spec, target)
             for name, family in mine.items()
         }
         self.families = {name: families[name] for name, refusal in refusals.items() if refusal is None}
@@ -67,7 +67,7 @@ class SearchSpace:
         lists = [
             [
                 f.resized(config, self.problem, self.target)
-                for config in (f.default(self.spec, self.target), *f.starts(self.spec, self.target))
+                for config in (f.default_of(self.problem, self.target), *f.starts(self.spec, self.target))
             ]
             for f in self.families.values()
         ]
@@ -77,6 +77,11 @@ class SearchSpace:
                 if place < len(configs):
                     found.setdefault((family.name, configs[place]), Candidate(family=family, config=configs[place]))
         return list(found.values())
+
+    def of_sizes(self) -> list[Candidate]:
+        """Defaults that depend on a problem's sizes, by which calls run until there is a record."""
+        families = (family for family in self.families.values() if family.at_sizes is not None)
+        return [Candidate(family=family, config=family.default_of(self.problem, self.target)) for family in families]
 
     def every(self) -> Iterator[Candidate]:
         """All candidates that break no constraint, in a fixed order."""

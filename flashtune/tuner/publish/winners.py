@@ -116,8 +116,8 @@ def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
     orders: dict[str, Order] = {}
     records = list(records) if can_have_binaries(target) else []
     for record in [*records, *(other for one in records for other in one.beside())]:
-        # Captured tensors are a call's: kernels of functions are compiled where they are first called.
-        if without_kernel(record) is not None or record.problem.features.mods:
+        # Captured tensors and tables are a call's: kernels of functions and of pages are compiled where they are first called.
+        if without_kernel(record) is not None or record.problem.features.mods or record.problem.features.page:
             continue
         variant, source = variant_for(record), source_for(record)
         cached = kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version())

@@ -133,7 +133,8 @@ class ProblemSearch:
             return
         # A measured search must not keep its GPU waiting; a predicted one uses none and must be reproducible.
         beside = self.plan.source == "measured"
-        self.study.enqueue(transfer_candidates(self.space, self.problem, self.shared.records, self.plan.source))
+        known = transfer_candidates(self.space, self.problem, self.shared.records, self.plan.source)
+        self.study.enqueue([*known, *self.space.of_sizes()])
         ahead = max(4, 2 * self.plan.jobs)
         self.proposals = Proposals(
             self.study,

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def pytorch_call(inputs: Inputs, backend: str | None = None, *, step: bool = Fal
     causal become a boolean mask, and ALiBi a bias in the inputs' dtype (the one that every backend takes), made once and outside of the
     timed part. Flags beyond `EXPRESSIBLE` have no equivalent, nor have fp8 inputs. Packed sequences are one call of `varlen_attn` where
     that takes them, else a call each; a single backend of their own they don't have. A mask and a score as code are FlexAttention's,
-    compiled by a first call, of packed sequences in one call with a document mask.
+    compiled by a first call, of packed sequences in one call with a document mask. Keys in pages are gathered into rows at each call.
     """
     p = inputs.problem
     if p.dtype == "fp8" or any(on and name not in EXPRESSIBLE for name, on in p.features.flags().items()):
@@ -145,7 +146,17 @@ def _of_documents(inputs: Inputs, mask: Mod | None, score: Mod | None) -> tuple[
 
 
 def _packed(inputs: Inputs, step: bool) -> Callable[[], object] | None:
-    """PyTorch's pass on packed sequences: by `varlen_attn`, or a call for each."""
+    """PyTorch's pass on packed sequences, gathered from pages where they lie in some: by `varlen_attn`, or a call for each."""
+    if (pages := inputs.pages) is not None:
+        # A backward has no pages.
+        if (call := _packed(replace(inputs, pages=None), step)) is None:
+            return None
+
+        def gathered() -> object:
+            pages.gather(inputs.k, inputs.v)
+            return call()
+
+        return gathered
     if (varlen := _varlen(inputs)) is not None:
         if inputs.problem.direction == "fwd":
             return lambda: varlen(*(x[0].transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v)))

@@ -37,6 +37,10 @@ class Case:
     repeats: bool = False
     beyond_float32: bool = False
 
+    def __post_init__(self) -> None:
+        # What was changed since the inputs were made.
+        self.inputs.store()
+
 
 def small_problems(problem: Problem, batch: int) -> list[Problem]:
     """Small unaligned problems with the problem's own spec, for faults at tile edges, empty rows and shared heads."""
@@ -54,7 +58,9 @@ def small_problems(problem: Problem, batch: int) -> list[Problem]:
         return replace(found, heads=ratio * sizes["kv_heads"], **sizes)
 
     f = _narrow(problem.features)
-    flipped = replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
+    # Kernels over pages may need a window's diagonal where it is.
+    kept = f.page and f.window is not None
+    flipped = f if kept else replace(f, alignment="top_left" if f.alignment == "bottom_right" else "bottom_right")
     cases = [case(193, 321, f), case(1, 77, f), case(320, 320, f), case(97, 515, flipped)]
     if problem.n_q <= DECODE_ROWS:
         # Enough keys that many programs share them.
@@ -66,7 +72,8 @@ def _narrow(features: Features) -> Features:
     """Features with a window that small problems notice."""
     if features.window is None:
         return features
-    left, right = (None if side is None else min(side, 70) for side in features.window)
+    # No narrower than a page, which may not have both ends of a window.
+    left, right = (None if side is None else min(side, max(70, features.page)) for side in features.window)
     return replace(features, window=(left, right))
 
 
@@ -124,7 +131,8 @@ def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int)
     first, most = small_ones[0], len(small_ones)
     # Captured tensors may have no more sequences than the problem.
     step = min(most, first.batch) if first.features.mods else most
-    for start, (odd, alignment) in product(range(0, most, step), enumerate(ALIGNMENTS)):
+    kept = first.features.page and first.features.window is not None
+    for start, (odd, alignment) in product(range(0, most, step), enumerate((first.features.alignment,) * 2 if kept else ALIGNMENTS)):
         sequences = tuple((one.n_q, one.n_kv) for one in small_ones[start : start + step])
         sizes = replace(first, batch=len(sequences), features=replace(first.features, alignment=alignment))
         poisoned = frozenset(range(odd, len(sequences), 2))

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from math import prod
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from flashtune.core.problems.dtypes import DType, output_dtype
 from flashtune.core.problems.oracles import forward_oracle
 from flashtune.core.problems.parameters import PER_HEAD, CallParameters, per_head_words
 from flashtune.core.problems.passes import Place
-from flashtune.core.problems.problem import Problem
+from flashtune.core.problems.problem import Problem, next_power_of_two
 from flashtune.core.pytorch.dtypes import TORCH_DTYPES
-from flashtune.core.pytorch.surroundings import GUARD
 from flashtune.tuner.functions import FunctionTensors, of_hash
+from flashtune.tuner.verify.pages import Pages, guarded, pages_of
 
 SOFTCAP = 20.0
 """Soft cap of generated inputs: small enough to bend scores of random data."""
@@ -30,7 +29,8 @@ class Inputs:
     """Operands of one problem's pass by name, in their order, with the keyword parameters of `launch`.
 
     Of packed sequences operands are (1, H, T, D) as kernels take them, and `sequences` are the lengths of each one's queries and keys;
-    those in `poisoned` are NaN, and nothing of them is compared. `mods` makes the tensors of a mask and a score as code.
+    those in `poisoned` are NaN, and nothing of them is compared. `mods` makes the tensors of a mask and a score as code. `pages` are caches
+    that hold the same keys and values, for launches over pages.
     """
 
     problem: Problem
@@ -39,6 +39,7 @@ class Inputs:
     sequences: tuple[tuple[int, int], ...] = ()
     poisoned: frozenset[int] = frozenset()
     mods: FunctionTensors | None = None
+    pages: Pages | None = None
 
     @property
     def q(self) -> torch.Tensor:
@@ -74,12 +75,18 @@ class Inputs:
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
         """Positional arguments of `launch`."""
-        return tuple(self.operands.values())
+        over = {} if self.pages is None else {"k": self.pages.k, "v": self.pages.v}
+        return tuple((self.operands | over).values())
 
     @property
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `launch`."""
-        return self.parameters.keywords() | ({} if self.mods is None else {"mods": self.mods})
+        more: dict[str, Any] = {} if self.mods is None else {"mods": self.mods}
+        if self.pages is not None and self.parameters.lengths is not None:
+            # As calls have them, with bounds that growing lengths share.
+            begins, bounds = self.parameters.lengths[0], tuple(map(next_power_of_two, self.longest))
+            more |= {"lengths": (begins, begins, self.pages.used), "table": self.pages.table, "pages": (*bounds, None)}
+        return self.parameters.keywords() | more
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -134,6 +141,11 @@ class Inputs:
             parameters=replace(self.parameters, band=p.band, lengths=None),
         )
 
+    def store(self) -> None:
+        """Copy the present keys and values into the pages, if there are any."""
+        if self.pages is not None:
+            self.pages.store(self.k, self.v)
+
     def poison(self) -> None:
         """Fill the written operands with NaN, so that unwritten elements fail the comparison."""
         for operand in self.problem.contract.written:
@@ -143,13 +155,6 @@ class Inputs:
 def without_repeats(x: torch.Tensor) -> torch.Tensor:
     """Distinct elements of an expanded tensor, each once."""
     return x[tuple(slice(None if stride else 1) for stride in x.stride())]
-
-
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Uninitialised contiguous tensor with NaN on both sides of it in memory."""
-    size = prod(shape)
-    buffer = torch.full((size + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
-    return buffer[GUARD : GUARD + size].view(shape)
 
 
 def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
@@ -217,7 +222,7 @@ def make_inputs(
     together. All batches share a mask, and all heads a boolean one; with `own_masks` it is `own_mask`'s.
 
     Packed sequences lie one after the other as in calls of dispatch, with the problem's lengths or those of `sequences`; `poisoned` ones
-    are NaN.
+    are NaN. Over pages there are also caches with their keys and values.
 
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
@@ -289,6 +294,9 @@ def make_inputs(
         part = inputs.sequence(index)
         for o in p.contract.operands:
             without_repeats(part.operands[o.name]).fill_(float("nan"))
+    if p.features.page:
+        inputs = replace(inputs, pages=pages_of(p.features.page, sequences, (inputs.k, inputs.v), generator))
+        inputs.store()
     if not meta:
         run_forward(inputs)
     return inputs
