@@ -192,7 +192,7 @@ def _by_provider(
             memo.deciding[alike, target.slug] = deciding_record(pool, alike, target)
         record = memo.deciding[alike, target.slug]
     provided = sound_ones(memo, problem, target, record, takes, told)
-    found = provider_choice(record, problem, target, provided, framework_serves=call.fused_by_torch)
+    found = provider_choice(record, problem, target, provided, framework_serves=call.fused_by_torch, families=families().values())
     if found is None:
         return
     said = functools.partial(explained, found, problem, target, ())
@@ -334,7 +334,7 @@ def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanati
     pool = memo.pool(problem.key(target.slug), target)
     deciding, told = deciding_record(pool, problem, target), list[str]()
     installed = sound_ones(memo, problem, target, deciding, lambda name: PROVIDERS[name].missing() is None, told)
-    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem))
+    other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem), families=families().values())
     found = explained(other, problem, target, refused) if other is not None else _by_kernels(memo, problem, target, pool)
     return telling(lambda: found, told) if told else found
 

@@ -112,7 +112,8 @@ def rank(
     5. `framework`: PyTorch's own attention.
 
     Kernels of steps 3 and 4 have no measurement on this architecture. They serve where PyTorch can't
-    (`framework_serves` is True where it has the features), and elsewhere only if `unmeasured` allows it.
+    (`framework_serves` is True where it has the features), and elsewhere only if `unmeasured` allows it, or if a committed run says that a
+    family outruns PyTorch at such sizes (`Family.outruns_torch`).
 
     In steps 2 and 3 the first COMPARED configs of the nearest records (`flashtune.core.records.nearness`) are sorted by predicted times
     (`flashtune.templates.expected.logs_us`); equal ones, all backwards, and kernels that end before the host has made the next call stay in
@@ -140,6 +141,9 @@ def rank(
     if unmeasured or not framework_serves:
         yield from ranking.steps(names, "predicted")
     elif suited:
+        for family in suited:
+            if (run := family.outruns_torch(problem, target)) is not None:
+                yield ranking.default(family, note=f"no record has these sizes; {family.name} took less time than PyTorch at all of {run}")
         why = f"no kernel for this problem was measured on GPUs like {target.name}"
         note = f"{why}, so PyTorch's own attention runs the call (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} run it)"
         yield Choice(kind="framework", spec=spec, note=note)

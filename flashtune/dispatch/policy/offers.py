@@ -1,6 +1,6 @@
 """Implementations of a call by the records: the provider that was the fastest, and the times of all. Pure functions of records."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from flashtune.core.gpu.target import Target
@@ -8,6 +8,7 @@ from flashtune.core.problems.problem import Problem, wide_heads
 from flashtune.core.records.results import IMPLEMENTATIONS, PROVIDERS, TuningRecord
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.records import Pool, differences, same_features
+from flashtune.templates.family import Family
 
 OURS, TORCHS = IMPLEMENTATIONS[:2]
 
@@ -60,12 +61,19 @@ def deciding_record(pool: Pool, problem: Problem, target: Target) -> TuningRecor
 
 
 def provider_choice(
-    record: TuningRecord | None, problem: Problem, target: Target, provided: Callable[[str], bool], *, framework_serves: bool
+    record: TuningRecord | None,
+    problem: Problem,
+    target: Target,
+    provided: Callable[[str], bool],
+    *,
+    framework_serves: bool,
+    families: Iterable[Family] = (),
 ) -> Choice | None:
     """Provider that was the fastest in the run of the record that decides; PyTorch where it was, and the key's own run had no kernel; None
     where kernels are to be compared.
 
     `provided` is True where the provider of a name is installed and takes the call, `framework_serves` where PyTorch has the features.
+    Of `families` one may outrun PyTorch though that run had no kernel of it.
     """
     if record is None or not record.providers:
         return None
@@ -76,6 +84,7 @@ def provider_choice(
         us = next(one.call_us for one in record.providers if one.template == name)
         note = f"its whole calls took the least time {place}: {us:.1f} us"
         return Choice(kind="provider", spec=problem.spec(), note=note, record=record, differences=unlike, provider=name)
-    if not own or record.outcome.template not in PROVIDERS or not framework_serves:
+    outrun = any(one.supports(problem.spec(), target) is None and one.outruns_torch(problem, target) for one in families)
+    if not own or record.outcome.template not in PROVIDERS or not framework_serves or outrun:
         return None
     return Choice(kind="framework", spec=problem.spec(), note=f"PyTorch's own choice took the least time {place}", record=record)
