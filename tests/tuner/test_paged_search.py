@@ -21,7 +21,7 @@ from test_packed_launches import over_pages
 
 from flashtune import dispatch
 from flashtune.bench import time_calls
-from flashtune.bench.whole_calls import attention_call
+from flashtune.bench.whole_calls import attention_call, operands
 from flashtune.cli.main import main
 from flashtune.cli.problems import searchable
 from flashtune.core.gpu.limits import least_us
@@ -244,6 +244,22 @@ def test_trials_read_shuffled_pages_with_nan_wherever_no_key_is() -> None:
     assert "off by" in verifier.verdict(stand_in(another), repeats=False).reason
 
 
+def test_latent_values_are_columns_of_the_keys_pages() -> None:
+    latent = replace(SMALL, d_v=8, features=replace(SMALL.features, latent=True))
+    given = make_inputs(latent, device="cpu", seed=3)
+    assert given.pages is not None
+    _, key, value = operands(given)
+    assert value.data_ptr() == key.data_ptr() and value.shape[-1] == 8 and value.stride() == key.stride()
+    verifier = Verifier(latent, device="cpu", seed=1, full_size=given, thorough=False)
+    assert verifier.verdict(stand_in(), repeats=False).reason == ""
+    keys, call = given.k.clone(), pytorch_call(given)
+    given.k.fill_(0.0)
+    assert call is not None and call() is not None and torch.equal(given.k, keys)
+    out = attention_call(given)()
+    right = torch.cat([reference_of(part)[0] for part, _ in given.parts()], 1).transpose(0, 1)
+    torch.testing.assert_close(out.double(), right, atol=1e-4, rtol=1e-4)
+
+
 def test_pytorch_gathers_the_pages_at_each_call() -> None:
     given = make_inputs(SMALL, device="cpu", seed=2)
     keys, values = given.k.clone(), given.v.clone()
@@ -261,7 +277,7 @@ def test_whole_calls_over_pages_are_timed_beside_pytorch(monkeypatch: pytest.Mon
     given = make_inputs(SMALL, device="cpu", seed=1)
     rows = given.q.shape[2]
     out = attention_call(given)()
-    right = torch.cat([reference_of(part)[0, :, :, :] for part, _ in given.parts()], 1).transpose(0, 1)
+    right = torch.cat([reference_of(part)[0] for part, _ in given.parts()], 1).transpose(0, 1)
     assert out.shape == (rows, 4, 16)
     torch.testing.assert_close(out.double(), right, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(tasks, "inputs_on_device", lambda *_: (given, None))

@@ -153,9 +153,8 @@ class Features(Flags):
             found["window"] = left if self.causal or left == right else [left, right]
         if self.has_diagonal and self.alignment != "top_left":
             found["alignment"] = self.alignment
-        if self.mask != "none":
-            found["mask"] = self.mask
-        found |= {name: value for name in ("mods", "page") if (value := getattr(self, name))}
+        named = {"mask": self.mask.replace("none", ""), "mods": self.mods, "page": self.page}
+        found |= {name: value for name, value in named.items() if value}
         found |= {name: True for name in (*FLAGS, *ASKED) if getattr(self, name)}
         return found
 
@@ -254,10 +253,9 @@ class Problem(Sizes):
         for name in ("d", "d_v"):
             if getattr(self, name) > LARGEST_HEAD:
                 raise InputError(f"{name}={getattr(self, name)} is too large: give a head size up to {LARGEST_HEAD}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
-        if self.direction not in DIRECTIONS:
-            raise InputError(f"unknown direction {self.direction!r}: use one of {', '.join(DIRECTIONS)}")
+        for name, known in (("dtype", DTYPES), ("direction", DIRECTIONS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if self.heads % self.kv_heads:
             raise InputError(f"{self.heads} query heads can't share {self.kv_heads} key heads: make heads a multiple of kv_heads")
         if self.features.tf32 and self.dtype != "fp32":
@@ -332,9 +330,8 @@ class Problem(Sizes):
         """Queries and keys of each packed sequence, in the order in which they lie; queries in proportion to keys, with pages all alike."""
         assert self.lengths is not None, "only packed sequences have lengths of their own"
         of_keys = self.lengths.drawn(self.batch, self.batch * self.n_kv)
-        if self.features.page:
-            return tuple((self.n_q, keys) for keys in of_keys)
-        return tuple(zip(of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys), of_keys, strict=True))
+        alike, others = (self.n_q,) * self.batch, of_keys if self.n_q == self.n_kv else shared(self.batch * self.n_q, of_keys)
+        return tuple(zip(alike if self.features.page else others, of_keys, strict=True))
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -388,8 +385,7 @@ class Problem(Sizes):
 
 
 def wide_heads(d: int, d_v: int) -> bool:
-    """True for heads beyond those that every family takes: kernels of theirs are unlike those of others, and providers may be the only ones
-    to have some."""
+    """True for heads beyond those that every family takes, whose kernels are unlike others, or only providers'."""
     return max(d, d_v) > MAX_HEAD_DIM
 
 

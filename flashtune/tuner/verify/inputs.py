@@ -295,7 +295,7 @@ def make_inputs(
         for o in p.contract.operands:
             without_repeats(part.operands[o.name]).fill_(float("nan"))
     if p.features.page:
-        inputs = replace(inputs, pages=pages_of(p.features.page, sequences, (inputs.k, inputs.v), generator))
+        inputs = replace(inputs, pages=pages_of(p.features.page, sequences, (inputs.k, inputs.v), generator, latent=f.latent))
         inputs.store()
     if not meta:
         run_forward(inputs)
