@@ -202,7 +202,7 @@ def test_a_fallback_serves_packed_calls_from_when_on_their_softmax_was_mispredic
     def kernels_of(rows: int) -> list[Any]:
         made: list[Any] = []
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(Kernel, "run", lambda kernel, *_: made.append(kernel))
+            patch.setattr(Kernel, "run_at", lambda kernel, *_: made.append(kernel))
             for _ in range(rows):
                 dispatch.attention_varlen(*given, **words)
         return [one.config for one in made]

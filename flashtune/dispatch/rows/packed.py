@@ -47,8 +47,11 @@ class PackedPlan:
     def plain(self) -> bool:
         """True where a call does nothing but the launches of `fixed`."""
         kernel, numbers = self.forward, self.numbers
-        known = self.fixed is not None and self.fixed[0] is kernel
-        return known and kernel is not None and kernel.latch is None and numbers.scale > 0.0 and not numbers.dropout_p
+        if kernel is None or self.fixed is None or self.fixed[0] is not kernel or numbers.scale <= 0.0 or numbers.dropout_p:
+            return False
+        # Asked here, where hardly any call has to look further.
+        state = None if kernel.latch is None or numbers.deterministic else kernel.latch.state
+        return state is None or not (state.latched or state.mispredicted.value != state.seen)
 
     def keep(self, kernel: Kernel, prepared: Prepared) -> None:
         """Keep the launches of the forward."""
