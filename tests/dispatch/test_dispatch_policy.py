@@ -20,6 +20,7 @@ from flashtune.core.records.results import Fate, TuningRecord
 from flashtune.dispatch.policy import choose as policy
 from flashtune.dispatch.policy import records
 from flashtune.dispatch.policy.choose import COMPARED, COMPILING, Choice, Refusal
+from flashtune.dispatch.policy.offers import provider_choice
 from flashtune.templates import cost, families
 from flashtune.templates.expected import LOG_HOST, left_out, log_us
 
@@ -250,6 +251,28 @@ def test_a_near_gpu_has_the_same_architecture() -> None:
     assert choose(PROBLEM, H200, [record(gpu="unknown-gpu")], FAMILIES).kind == "default"
     unknown = replace(H200, slug="nvidia-h200-mig-3g", sms=60)
     assert choose(PROBLEM, unknown, [record(gpu=H200)], FAMILIES).kind == "near_gpu"
+
+
+def test_a_family_that_outran_pytorch_in_a_committed_run_needs_no_record() -> None:
+    def said(gpu: str, n: int, d: int = 512) -> str:
+        wide = replace(PROBLEM, d=d, d_v=d, n_q=n, n_kv=n)
+        chosen = policy.choose(wide, find_target(gpu), [], families())
+        return chosen.kind if chosen.family is None else chosen.family.name
+
+    assert said("h200", 2048) == said("h100", 4096, 320) == "flash_fwd_hopper_wide"
+    # Fewer queries, other architectures and heads of up to 256 weren't in it.
+    assert said("h200", 512) == said("a100", 2048) == said("b200", 2048) == said("h200", 2048, 256) == "framework"
+
+
+def test_the_library_that_a_record_prefers_runs_wide_heads_where_it_is_installed() -> None:
+    wide, target = replace(PROBLEM, d=512, d_v=512, n_q=4096, n_kv=4096, batch=4, heads=4, kv_heads=4), find_target("h200")
+    [row] = [one for one in SHIPPED if one.key == wide.key("h200")]
+    words: Any = {"framework_serves": True, "families": families().values()}
+    found = provider_choice(row, wide, target, lambda name: name == "cudnn_fe", **words)
+    assert found is not None and found.provider == "cudnn_fe"
+    assert provider_choice(row, wide, target, lambda name: False, **words) is None
+    alone = provider_choice(row, wide, target, lambda name: False, framework_serves=True)
+    assert alone is not None and alone.kind == "framework"
 
 
 def test_where_the_framework_was_faster_it_serves_if_it_can() -> None:

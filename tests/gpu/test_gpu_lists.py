@@ -106,7 +106,8 @@ def test_a_compiler_keeps_what_is_listed(trained: bool) -> None:
     places = torch.rand(1, 4, 16, 16, device="cuda", generator=generator).argsort(-1)[..., :4].int()
     kinds = torch.zeros(1, 4, 16, 17, dtype=torch.int32, device="cuda").scatter_(-1, places.long(), 1)[..., :16]
     number, order = kinds.sum(-1, dtype=torch.int32), kinds.argsort(dim=-1, descending=True, stable=True).int()
-    given = call(BlockMask.from_kv_blocks(number, order, BLOCK_SIZE=64, seq_lengths=(1024, 1024)))
+    # PyTorch's kernels, which a compiler traces, take no blocks of 64 there.
+    given = call(BlockMask.from_kv_blocks(number, order, BLOCK_SIZE=128, seq_lengths=(2048, 2048)))
     attend = torch.compile(dispatch.flex_attention, fullgraph=True)
     if trained:
         assert max(errors(given, attend)) <= BOUNDS["bf16"]
