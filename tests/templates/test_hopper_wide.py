@@ -12,6 +12,8 @@ from flashtune.core.code.launching import compiler_options
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.problems.reference import visible
+from flashtune.templates import family
+from flashtune.templates.expected import log_us
 from flashtune.templates.hopper.flash_fwd_hopper_wide import FAMILY
 from flashtune.templates.hopper.wide import WideLayout
 from flashtune.templates.loading import load_kernel
@@ -106,3 +108,13 @@ def test_products_run_side_by_side_without_spills(d: int, features: Features, ch
     # The compiler waits for each product by itself where registers of one are written while another runs.
     assert values["WARPGROUP"] == 2
     assert both["WARPGROUP"] <= 2 * (layout.parts + 2)
+
+
+@pytest.mark.parametrize(("d", "causal"), [(512, True), (320, False)])
+def test_a_search_expects_it_to_be_the_fastest(d: int, causal: bool) -> None:
+    wanted = replace(problem(d, Features(causal=causal)), n_q=8192, n_kv=8192)
+    times: dict[str, list[float]] = {}
+    for kind in (FAMILY, family("flash_fwd")):
+        found = [log_us(kind, one, wanted, H200) for one in kind.starts(wanted.spec(), H200)]
+        times[kind.name] = [one for one in found if one is not None]
+    assert max(times["flash_fwd_hopper_wide"]) < min(times["flash_fwd"])
