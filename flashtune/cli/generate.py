@@ -129,7 +129,7 @@ def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
     found = arrange(servable([one for one in records if one.outcome.template not in PROVIDERS and not one.problem.features.page]))
     if not found:
         wanted = "no record" + (f" of gpu {filters.get('gpu')}" if filters.get("gpu") else "")
-        raise NoKernelFound(f"{database} holds {wanted} that could be used: search first, or name another database")
+        raise NoKernelFound(f"{database} holds {wanted} with a kernel to generate: search first, or name another database")
     return found
 
 

@@ -34,7 +34,7 @@ def torchs_place(attend: Callable[..., Any] | None = None) -> Iterator[None]:
 
     Args:
         attend: a function in its place, as `functools.partial(dispatch.ring, group=group)`. It gets query, key and value, and those of the
-            other arguments that aren't PyTorch's defaults, by name. What it raises is raised; calls that it refuses don't go to PyTorch.
+            other arguments that aren't PyTorch's defaults, by name. Its errors are raised, and PyTorch doesn't run the call instead.
 
     Raises:
         InputTypeError: for what can't be called.
@@ -45,7 +45,7 @@ def torchs_place(attend: Callable[..., Any] | None = None) -> Iterator[None]:
     threads for good: `torch.nn.functional.scaled_dot_product_attention = flashtune.dispatch.attention`.
     """
     if attend is not None and not callable(attend):
-        raise InputTypeError(f"attend must be a function of query, key and value, not {type(attend).__name__}: pass dispatch.ring, say")
+        raise InputTypeError(f"attend must be a function of query, key and value, not {type(attend).__name__}: pass one, or nothing")
     _enter()
     token = _serving.set(_OURS if attend is None else attend)
     try:

@@ -77,8 +77,8 @@ class Family:
     `suits` returns the reason why a problem's sizes are better left to other families, or None where this one competes. It is a heuristic
     for sizes without measurements: it selects the families that a search tries unless they are named, the default on offer, and near
     records of other sizes. A measured record of exactly the problem's key is served in any case.
-    `outruns_torch` names the committed run in which the default config took less time than PyTorch at all sizes like a problem's: there it
-    runs calls without a record of their own. It is None elsewhere.
+    `outruns_torch` names the committed run in which every config timed took less time than PyTorch at all sizes like a problem's: there the
+    default config runs calls without a record of their own. It is None elsewhere.
     `tried_first` are configs worth trying first (the field's published tiles, say), in or out of the constraints; of those that keep them
     `pick` takes a safe one for use without tuning, and `at_sizes`, where there is one, that of a problem. `interpretable` is True if
     Triton's interpreter runs it. `folder` is that of its template.

@@ -70,7 +70,7 @@ def test_flag_names_new_kernels_alone() -> None:
     plain = {"direction": "fwd", "dtype": "bf16", "d": 64, "d_v": 64, "causal": False, "window": False, "softcap": False, "mask": "none"}
     assert "latent" not in KernelSpec(**plain).as_dict() and KernelSpec(**plain, latent=True).as_dict()["latent"] is True
     assert "latent" not in Features().as_json()
-    with pytest.raises(InputError, match="columns of keys, which have 64 and not 128"):
+    with pytest.raises(InputError, match="columns of keys, which have 64, not 128"):
         Problem(batch=1, heads=1, kv_heads=1, n_q=1, n_kv=9, d=64, d_v=128, dtype="bf16", features=Features(latent=True))
 
 

@@ -138,8 +138,8 @@ def test_a_page_in_a_database_is_a_number(page: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--direction", "bwd"], "pages are read by forwards"),
-        (["--dtype", "fp8"], "pages are read by forwards"),
+        (["--direction", "bwd"], "pages have forwards"),
+        (["--dtype", "fp8"], "pages have forwards"),
         (["--mask", "bool"], "page is 16"),
         (["--dropout", "0.1"], "page is 16"),
         (["--mask-mod", "examples/masks.py:dilated"], "page is 16"),

@@ -72,7 +72,7 @@ class Features(Flags):
 
     def __post_init__(self) -> None:
         if self.page < 0 or (self.page and (not self.packed or self.dropout or self.mask != "none" or self.mods)):
-            raise InputError(f"page is {self.page}: give 1 or more beside packed, without dropout, mask and functions, or drop it")
+            raise InputError(f"page is {self.page}: give 1 or more keys, beside packed and without dropout, mask and functions, or drop it")
         if self.mods and not _HASH.fullmatch(self.mods):
             raise InputError(f"mods is {shown(self.mods)}, no hash of functions: give 16 hexadecimal digits")
         if self.dbias and self.mask != "bias":
@@ -261,9 +261,11 @@ class Problem(Sizes):
         if self.features.tf32 and self.dtype != "fp32":
             raise InputError(f"tf32 needs fp32 inputs, not {self.dtype}: drop tf32 or change the dtype")
         if self.features.latent and self.d_v > self.d:
-            raise InputError(f"latent values are columns of keys, which have {self.d} and not {self.d_v}: make d_v smaller, or drop latent")
+            raise InputError(f"latent values are columns of keys, which have {self.d}, not {self.d_v}: make d_v smaller, or drop latent")
         if self.features.page and (self.direction, self.dtype) not in (("fwd", "fp16"), ("fwd", "bf16"), ("fwd", "fp32")):
-            raise InputError(f"pages are read by forwards in fp16, bf16 and fp32, not by {self.direction} in {self.dtype}: drop the page")
+            raise InputError(
+                f"pages have forwards in 16 bits and fp32, not {self.direction} in {self.dtype}: change these, or drop the page"
+            )
         if self.direction == "fwd" and (requested := self.features.asked):
             raise InputError(f"{' and '.join(requested)} can't be requested from a forward: use the direction bwd")
         if self.lengths is None and self.features.packed:

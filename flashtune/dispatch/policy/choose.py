@@ -143,7 +143,7 @@ def rank(
     elif suited:
         for family in suited:
             if (run := family.outruns_torch(problem, target)) is not None:
-                yield ranking.default(family, note=f"no record has these sizes; {family.name} took less time than PyTorch at all of {run}")
+                yield ranking.default(family, note=f"no record has these sizes; {family.name} outran PyTorch at all sizes of the run {run}")
         why = f"no kernel for this problem was measured on GPUs like {target.name}"
         note = f"{why}, so PyTorch's own attention runs the call (FLASHTUNE_UNMEASURED=1 lets {suited[0].name} run it)"
         yield Choice(kind="framework", spec=spec, note=note)

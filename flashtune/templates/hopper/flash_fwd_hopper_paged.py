@@ -20,10 +20,11 @@ LARGEST_HEAD = 256
 
 FEWEST_QUERIES = 128
 """Mean number of a sequence's queries from which tiles of one head's queries are full enough: those of flash_paged hold all heads of a
-key head. On an H200 (D = 128, 32 heads over 8, 8,000 keys) chunks of 64 queries took 0.82 to 0.94 of its rate, of 128 queries 1.69."""
+key head. On an H200 (D = 128, 32 heads over 8, 8,000 keys) chunks of 64 queries ran at 0.82 to 0.94 of flash_paged's rate, of 128 queries
+at 1.69."""
 
 FEWEST_TILES = 1 / 3
-"""Tiles to a multiprocessor from which keys needn't be split: there 64 tiles ran at 1.28 to 1.30 of flash_paged's rate, 32 at 0.80."""
+"""Tiles to a multiprocessor from which keys needn't be split: on an H200 64 tiles ran at 1.28 to 1.30 of flash_paged's rate, 32 at 0.80."""
 
 
 def refuses(spec: KernelSpec, target: Target) -> str | None:

@@ -62,8 +62,8 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
 
 
 def outruns_torch(problem: Problem, target: Target) -> str | None:
-    """The run in which heads of 320 and 512 took 0.3 of PyTorch's time at most: 2,048 to 32,768 queries, one and eight query heads to a key
-    head, causal and not."""
+    """The run on an H200 in which heads of 320 and 512 took 0.3 of PyTorch's time at most: 2,048 to 32,768 queries, one and eight query
+    heads to a key head, causal and not."""
     return "2026-11-30-h200-wide-heads" if problem.n_q >= LEAST_QUERIES and problem.n_kv >= LEAST_QUERIES else None
 
 
