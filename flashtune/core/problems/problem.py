@@ -263,9 +263,7 @@ class Problem(Sizes):
         if self.features.latent and self.d_v > self.d:
             raise InputError(f"latent values are columns of keys, which have {self.d}, not {self.d_v}: make d_v smaller, or drop latent")
         if self.features.page and (self.direction, self.dtype) not in (("fwd", "fp16"), ("fwd", "bf16"), ("fwd", "fp32")):
-            raise InputError(
-                f"pages have forwards in 16 bits and fp32, not {self.direction} in {self.dtype}: change these, or drop the page"
-            )
+            raise InputError(f"pages have forwards in 16 bits and fp32, not {self.direction} in {self.dtype}: change it, or drop the page")
         if self.direction == "fwd" and (requested := self.features.asked):
             raise InputError(f"{' and '.join(requested)} can't be requested from a forward: use the direction bwd")
         if self.lengths is None and self.features.packed:
