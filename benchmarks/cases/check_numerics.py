@@ -51,7 +51,7 @@ SPECS: list[dict[str, Any]] = [
     {"d": 64, "dtype": "fp32", "features": Features(mask="bias", dbias=True)},
     *(
         {"d": d, "d_v": d_v, "dtype": "bf16", "features": CAUSAL}
-        for d, d_v in ((96, 96), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (40, 72))
+        for d, d_v in ((96, 96), (160, 160), (192, 192), (192, 128), (256, 256), (64, 128), (40, 72), (512, 512))
     ),
     *({"d": d, "dtype": "fp8", "features": features} for features in (Features(), CAUSAL) for d in (64, 128)),
     {"d": 128, "dtype": "fp8", "features": Features(causal=True, alibi=True, mask="bool", dropout=True, softcap=True)},

@@ -14,7 +14,7 @@ from flashtune.core.code.shipped import PACKAGE, shipped_index
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.config import Value, asks_first, settles
 from flashtune.core.problems.problem import Problem, unfit_heads
-from flashtune.core.records.results import Fate, Outcome, SearchResult
+from flashtune.core.records.results import PROVIDERS, Fate, Outcome, SearchResult
 from flashtune.templates import family
 from flashtune.templates.rendering import text_hash, variant_of
 from flashtune.tuner.propose.space import Candidate
@@ -125,7 +125,7 @@ def first_to_race(problem: Problem, target: Target, *, most: int, seed: int) -> 
 
 def of_records(results: Iterable[SearchResult], target: Target, *, most: int) -> Work:
     """This GPU's records of kernels in their order."""
-    own = (one for one in results if one.gpu == target.slug and unfit_heads(one.problem.d, one.problem.d_v) is None)
+    own = (one for one in results if one.gpu == target.slug and not any(outcome.template in PROVIDERS for outcome in measured(one)[:1]))
     return [(result.problem, candidates_of(result, target, most=most)) for result in own]
 
 

@@ -34,7 +34,8 @@ def torchs_place(attend: Callable[..., Any] | None = None) -> Iterator[None]:
 
     Args:
         attend: a function in its place, as `functools.partial(dispatch.ring, group=group)`. It gets query, key and value, and those of the
-            other arguments that aren't PyTorch's defaults, by name. Its errors are raised, and PyTorch doesn't run the call instead.
+            other arguments that aren't PyTorch's defaults, by name. Its errors are raised, and PyTorch doesn't run the call instead. If it
+            calls PyTorch's function, that one runs. torch.compile breaks the graph there.
 
     Raises:
         InputTypeError: for what can't be called.
@@ -83,7 +84,8 @@ def _inside() -> bool:
 
 def _given() -> bool:
     """True where another function than dispatch.attention runs the calls of this thread."""
-    return _serving.get() not in (None, _OURS)
+    found = _serving.get()
+    return found is not None and found is not _OURS
 
 
 # As torch.compiler.assume_constant_result sets it, whose import brings the compiler: a compiled call keeps the value seen while tracing.
@@ -109,6 +111,17 @@ def for_compilers() -> Callable[[], None]:
     return leave
 
 
+def _by_given(query: Any, key: Any, value: Any, words: dict[str, Any]) -> Any:
+    """Result of the function of this context, which calls PyTorch's own where it calls it."""
+    attend = _serving.get()
+    token = _serving.set(None)
+    try:
+        # Compiled code may have been traced in another context.
+        return (dispatch.attention if attend is None or attend is _OURS else attend)(query, key, value, **words)
+    finally:
+        _serving.reset(token)
+
+
 def _substitute(before: Callable[..., Any], serves: Callable[[], bool]) -> Callable[..., Any]:
     """Function for torch.nn.functional, and for torch.jit.script: ours where it `serves`, else `before`."""
 
@@ -118,7 +131,7 @@ def _substitute(before: Callable[..., Any], serves: Callable[[], bool]) -> Calla
                 words = dict(zip(_ARGUMENTS, (attn_mask, *others), strict=False)) | words
                 # Tensors have no single truth value.
                 given = {name: x for name, x in words.items() if isinstance(x, torch.Tensor) or x != _ARGUMENTS.get(name, _OURS)}
-                return _serving.get()(query, key, value, **given)
+                return _by_given(query, key, value, given)
             try:
                 return dispatch.attention(query, key, value, attn_mask, *others, **words)
             except (InputError, InputTypeError):

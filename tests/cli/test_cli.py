@@ -58,7 +58,7 @@ EXPLAIN = ("explain", "--gpu-name", "a100", "--n", "512", "--d", "64")
 BAD_INPUT = {
     "unknown gpu": (("search", "--gpu-name", "h20", "--d", "64"), "h200"),
     "gpu without kernels": (("search", "--gpu-name", "v100", "--d", "64", "--n", "512"), "V100"),
-    "d too large": (("search", "--gpu-name", "a100", "--d", "257"), "257"),
+    "d too large": (("search", "--gpu-name", "a100", "--d", "577"), "577"),
     "d of zero": (("search", "--gpu-name", "a100", "--d", "0"), "'--d': 0 is not in the range 1<=x<=1024"),
     "n of zero": (("search", "--gpu-name", "a100", "--d", "64", "--n", "0"), "'--n': 0 is not in the range"),
     "negative n": (("search", "--gpu-name", "a100", "--d", "64", "--n", "-5"), "'--n': -5 is not in the range"),
@@ -210,7 +210,7 @@ def test_explain_names_the_record_that_a_search_stored(
     assert found["likely_us"][0] < found["likely_us"][2]
 
 
-@pytest.mark.parametrize("sizes", [("--d", "512"), ("--d", "64", "--d-v", "257"), ("--d", "4096", "--d-v", "8")])
+@pytest.mark.parametrize("sizes", [("--d", "600"), ("--d", "64", "--d-v", "577"), ("--d", "4096", "--d-v", "8")])
 def test_explain_says_of_heads_that_no_kernel_takes_what_calls_say(sizes: tuple[str, ...]) -> None:
     largest = max(int(word) for word in sizes if word.isdigit())
     found = json.loads(flashtune("explain", "--gpu-name", "h200", "--n", "64", *sizes, "--json").stdout)

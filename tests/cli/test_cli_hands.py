@@ -17,7 +17,7 @@ from flashtune.cli import doctor
 from flashtune.cli.main import main
 from flashtune.core.problems.problem import Features, Problem
 from flashtune.db.library import shipped_path
-from flashtune.templates import families
+from flashtune.templates import every_family
 
 CAUSAL = Problem(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128, d_v=128, dtype="bf16", features=Features(causal=True))
 
@@ -56,7 +56,7 @@ def completions(*words: str) -> list[str]:
         (("search", "--dtype", "fp"), ["fp16", "fp32", "fp8"]),
         (("search", "--dtype", "bf16,fp1"), ["bf16,fp16"]),
         (("show", "--dtype", "b"), ["bf16"]),
-        (("search", "--template", "flash_fwd_h"), ["flash_fwd_hopper"]),
+        (("search", "--template", "flash_fwd_h"), ["flash_fwd_hopper", "flash_fwd_hopper_wide", "flash_fwd_hopper_paged"]),
     ],
 )
 def test_a_shell_completes_gpus_dtypes_and_templates(words: tuple[str, ...], expected: list[str]) -> None:
@@ -159,5 +159,5 @@ def test_doctor_survives_any_place_for_the_overlay(location: str, monkeypatch: p
 
 
 def test_completion_knows_every_template() -> None:
-    assert set(completions("search", "--template", "")) == set(families())
+    assert set(completions("search", "--template", "")) == set(every_family())
     assert os.environ.get("_FLASHTUNE_COMPLETE") is None

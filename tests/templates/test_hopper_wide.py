@@ -21,7 +21,15 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiling_for, read_facts
 from flashtune.tuner.verify.inputs import make_inputs
 
-PLAIN: dict[str, int | str | bool] = {"K_COLUMNS": 128, "num_stages": 1, "intra_wg_overlap": 1, "section": 1, "rescale": "always"}
+PLAIN: dict[str, int | str | bool] = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "K_COLUMNS": 128,
+    "num_stages": 1,
+    "intra_wg_overlap": 1,
+    "section": 1,
+    "rescale": "always",
+}
 CAUSAL = Features(causal=True, alignment="bottom_right")
 
 
