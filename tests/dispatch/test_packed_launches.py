@@ -1,5 +1,6 @@
 """Packed and paged calls against a stand-in for the driver: every launch of a call gets that call's own tensors, also at repeated calls."""
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -115,6 +116,28 @@ def test_packed_launches_get_the_tensors_of_their_call(
             made = dict(zip(("dq", "dk", "dv"), grads, strict=True))
             tensors = given | {"out": out, "lse": lse, "dout": dout, "dlse": dlse} | made
             assert checked(launches, tensors) >= {"q", "k", "v", "out", "dout", "lse", "dlse", "cu_q", "cu_k", *made}
+
+
+def test_gradients_keep_their_launches_for_tensors_that_lie_alike_alone(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[Kernel] = []
+    launch = Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", lambda kernel, *given: looked_up.append(kernel) or launch(kernel, *given))
+    serve_by(monkeypatch, *FAMILIES["pointers"])
+    given = packed(230)
+    # One key head for all: rows of a stride of 0.
+    given |= {name: torch.zeros(240, 1, 64).half().requires_grad_() for name in ("k", "v")}
+
+    def step(pack: Any = None) -> int:
+        views = given | {name: given[name].expand(-1, 2, -1) for name in ("k", "v")}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, pack) if pack else contextlib.nullcontext():
+            out, _ = attend(views)
+            before = len(looked_up)
+            torch.autograd.grad(out.sum(), [given[name] for name in ("q", "k", "v")])
+        return len(looked_up) - before
+
+    assert [step(), step()] == [1, 0]
+    # Saved tensors come back with other strides.
+    assert step(lambda x: x.contiguous()) == 1
 
 
 @pytest.mark.parametrize("packs", [False, True])
