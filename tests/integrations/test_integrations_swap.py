@@ -64,6 +64,15 @@ def test_another_function_gets_the_arguments_that_are_not_pytorchs_own(served: l
         with torchs_place():
             call()
     assert [sorted(words) for words in got] == [["is_causal", "scale"], [], ["attn_mask"]] and len(served) == 1
+
+    def within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **words: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, **words) + 1
+
+    compiled = torch.compile(lambda: call() * 2, backend="eager")
+    wanted = call()
+    for attend_here, more in ((within, 1), (None, 0), (within, 1)):
+        with torchs_place(attend_here):
+            torch.testing.assert_close(compiled(), (wanted + more) * 2)
     assert F.scaled_dot_product_attention is sdpa
     with pytest.raises(InputTypeError, match="attend must be a function"), torchs_place(3):  # type: ignore[arg-type]
         pass
