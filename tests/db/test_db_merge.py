@@ -89,7 +89,7 @@ def test_a_merge_never_writes_over_what_it_reads_nor_nothing(three: list[Path], 
     before = three[0].read_bytes()
     with pytest.raises(DatabaseError, match="one of the databases to merge"):
         merge(three, three[0], replace=True)
-    with pytest.raises(NoKernelFound, match="no record with a kernel to generate"):
+    with pytest.raises(NoKernelFound, match="no record that could be used"):
         merge(three, tmp_path / "none.sqlite", passed_over=lambda record: True)
     merge(three[:1], tmp_path / "there.sqlite")
     with pytest.raises(DatabaseError, match=r"there\.sqlite"):

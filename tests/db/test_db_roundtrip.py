@@ -41,22 +41,24 @@ free_text = st.text(max_size=200)
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     dtype = draw(st.sampled_from(DTYPES))
-    kv_heads = draw(st.integers(1, 64))
+    kv_heads, d, d_v = draw(st.integers(1, 64)), draw(st.integers(1, 256)), draw(st.integers(1, 256))
+    # Latent values are columns of keys.
+    allowed = {"tf32": dtype == "fp32", "latent": d_v <= d}
     return Problem(
         batch=draw(st.integers(1, 1024)),
         heads=kv_heads * draw(st.integers(1, 64)),
         kv_heads=kv_heads,
         n_q=draw(st.integers(1, LARGEST)),
         n_kv=draw(st.integers(1, LARGEST)),
-        d=draw(st.integers(1, 256)),
-        d_v=draw(st.integers(1, 256)),
+        d=d,
+        d_v=d_v,
         dtype=dtype,
         features=Features(
             causal=draw(st.booleans()),
             alignment=draw(st.sampled_from(ALIGNMENTS)),
             window=draw(st.none() | st.tuples(sides, sides)),
             mask=draw(st.sampled_from(MASK_KINDS)),
-            **{name: (name != "tf32" or dtype == "fp32") and draw(st.booleans()) for name in FLAGS},
+            **{name: allowed.get(name, True) and draw(st.booleans()) for name in FLAGS},
         ),
     )
 

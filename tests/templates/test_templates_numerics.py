@@ -42,8 +42,8 @@ def test_huge_scores_agree_with_the_reference_however_keys_are_split() -> None:
 
 
 def test_every_feature_that_is_on_or_off_has_a_case() -> None:
-    # Packed sequences have cases of their own (test_varlen).
-    assert {flag for case in CASES for flag in FLAGS if getattr(case.problem.features, flag)} == set(FLAGS) - {"packed"}
+    # Packed sequences and latent values have cases of their own (test_varlen, test_latent).
+    assert {flag for case in CASES for flag in FLAGS if getattr(case.problem.features, flag)} == set(FLAGS) - {"packed", "latent"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

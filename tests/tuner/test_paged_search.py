@@ -383,8 +383,8 @@ def test_a_record_of_hoppers_kernel_serves_chunks_where_its_copies_can(
         assert (said.kind, said.template, said.config, said.twin) == ("exact", kind.name, frozen, running)
         assert dispatch.explain_varlen(*tensors, **words, deterministic=True).twin is None
         made: list[Config] = []
-        launch = Kernel.run
-        monkeypatch.setattr(Kernel, "run", lambda kernel, *given: (made.append(kernel.config), launch(kernel, *given))[1])
+        launch = Kernel.run_at
+        monkeypatch.setattr(Kernel, "run_at", lambda kernel, *given: (made.append(kernel.config), launch(kernel, *given))[1])
         for _ in range(2):
             _, launches = driven.since(partial(dispatch.attention_varlen, *tensors, **words))
             assert [name for name, _ in launches] == ["flash_fwd_hopper"]

@@ -46,7 +46,7 @@ def times(pool: Candidates) -> dict[Candidate, float]:
     return {candidate: float(math.exp(log + error)) for candidate, log, error in zip(pool.candidates, pool.log_times, off, strict=True)}
 
 
-@pytest.mark.parametrize("name", [name for name in families() if name != "flash_fwd_hopper"])
+@pytest.mark.parametrize("name", [name for name in families() if not name.startswith("flash_fwd_hopper")])
 def test_a_space_is_what_its_constraints_leave_of_all_combinations(name: str) -> None:
     """Constraints are asked of the axes that they say they read, and of nothing else."""
     chosen = families()[name]
