@@ -124,6 +124,21 @@ def without_lines() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Records are read and choices made anew, and no call is recorded yet; nothing of it stays."""
+    from flashtune import dispatch
+    from flashtune.dispatch.state.recorded import CALLS
+
+    def forget() -> None:
+        dispatch.reload()
+        CALLS.forget()
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Matrices of a few rows only wait for each other's threads."""

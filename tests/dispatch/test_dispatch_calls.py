@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,11 @@ from flashtune.dispatch.state.recorded import CALLS
 from flashtune.integrations import torchs_place
 from flashtune.templates import families
 
+pytestmark = pytest.mark.usefixtures("anew")
+
 machine = pretended.machine
 PROBLEM = Problem(batch=2, heads=4, kv_heads=2, n_q=40, n_kv=40, d=16, d_v=16, dtype="fp32", features=Features(causal=True))
 Q, K, V = torch.randn(2, 4, 40, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    dispatch.reload()
-    CALLS.forget()
-    yield
-    CALLS.forget()
 
 
 def attend(*tensors: Any, **words: Any) -> Any:

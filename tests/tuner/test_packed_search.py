@@ -1,7 +1,7 @@
 """Packed problems from the command line to the record that serves: searched, checked beside poisoned neighbours, recorded, looked up."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from flashtune.tuner.timing.baseline import pytorch_call
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
 
+pytestmark = pytest.mark.usefixtures("anew")
+
 H200 = find_target("h200")
 PACKED = Problem(
     batch=16, heads=16, kv_heads=16, n_q=1024, n_kv=1024, d=128, d_v=128, dtype="bf16",
@@ -48,15 +50,6 @@ SMALL = Problem(
     batch=3, heads=4, kv_heads=2, n_q=20, n_kv=20, d=16, d_v=16, dtype="fp32",
     features=Features(causal=True, packed=True, alibi=True, sinks=True), lengths=Lengths.of("lognormal", 3, 60),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    dispatch.reload()
-    CALLS.forget()
-    yield
-    dispatch.reload()
-    CALLS.forget()
 
 
 # --- the search -------------------------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 from flashtune.tuner.verify.pages import GARBAGE
 
+pytestmark = pytest.mark.usefixtures("anew")
+
 H200 = find_target("h200")
 STEP = Problem(
     batch=64, heads=32, kv_heads=8, n_q=1, n_kv=8192, d=64, d_v=64, dtype="fp16", features=Features(packed=True, page=16)
@@ -64,15 +66,6 @@ SMALL = Problem(
 )  # fmt: skip
 UNUSUAL = Config.of(BLOCK_M=16, BLOCK_N=32, num_warps=2, num_stages=3, programs=3, unmasked=False)
 """No default's config."""
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    dispatch.reload()
-    CALLS.forget()
-    yield
-    dispatch.reload()
-    CALLS.forget()
 
 
 def paged(page: int, problem: Problem = STEP) -> Problem:

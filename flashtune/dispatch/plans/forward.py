@@ -176,10 +176,9 @@ class KernelPlan(Plan):
         """Output and, where `return_lse` is set, LSE; on the tensors' device and its current stream."""
         if self._in_graphs is not None and (captured := self._captured(query, key, value, mask, per_head)) is not None:
             return captured.run(query, key, value, mask, seed, per_head)
-        if (latch := self.latch) is not None and (state := latch.state) is not None:
-            # Asked here, where hardly any call has to look further.
-            suspect = state.latched or state.mispredicted.value != state.seen
-            if suspect and (other := latch.serving(query, key, value, mask, per_head)) is not None:
+        if (latch := self.latch) is not None and latch.suspect:
+            other = latch.serving(query, key, value, mask, per_head)
+            if other is not None:
                 return other.run(query, key, value, mask, seed, per_head)
         call, program, device, index = self.call, self.program, self.call.device, self.call.device.index
         if program is not None and C._cuda_getDevice() != index:

@@ -94,10 +94,16 @@ class Latch(Generic[_Serving]):
         self.other: _Serving | None = None
         self._make = make
 
+    @property
+    def suspect(self) -> bool:
+        """True where the fallback may serve, so that a call has to look further, which hardly any has."""
+        state = self.state
+        return state is not None and (state.latched or state.mispredicted.value != state.seen)
+
     def serving(self, *given: Any) -> _Serving | None:
         """The fallback, where it serves this call, made with the arguments `given` where it isn't yet; None where it doesn't serve."""
         state = self.state
-        if state is None or not (state.latched or state.mispredicted.value != state.seen) or torch.are_deterministic_algorithms_enabled():
+        if state is None or not self.suspect or torch.are_deterministic_algorithms_enabled():
             return None
         if C._cuda_isCurrentStreamCapturing():
             # A graph keeps the kernel of its capture, so that captured calls never switch.

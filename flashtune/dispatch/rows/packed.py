@@ -49,9 +49,7 @@ class PackedPlan:
         kernel, numbers = self.forward, self.numbers
         if kernel is None or self.fixed is None or self.fixed[0] is not kernel or numbers.scale <= 0.0 or numbers.dropout_p:
             return False
-        # Asked here, where hardly any call has to look further.
-        state = None if kernel.latch is None or numbers.deterministic else kernel.latch.state
-        return state is None or not (state.latched or state.mispredicted.value != state.seen)
+        return kernel.latch is None or numbers.deterministic or not kernel.latch.suspect
 
     def keep(self, kernel: Kernel, prepared: Prepared) -> None:
         """Keep the launches of the forward."""
