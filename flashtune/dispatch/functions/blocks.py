@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtune.dispatch.functions.kept import kept, known_at
-from flashtune.dispatch.functions.kernels import Sequences, lists_of_kinds, lists_of_mask, tile_kinds
+from flashtune.dispatch.functions.kernels import Launched, Sequences, lists_of_kinds, lists_of_mask, tile_kinds
 from flashtune.dispatch.functions.listed import HIDDEN, PARTIAL, VISIBLE, Listed, as_counted, kinds_of_lists, kinds_of_tiles, own_lists
 from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.templates.launches.common import cdiv
@@ -64,6 +64,8 @@ class FlexCall(NamedTuple):
     mask_of: Any
     """The BlockMask, mask_mod or Listed, for its lists of blocks; None of packed sequences, which have none."""
     sequences: Sequences | None = None
+    launched: Launched | None = None
+    """What calls like it launched, where their tensors are compared."""
 
     def of(self, bounds: Sequence[Any], captured: tuple[Tensor, ...]) -> "FlexCall":
         """The call with these tensors in place of its own."""

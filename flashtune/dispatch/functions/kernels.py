@@ -21,7 +21,7 @@ from flashtune.dispatch.plans import launch as launches
 from flashtune.dispatch.policy.choose import Choice, Refusal, kind_by
 from flashtune.dispatch.policy.orders import UNMEASURED, rank_coded
 from flashtune.dispatch.policy.records import differences
-from flashtune.dispatch.rows.kernel import Kernel, layout, loaded_kernel, note
+from flashtune.dispatch.rows.kernel import Kernel, Prepared, layout, loaded_kernel, note
 from flashtune.dispatch.state.context import current
 from flashtune.dispatch.state.recorded import meet_coded
 from flashtune.templates import families
@@ -182,10 +182,42 @@ def lists_of_mask(kernel: Kernel, mask: Sequence[Tensor], blocks: tuple[int, int
     return lists
 
 
+class Launched:
+    """Launches of a forward with functions, kept for calls of it whose rows and lists of lengths lie alike."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        # One tuple, to be read atomically.
+        self._kept: tuple[Kernel, Prepared, list[bool]] | None = None
+
+    def keep(self, kernel: Kernel, prepared: Prepared | None, more: Sequence[Tensor]) -> None:
+        """Keep what a call launched, with tensors of functions like these."""
+        self._kept = None if prepared is None else (kernel, prepared, [x.data_ptr() % 16 == 0 for x in more])
+
+    def again(self, kernel: Kernel, operands: Sequence[Tensor], more: Sequence[Tensor], bounds: Sequence[Tensor | None]) -> bool:
+        """Launch it for a call's tensors, those of functions with the sizes and strides that they had; False where nothing fits."""
+        kept, mods = self._kept, [x.data_ptr() for x in more]
+        if kept is None or kept[0] is not kernel or [at % 16 == 0 for at in mods] != kept[2]:
+            return False
+        addresses = [0] * len(Tensors._fields)
+        addresses[: len(operands)] = [x.data_ptr() for x in operands]
+        for place, x in zip(_BOUNDS, bounds, strict=False):
+            if x is not None:
+                addresses[place] = x.data_ptr()
+        kernel.run_at(kept[1], addresses, mods)
+        return True
+
+
+_BOUNDS = tuple(map(Tensors._fields.index, ("cu_q", "cu_k", "used")))
+"""Places of lists of lengths among a launch's tensors."""
+
+
 def launch(
     kernel: Kernel, operands: Sequence[Tensor | None], more: Sequence[Tensor], scale: float, sequences: Sequences | None = None
-) -> None:
-    """Launch a pass: its operands in the order of flashtune.core.problems.passes, then the tensors of functions (LaunchInputs.mods)."""
+) -> Prepared | None:
+    """Launches of a pass, made: its operands in the order of flashtune.core.problems.passes, then the tensors of functions
+    (LaunchInputs.mods). None where Triton launched."""
     numbers: dict[str, Any] = {"scale": scale}
     bounds: tuple[Tensor | None, ...] = (None, None, None)
     if sequences is not None:
@@ -198,7 +230,7 @@ def launch(
         given = launches.provided(loaded, tensors.q, tensors.k)
         return launching.plan(loaded.host, tensors._replace(counts=given.pop("counts")), more, **numbers, **given)
 
-    kernel.launch((scale, () if sequences is None else sequences.numbers[2:]), tensors, plan, more)
+    return kernel.launch((scale, () if sequences is None else sequences.numbers[2:]), tensors, plan, more)
 
 
 def explained_kernel(kernel: Kernel, said: str, gpu: str, problem: Problem | None) -> Explanation:

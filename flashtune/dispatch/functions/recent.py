@@ -13,7 +13,7 @@ from flashtune.dispatch.call.inspection import flash_attention_on
 from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, varies
 from flashtune.dispatch.functions.documents import PackedCall
 from flashtune.dispatch.functions.kept import stream_of, versions_of
-from flashtune.dispatch.functions.kernels import Sequences
+from flashtune.dispatch.functions.kernels import Launched, Sequences
 from flashtune.dispatch.functions.listed import Listed
 from flashtune.dispatch.functions.traced import Snapshot
 from flashtune.dispatch.plans.plan import guarded
@@ -37,6 +37,7 @@ class RecentCall:
     scale: float
     listed: "weakref.ref[Listed] | None" = None
     numbers: Any = None
+    launched: Launched | None = None
 
 
 def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -76,7 +77,7 @@ def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options
     if mask_of is None and recent.listed is not None:
         return None
     sequences = None if bounds is None else Sequences(bounds, recent.numbers)
-    return FlexCall(recent.functions, captured, recent.call, recent.scale, mask_of, sequences)
+    return FlexCall(recent.functions, captured, recent.call, recent.scale, mask_of, sequences, recent.launched)
 
 
 def keep_recent(
@@ -105,7 +106,7 @@ def keep_recent(
         # Tensors and masks are held by callers.
         listed = weakref.ref(call.mask_of) if isinstance(call.mask_of, Listed) else None
         numbers = None if call.sequences is None else call.sequences.numbers
-        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale, listed, numbers
+        kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale, listed, numbers, Launched()
     mask = None if mask_mod is block_mask else (weakref.ref(block_mask), versions_of(block_mask))
     recent = current().plans.flex
     if len(recent) >= MOST:

@@ -41,7 +41,12 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple
     else:
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     lse = query.new_empty(query.shape[:3] if call.sequences is None else query.shape[1::-1], dtype=torch.float32)
-    launch(call.kernel, (query, key, value, out, lse), [*call.captured, *_lists(call, call.kernel, query, key)], call.scale, call.sequences)
+    operands, more = (query, key, value, out, lse), [*call.captured, *_lists(call, call.kernel, query, key)]
+    bounds = () if call.sequences is None else call.sequences.bounds
+    if call.launched is None or not call.launched.again(call.kernel, operands, more, bounds):
+        prepared = launch(call.kernel, operands, more, call.scale, call.sequences)
+        if call.launched is not None:
+            call.launched.keep(call.kernel, prepared, more)
     return out, lse
 
 

@@ -1,0 +1,100 @@
+"""Repeated calls that are found again by their arguments alone, against a stand-in for the driver: their launches get their own tensors."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from driven import Driven, drive
+from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
+
+from flashtune import dispatch
+from flashtune.core.system.errors import InputError, InputTypeError
+from flashtune.dispatch.rows.kernel import Kernel
+from flashtune.dispatch.state import context
+
+
+@pytest.fixture
+def driven(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driven]:  # noqa: F811
+    yield drive(library, monkeypatch)
+    monkeypatch.undo()
+    context.current().forget()
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape).half()
+
+
+def packed_rows(rows: int) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
+    bounds = torch.tensor([0, 100, 230]).int()
+    given = {"q": halves(rows, 4, 64), "k": halves(240, 2, 64), "v": halves(240, 2, 64), "cu_q": bounds, "cu_k": bounds}
+    return given, partial(dispatch.attention_varlen, *given.values(), 130, 130, enable_gqa=True)
+
+
+def pages(rows: int) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
+    given = {"q": halves(rows, 4, 64), "k": halves(9, 16, 2, 64), "v": halves(9, 16, 2, 64), "cu_q": torch.arange(rows + 1).int()}
+    given |= {"used_k": torch.full((rows,), 99).int(), "table": torch.zeros(rows, 8).int()}
+    tensors = [given[name] for name in ("q", "k", "v", "cu_q")]
+    words = {"seqused_k": given["used_k"], "block_table": given["table"], "enable_gqa": True}
+    return given, lambda longest=120, **more: dispatch.attention_varlen(*tensors, None, 1, longest, **words, **more)
+
+
+@pytest.mark.parametrize("made", [packed_rows, pages])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_repeated_call_parses_nothing_and_writes_its_own_tensors(driven: Driven, monkeypatch: Any, made: Any, with_lse: bool) -> None:
+    planned: list[Any] = []
+    launch = Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", lambda kernel, *given: planned.append(kernel) or launch(kernel, *given))
+    held: list[torch.Tensor] = []
+    for repeat, rows in enumerate((8, 8, 8, 12, 12, 12, 8)):
+        given, call = made(rows)
+        held += given.values()
+        before = len(planned)
+        with torch.no_grad():
+            found, launches = driven.since(partial(call, return_lse=with_lse))
+        out, lse = found if with_lse else (found, None)
+        # Launches are planned at the first call of each number of rows.
+        assert len(planned) == before + (repeat in (0, 3))
+        known = {name: x.data_ptr() for name, x in given.items()}
+        got = {name.removesuffix("_ptr").removesuffix("_desc"): at for _, one in launches for name, at in one.items()}
+        assert {name: got[name] for name in known} == known and got["out"] == out.data_ptr()
+        assert got["lse"] == lse.data_ptr() if lse is not None else got["lse"] not in (0, *(x.data_ptr() for x in (*held, out)))
+        assert (out.shape, out.stride()) == (given["q"].shape, given["q"].stride())
+
+
+def test_growing_lengths_share_a_plan_and_a_wrong_bound_is_refused_again(driven: Driven) -> None:
+    _, call = pages(8)
+    plans = context.current().plans
+    for longest in (120, 121, 122, 122, 100):
+        call(longest)
+    assert len(plans) == 1
+    for wrong in (-1, "8", 122.0):
+        with pytest.raises((InputError, InputTypeError), match="max_seqlen_k"):
+            call(wrong)
+
+
+def captured_row(rows: int, table: torch.Tensor) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
+    given = {"q": halves(1, 4, rows, 64), "k": halves(1, 4, 240, 64), "v": halves(1, 4, 240, 64)}
+    return given, lambda score_mod: dispatch.flex_attention(*given.values(), score_mod=score_mod)
+
+
+def test_repeated_calls_with_functions_get_their_own_tensors_whatever_these_are_aligned_to(driven: Driven) -> None:
+    table, memory = torch.zeros(240), torch.zeros(300)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[k]
+
+    compiled = []
+    for offset in (0, 0, 4, 1, 1, 0):
+        # Other memory under the same tensor, which a kernel for multiples of 16 bytes may not read.
+        table.set_(memory.untyped_storage(), offset, (240,), (1,))
+        given, call = captured_row(200, table)
+        before = len(driven.tried)
+        with torch.no_grad(), dispatch.use(unmeasured=True):
+            out, launches = driven.since(partial(call, score))
+        got = {name.removesuffix("_ptr").removesuffix("_desc"): at for _, one in launches for name, at in one.items()}
+        assert {name: got[name] for name in given} == {name: x.data_ptr() for name, x in given.items()} and got["out"] == out.data_ptr()
+        assert table.data_ptr() in got.values()
+        compiled.append(len(driven.tried) > before)
+    assert compiled == [True, False, False, True, False, False]
