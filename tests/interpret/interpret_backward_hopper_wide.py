@@ -17,27 +17,27 @@ FAMILY = family("flash_bwd_hopper_wide")
 CAUSAL = Features(causal=True, alignment="bottom_right")
 
 CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
-    "full": (problem(Features(), n_q=140, n_kv=200, d=264, d_v=264), {"PART": 64, "beside": 3, "COLUMNS": 128}),
+    "full": (problem(Features(), n_q=140, n_kv=200, d=264, d_v=264), {"COLUMNS": 128}),
     # More queries than keys: the first rows see nothing. The other way round, tiles of the last row see more keys than there are.
-    "causal": (problem(CAUSAL, n_q=300, n_kv=150, d=320, d_v=320, heads=1), {"PART": 64, "beside": 2, "COLUMNS": 128}),
-    "causal, few queries": (problem(CAUSAL, n_q=70, n_kv=290, d=512, d_v=512, heads=1), {"PART": 128, "beside": 1, "COLUMNS": 256}),
+    "causal": (problem(CAUSAL, n_q=300, n_kv=150, d=320, d_v=320, heads=1), {"COLUMNS": 128}),
+    "causal, few queries": (problem(CAUSAL, n_q=70, n_kv=290, d=512, d_v=512, heads=1), {"COLUMNS": 256}),
     "causal from the top": (
         problem(Features(causal=True), n_q=140, n_kv=270, d=512, d_v=512, heads=1, dtype="bf16"),
-        {"PART": 64, "beside": 3, "COLUMNS": 256},
+        {"COLUMNS": 256},
     ),
     "window": (
         problem(Features(window=(70, 30), sinks=True), n_q=400, n_kv=410, d=384, d_v=320, heads=1),
-        {"PART": 64, "beside": 1, "COLUMNS": 128},
+        {"COLUMNS": 128},
     ),
-    "small values": (problem(Features(softcap=True), n_q=90, n_kv=140, d=288, d_v=40, heads=1), {"PART": 64, "beside": 1, "COLUMNS": 128}),
-    "small keys": (problem(CAUSAL, n_q=140, n_kv=150, d=64, d_v=296, heads=1), {"PART": 128, "beside": 1, "COLUMNS": 256}),
+    "small values": (problem(Features(softcap=True), n_q=90, n_kv=140, d=288, d_v=40, heads=1), {"COLUMNS": 128}),
+    "small keys": (problem(CAUSAL, n_q=140, n_kv=150, d=64, d_v=296, heads=1), {"COLUMNS": 256}),
     "everything": (
         problem(replace(CAUSAL, window=(150, 0), mask="bool", dropout=True, softcap=True, alibi=True), n_q=290, n_kv=300, d=264, d_v=264),
-        {"PART": 64, "beside": 3, "COLUMNS": 128},
+        {"COLUMNS": 128},
     ),
     "groups": (
         problem(replace(CAUSAL, dropout=True, mask="bool"), n_q=200, n_kv=190, batch=2, heads=6, kv_heads=2, d=264, d_v=264),
-        {"PART": 128, "beside": 1, "COLUMNS": 128},
+        {"COLUMNS": 128},
     ),
 }
 

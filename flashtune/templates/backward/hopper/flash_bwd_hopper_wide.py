@@ -9,9 +9,9 @@ from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.problem import MAX_HEAD_DIM, Problem, wide_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.templates.backward.hopper.wide import WideBackwardLayout
-from flashtune.templates.family import FLAGS, Axis, Constraint, Family
+from flashtune.templates.family import FLAGS, Axis, Family
 from flashtune.templates.launches.hopper_backward_wide import WideBackwardHost
-from flashtune.templates.predicates import warpgroup_facts
+from flashtune.templates.predicates import plain, warpgroup_facts
 
 LARGEST_HEAD = 512
 """Largest head size: that of forwards."""
@@ -22,18 +22,7 @@ LEAST_QUERIES = 1024
 AXES = (
     Axis(name="BLOCK_M", values=(128,), why="queries of a tile of scores, 64 for each warpgroup"),
     Axis(name="BLOCK_N", values=(128,), why="keys of a tile of scores: both scores fit a warpgroup's registers"),
-    Axis(name="PART", values=(64, 128), why="columns of Q, K, V and dO that come together: early copies against barriers"),
-    Axis(name="beside", values=(1, 2, 3), why="parts of dP under way beside exponentials: overlap against stages that are free"),
     Axis(name="COLUMNS", values=(128, 256), why="columns of a tile of gradients: reuse against padding"),
-)
-
-CONSTRAINTS = (
-    Constraint(
-        name="stages beside exponentials",
-        holds=lambda c, s, t: WideBackwardLayout.of(s, c).beside == c["beside"],
-        why="parts under way beside exponentials leave a stage for the next one",
-        axes=("PART", "beside"),
-    ),
 )
 
 
@@ -52,7 +41,7 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
 
 def outruns_torch(problem: Problem, target: Target) -> str | None:
     """The run on an H200 in which gradients took less time than PyTorch's at all sizes timed."""
-    return "2026-11-30-h200-wide-backward" if problem.n_q >= LEAST_QUERIES and problem.n_kv >= LEAST_QUERIES else None
+    return "2026-11-30-h200-wide-backward" if plain(problem, LEAST_QUERIES) else None
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
@@ -61,11 +50,7 @@ def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     def padding(columns: int) -> tuple[int, int]:
         return sum(-head % columns for head in (spec.d, spec.d_v)), -columns
 
-    return [
-        Config.of(BLOCK_M=128, BLOCK_N=128, PART=part, beside=beside, COLUMNS=columns)
-        for columns in sorted((256, 128), key=padding)
-        for part, beside in ((64, 3), (64, 2), (64, 1), (128, 1))
-    ]
+    return [Config.of(BLOCK_M=128, BLOCK_N=128, COLUMNS=columns) for columns in sorted((256, 128), key=padding)]
 
 
 def expected(config: Config, spec: KernelSpec, target: Target) -> CompileFacts:
@@ -78,7 +63,7 @@ FAMILY = Family(
     folder="backward/hopper",
     direction="bwd",
     axes=AXES,
-    constraints=CONSTRAINTS,
+    constraints=(),
     largest=LARGEST_HEAD,
     flags=FLAGS - {"packed", "dbias", "dslopes"},
     refuses=refuses,
@@ -87,7 +72,7 @@ FAMILY = Family(
     expected=expected,
     interpretable=False,
     layout=WideBackwardLayout.of,
-    path_axes=("PART", "beside", "COLUMNS"),
+    path_axes=("COLUMNS",),
     host=WideBackwardHost,
 )
 """Attention backward for Hopper of heads beyond 256."""
