@@ -33,7 +33,7 @@ def _calls(of: dict[str, Any], *, trained: bool = False) -> tuple[list[torch.Ten
         )
         try:
             call()
-        except InputError:
+        except (InputError, torch.OutOfMemoryError):
             if name == "flashtune":
                 raise
             continue

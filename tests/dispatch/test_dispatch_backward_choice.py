@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from policy_rows import SHIPPED
 from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
@@ -314,3 +315,13 @@ def test_gradients_of_wide_heads_take_kernels_from_where_they_outran_pytorch(mon
     # Records of narrower heads say nothing.
     narrow = record(replace(PROBLEM, d=256, d_v=256, direction="bwd"), template="flash_bwd_hopper_split", framework_us=1.0)
     assert said(4096, rows=[narrow]) == ours
+
+
+def test_where_a_record_prefers_a_library_that_is_missing_our_gradients_of_wide_heads_serve(shipped: Memo) -> None:
+    rows = [one for one in SHIPPED if one.key.d == 512 and one.key.direction == "bwd" and one.key.n >= 1024]
+    assert rows and {one.fastest(lambda name: True) for one in rows} == {"ffpa"}
+    for row in rows:
+        found, why = backwards.gradient_choice(shipped, row.problem, H200)
+        assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_wide", why
+        said = resolve.explained_problem(shipped, row.problem, H200)
+        assert said.template == "flash_bwd_hopper_wide"

@@ -48,7 +48,8 @@ def gradient_choice(
 
     `deterministic` requires bitwise repeatable gradients; `composite` is the result of the function of that name. A kernel serves where it
     is expected to take less time than PyTorch, the host's included (`torch_us_of`). Kernels without measurements on the GPU's architecture
-    serve only where unmeasured ones are allowed, in the interpreter, too, or PyTorch has no fused kernel.
+    serve only where unmeasured ones are allowed, in the interpreter, too, PyTorch has no fused kernel, or a committed run says that they
+    outrun it (`Family.outruns_torch`).
     """
     trained = replace(problem, direction="bwd")
     if memo.settings.plan is not None:
