@@ -74,9 +74,7 @@ def problem(features: Features, **changes: Any) -> Problem:
     [
         (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "exp_poly": True, "wait_early": True}, 4),
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic"}, 8),
-        (40, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic", "held": "both"}, 4),
-        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers"}, 8),
-        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "wait_early": True, "divided_queries": True}, 8),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "divided_queries": True}, 8),
     ],
     ids=str,
 )
@@ -112,7 +110,6 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
 @pytest.mark.parametrize(
     ("d", "changes"),
     [
-        (128, {"BLOCK_M": 64, "num_stages": 2, "persistent": "dynamic", "wait_early": True}),
         (80, {"BLOCK_M": 64, "num_stages": 2, "held": "both", "divided_queries": True}),
     ],
     ids=str,
