@@ -63,7 +63,7 @@ def test_the_hopper_kernel_compares_every_draw_as_an_integer(threshold: int) -> 
     assert torch.equal(halves[:, 1] == -1, keep.flip(0))
 
 
-@pytest.mark.parametrize("p", [0.1, 0.3, 1 / 3, 0.5, 0.8])
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.8])
 def test_the_keep_rate_is_that_of_p_to_five_digits_and_within_four_sigma(p: float) -> None:
     keep, rate = calls(p), reference.dropout_threshold(p) / 32768
     assert abs(rate - p) <= 1 / 65536
