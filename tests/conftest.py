@@ -22,6 +22,8 @@ _SCRATCH = Path(tempfile.mkdtemp(prefix="flashtune-tests-"))
 os.environ["FLASHTUNE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["FLASHTUNE_OWN_DB"] = str(_SCRATCH / "overlay.sqlite")
 os.environ.pop("FLASHTUNE_DB", None)
+# Compiled without lines of the source, as searches do and what ships is: a sixth of the time less.
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 _NUMBERS = itertools.count()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are as many as the cores: more threads in each would only get into each other's way.
@@ -124,17 +126,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             pytest.fail("\n".join(["differs from the golden file; if that is meant, run `make golden` and review the diff", *lines]))
 
     return compare
-
-
-@pytest.fixture(scope="module")
-def without_lines() -> Iterator[None]:
-    """Compiled without lines of the source, as searches do and what ships is: a sixth of the time less."""
-    from flashtune.tuner.children.workers import WITHOUT_LINES
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in WITHOUT_LINES.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture

@@ -190,6 +190,7 @@ def test_verify_counts_what_it_checks_and_folds_what_it_skips(
     assert all(", about " in line for line in lines[:-1]) and f"{count} correct, 0 wrong, 2 skipped" in result.stdout
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_prediction_of_a_family_that_no_interpreter_runs_is_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     where = ["--db", str(tmp_path / "a.sqlite")]

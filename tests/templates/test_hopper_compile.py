@@ -17,8 +17,6 @@ from flashtune.templates.hopper.layout import HopperLayout
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import read_facts
 
-pytestmark = pytest.mark.usefixtures("without_lines")
-
 CAUSAL = Features(causal=True)
 EVERYTHING = Features(causal=True, window=(100, 0), mask="bias", dropout=True, softcap=True, alibi=True, sinks=True)
 CHAINED = {"BLOCK_N": 128, "tiles": "chained"}

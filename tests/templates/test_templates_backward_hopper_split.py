@@ -21,8 +21,6 @@ from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
-pytestmark = pytest.mark.usefixtures("without_lines")
-
 FAMILY = family("flash_bwd_hopper_split")
 
 
