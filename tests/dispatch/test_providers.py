@@ -139,7 +139,7 @@ def test_explain_lists_every_implementation_with_the_reason_against_it() -> None
 def test_tracers_get_torchs_operation_and_transforms_torchs_own_choice() -> None:
     q, k, v = (drawn(1, 2, 9, 8, seed=seed) for seed in range(3))
     wanted = expected(*(x.double() for x in (q, k, v)))
-    for name in ("math", "flash", "fa4", "torch"):
+    for name in ("flash", "fa4", "torch"):
         named = partial(dispatch.attention, implementation=name)
         close(torch.compile(named, backend="aot_eager", fullgraph=True)(q, k, v), wanted)
         close(torch.func.vmap(named)(q, k, v), wanted)
