@@ -230,8 +230,10 @@ def test_it_compiles_to_tensor_core_code_with_its_tiles_in_registers(gpu: str, p
 
 
 @pytest.mark.parametrize(("gpu", "group", "page"), [("h200", 128, 64), ("a100", 16, 16)])
-def test_keys_are_loaded_once_for_latent_values(gpu: str, group: int, page: int) -> None:
+def test_keys_are_loaded_once_for_latent_values(gpu: str, group: int, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory holds the queries, the keys in flight, and nothing of the values; tiles stay in registers."""
+    # As in a user's process, which compiles with the lines.
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO")
     target = find_target(gpu)
     found = facts(gpu, page=page, rows=1, d=576, latent=512, group=group)
     spec = KernelSpec(direction="fwd", dtype="bf16", d=576, d_v=512, causal=True, window=False, softcap=False, mask="none", latent=True)
