@@ -160,8 +160,8 @@ def test_inputs_stand_in_poisoned_memory(dtype: DType) -> None:
         assert tensor.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("slug", ["rtx4090", "h200", "mi300x"])
-def test_a_variant_compiles_for_every_architecture_without_a_gpu(slug: str) -> None:
+@pytest.mark.parametrize("slug", ["rtx4090", "mi300x"])
+def test_a_variant_compiles_for_both_makers_architectures_without_a_gpu(slug: str) -> None:
     target, chosen = find_target(slug), family("flash_fwd")
     problem = Problem(batch=1, heads=4, kv_heads=2, n_q=512, n_kv=512, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
     variant = variant_of(chosen, problem.spec(), chosen.default(problem.spec(), target))

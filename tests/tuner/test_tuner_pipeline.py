@@ -167,14 +167,14 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
     assert without.best is not None and without.best.call_us is None and without.baseline is not None and without.baseline.call_us is None
 
 
-@pytest.mark.parametrize(("names", "count", "least"), [(("7", "9"), 4, 1.8), (("0", "1", "2", "3"), 8, 3.4)], ids=["two", "four"])
-def test_each_gpu_takes_its_share(names: tuple[str, ...], count: int, least: float, devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_takes_its_share(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real worker processes; the makespan of several devices, in trials, against that of one."""
+    names, count = ("7", "9"), 4
     monkeypatch.setenv("FLASHTUNE_TEST_DEVICES", ",".join(names))
     results = run(plan(count, trials=12, sampler="random", devices=names, limits=PATIENT))
     made = [simulated.trials(devices / name) for name in names]
     assert sum(made) == count * 12
-    assert sum(made) / max(made) >= least, made
+    assert sum(made) / max(made) >= 1.8, made
     found = {result.problem: result for result in results}
     assert list(found) and set(found) == set(problems(count))
     for result in found.values():
