@@ -1,12 +1,12 @@
-"""Heads beyond 256: forwards beside PyTorch, cuDNN's frontend and FFPA where these are installed; steps of latent decoding over pages.
+"""Heads beyond 256: forwards and gradients beside PyTorch, cuDNN's frontend and FFPA where these are installed; latent decoding over pages.
 
 Times are wall times until the GPU is done, the host's part among them, of calls back to back in turns. Latent steps (576 columns of a key,
-of which 512 are the values) count each byte of the keys once.
+of which 512 are the values) count each byte of the keys once. Rates of gradients count five products.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,20 +21,49 @@ BESIDE = ("torch", "cudnn_fe", "ffpa")
 LATENT, VALUES = 576, 512
 
 
-def _of_forward(of: dict[str, Any]) -> dict[str, Any]:
-    """Microseconds of a forward by each that takes it, and TFLOP/s of ours."""
+def _calls(of: dict[str, Any], *, trained: bool = False) -> tuple[list[torch.Tensor], dict[str, turns.Call]]:
+    """Tensors of a cell, and its calls: ours, and each other implementation that takes it."""
     heads = of["heads"], of["kv_heads"], of["kv_heads"]
-    tensors = [torch.randn(1, count, of["n"], of["d"], device=turns.DEVICE, dtype=torch.bfloat16) for count in heads]
-    words = {"is_causal": of["causal"], "enable_gqa": True}
-    calls = {"ours": functools.partial(dispatch.attention, *tensors, **words, implementation="flashtune")}
-    for name in BESIDE:
-        call = functools.partial(dispatch.attention, *tensors, **words, implementation=name)
+    sizes = [(1, count, of["n"], of["d"]) for count in heads]
+    tensors = [torch.randn(size, device=turns.DEVICE, dtype=torch.bfloat16, requires_grad=trained) for size in sizes]
+    calls: dict[str, turns.Call] = {}
+    for name in ("flashtune", *BESIDE):
+        call = functools.partial(
+            dispatch.attention, *tensors, is_causal=of["causal"], enable_gqa=of["heads"] != of["kv_heads"], implementation=name
+        )
         try:
             call()
         except InputError:
+            if name == "flashtune":
+                raise
             continue
-        calls[name] = call
+        calls["ours" if name == "flashtune" else name] = call
+    return tensors, calls
+
+
+def _of_gradients(of: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds of a forward with its backward and of the backward alone by each that takes it, and TFLOP/s of our backward."""
+    tensors, calls = _calls(of, trained=True)
+    outs = {name: call() for name, call in calls.items()}
+    dout = torch.randn_like(outs["ours"])
+    backwards = {name: functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True) for name, out in outs.items()}
+    steps = {name: functools.partial(_step, call, tensors, dout) for name, call in calls.items()}
+    of_steps, of_backwards = (turns.medians(turns.timed_in_turns(one, rounds=ROUNDS, repeats=REPEATS)) for one in (steps, backwards))
+    work = 10 * of["heads"] * of["n"] ** 2 * of["d"] / (2 if of["causal"] else 1)
+    ratios = (min(us for name, us in times.items() if name != "ours") / times["ours"] for times in (of_steps, of_backwards))
+    found = {f"step {name}": us for name, us in of_steps.items()} | {f"backward {name}": us for name, us in of_backwards.items()}
+    return of | found | {"TFLOP/s": work / of_backwards["ours"] / 1e6} | dict(zip(("step ratio", "backward ratio"), ratios, strict=True))
+
+
+def _step(call: turns.Call, tensors: list[torch.Tensor], dout: torch.Tensor) -> None:
+    """A forward and its backward."""
+    torch.autograd.grad(call(), tensors, dout)
+
+
+def _of_forward(of: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds of a forward by each that takes it, and TFLOP/s of ours."""
     with torch.no_grad():
+        _, calls = _calls(of)
         times = turns.medians(turns.timed_in_turns(calls, rounds=ROUNDS, repeats=REPEATS))
     work = 4 * of["heads"] * of["n"] ** 2 * of["d"] / (2 if of["causal"] else 1)
     beside = min(us for name, us in times.items() if name != "ours")
@@ -62,21 +91,23 @@ def _of_latent(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Time forwards over head sizes, lengths and groups, and latent steps over heads and pages."""
+    """Time forwards and gradients over head sizes, lengths and groups, and latent steps over heads and pages."""
     parser = argument_parser(__doc__)
     parser.add_argument("--d", type=numbers_of, default=[320, 384, 512], help="head sizes, with commas between them")
     parser.add_argument("--n", type=numbers_of, default=[2048, 8192, 32768], help="lengths, with commas between them")
     parser.add_argument("--heads", type=numbers_of, default=[16, 128], help="heads of latent steps, with commas between them")
+    parser.add_argument("--backward", action="store_true", help="gradients alone")
     given = parser.parse_args()
 
-    def forwards() -> Iterator[dict[str, Any]]:
+    def dense(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for d, n, kv_heads, causal in itertools.product(given.d, given.n, (8, 1), (True, False)):
             of = {"d": d, "n": n, "heads": 8, "kv_heads": kv_heads, "causal": causal}
-            yield from turns.guarded(of, functools.partial(_of_forward, of), limit_s=60.0)
+            yield from turns.guarded(of, functools.partial(measure, of), limit_s=60.0)
 
     def steps() -> Iterator[dict[str, Any]]:
         for heads, page in itertools.product(given.heads, (64, 16)):
             of = {"requests": 64, "keys": 8192, "heads": heads, "page": page}
             yield from turns.guarded(of, functools.partial(_of_latent, of), limit_s=60.0)
 
-    turns.report("wide", {"forwards": forwards, "latent steps": steps})
+    parts = {"gradients": functools.partial(dense, _of_gradients)}
+    turns.report("wide", parts if given.backward else {"forwards": functools.partial(dense, _of_forward)} | parts | {"latent steps": steps})

@@ -38,14 +38,14 @@ def families_for(problem: Problem) -> dict[str, Family]:
 @functools.cache
 def _found() -> tuple[Family, ...]:
     from flashtune.templates.backward import flash_bwd
-    from flashtune.templates.backward.hopper import flash_bwd_hopper, flash_bwd_hopper_split
+    from flashtune.templates.backward.hopper import flash_bwd_hopper, flash_bwd_hopper_split, flash_bwd_hopper_wide
     from flashtune.templates.decode import flash_decode
     from flashtune.templates.forward import flash_fwd
     from flashtune.templates.hopper import flash_fwd_hopper, flash_fwd_hopper_wide
 
     # Wide heads without a record are flash_fwd_hopper_wide's by its place before flash_fwd.
     forward = flash_decode.FAMILY, flash_fwd_hopper.FAMILY, flash_fwd_hopper_wide.FAMILY, flash_fwd.FAMILY
-    return *forward, flash_bwd_hopper.FAMILY, flash_bwd_hopper_split.FAMILY, flash_bwd.FAMILY
+    return *forward, flash_bwd_hopper.FAMILY, flash_bwd_hopper_split.FAMILY, flash_bwd_hopper_wide.FAMILY, flash_bwd.FAMILY
 
 
 def family(name: str) -> Family:

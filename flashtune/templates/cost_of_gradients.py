@@ -10,13 +10,15 @@ from flashtune.core.problems.problem import Problem, padded
 from flashtune.core.records.results import CompileFacts
 from flashtune.templates.backward import flash_bwd
 from flashtune.templates.backward.hopper.layout import divisions_of
+from flashtune.templates.backward.hopper.wide import MOST_SCRATCH, RUN
 from flashtune.templates.cost_constants import Constants, kind_of, peak_per_clock, programs_per_sm
 from flashtune.templates.family import blocks_of_problem
 
 
 def backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
     """Microseconds of a whole backward; infinite where a program doesn't fit on an SM. `facts` are of the kernel of dK and dV."""
-    found = _fused_backward_us if "dq_sums" in config else _plain_backward_us if "ORDER" in config else _split_backward_us
+    kinds = {"COLUMNS": _wide_backward_us, "dq_sums": _fused_backward_us, "ORDER": _plain_backward_us}
+    found = next((kind for axis, kind in kinds.items() if axis in config), _split_backward_us)
     return found(config, facts, problem, target, c) + len(problem.features.asked) * _score_gradients_us(config, problem, target, c)
 
 
@@ -87,6 +89,33 @@ def _split_backward_us(config: Config, facts: CompileFacts, problem: Problem, ta
             divisions=1 if prefix else divisions_of(config, problem, target),
         )
     return total
+
+
+def _wide_backward_us(config: Config, facts: CompileFacts, problem: Problem, target: Target, c: Constants) -> float:
+    """Microseconds of a whole backward whose scores' gradients go through memory, chunk by chunk: scores, then the products with them.
+
+    `facts` are of the kernel of scores. Tiles of products are padded to whole tiles of columns.
+    """
+    if programs_per_sm(facts, target) == 0:
+        return math.inf
+    p, m, n, columns = problem, config.number("BLOCK_M"), config.number("BLOCK_N"), config.number("COLUMNS")
+    size, scores, tiles = ITEMSIZE[p.dtype], m * n, p.batch * p.heads * blocks_of_problem(p, m, n)
+    clocks_per_column = 2 * scores / peak_per_clock(kind_of(p), target) / c.matrix_efficiency
+    softmax = scores / target.exp_per_clock + c.vector_ops_per_score * scores / c.vector_lanes
+    matrix = clocks_per_column * (p.d + p.d_v)
+    loads = (m + n) * (p.d + p.d_v) * size / c.l2_bytes_per_clock
+    busy = max(matrix + softmax - c.overlap_alone * min(matrix, softmax), loads)
+    busy += c.block_overhead + c.spill_clocks_per_byte * facts.spills * facts.threads
+    # dQ and dK, then dV; each tile of theirs reads the scores anew.
+    gradients = 2 * math.ceil(p.d / columns) + math.ceil(p.d_v / columns)
+    busy += gradients * max(clocks_per_column * columns, (scores + n * columns) * size / c.l2_bytes_per_clock)
+    bytes_of_scores = 2 * size * p.batch * p.heads * math.ceil(p.n_q / m) * m * math.ceil(p.n_kv / n) * n
+    launches = 3 * math.ceil(bytes_of_scores / MOST_SCRATCH)
+    rows_us = _rows_us(p, target, 2 * p.d_v * size + 12, c)
+    of_queries, of_keys = (p.batch * _tiles_of_gradients(p, config, one) for one in (False, True))
+    programs = of_queries * (math.ceil(p.n_kv / n / RUN) + math.ceil(p.d / columns)) + of_keys * (gradients - math.ceil(p.d / columns))
+    clocks = (tiles * busy + programs * c.tile_overhead) / target.sms
+    return rows_us + launches * c.second_launch_us + clocks / target.boost_mhz
 
 
 def _rows_us(problem: Problem, target: Target, row_bytes: int, c: Constants) -> float:

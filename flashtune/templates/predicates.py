@@ -3,12 +3,20 @@
 from collections.abc import Callable
 
 from flashtune.core.gpu.target import Target
+from flashtune.core.problems.band import ALIGNMENTS
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.dtypes import ITEMSIZE
-from flashtune.core.problems.problem import padded, wide_heads
+from flashtune.core.problems.problem import Features, Problem, padded, wide_heads
 from flashtune.core.records.results import CompileFacts
 from flashtune.templates.columns import loaded_columns
 from flashtune.templates.family import constraint
+
+_PLAIN = (Features(), *(Features(causal=True, alignment=one) for one in ALIGNMENTS))
+
+
+def plain(problem: Problem, least: int) -> bool:
+    """True for at least `least` queries and keys, full or causal, without other features."""
+    return min(problem.n_q, problem.n_kv) >= least and problem.features in _PLAIN
 
 
 def operand_bytes(spec: KernelSpec) -> int:

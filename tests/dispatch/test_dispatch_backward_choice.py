@@ -294,3 +294,23 @@ def test_torch_draws_without_gradients_by_the_backends_that_it_draws_by_with_the
     q, mask = torch.zeros(1, 1, 4, 8, requires_grad=True), torch.ones(4, 4, dtype=torch.bool)
     with torch.set_grad_enabled(gradient), pytorch.sound_backends_of(call, q, q, q, mask):
         assert torch.backends.cuda.cudnn_sdp_enabled() != kept
+
+
+def test_gradients_of_wide_heads_take_kernels_from_where_they_outran_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(n: int, d: int = 512, features: Features | None = None, rows: Any = (), gpu: str = "h200", **words: bool) -> str:
+        wide = replace(PROBLEM, d=d, d_v=d, n_q=n, n_kv=n, features=features or Features(causal=True), direction="bwd")
+        memo = Memo()
+        monkeypatch.setattr(memo, "pool", pooled(list(rows)))
+        found, _ = backwards.gradient_choice(memo, wide, find_target(gpu), **words)
+        return "" if found is None or found.family is None else found.family.name
+
+    ours = "flash_bwd_hopper_wide"
+    assert said(1024) == said(8192, 320) == said(2048, features=Features(), deterministic=True) == said(2048, gpu="h100") == ours
+    # Fewer queries, other features and GPUs, and heads of up to 256 weren't timed.
+    others = said(1000), said(2048, 256), said(2048, gpu="a100"), said(2048, gpu="b200"), said(2048, features=Features(window=(9, 0)))
+    assert others == ("",) * 5
+    # A soft cap has no kernel of PyTorch's.
+    assert said(2048, features=Features(causal=True, softcap=True), composite=True) == ours
+    # Records of narrower heads say nothing.
+    narrow = record(replace(PROBLEM, d=256, d_v=256, direction="bwd"), template="flash_bwd_hopper_split", framework_us=1.0)
+    assert said(4096, rows=[narrow]) == ours

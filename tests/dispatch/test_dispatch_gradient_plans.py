@@ -59,7 +59,7 @@ class Decoding(Library):
                 found[parameter.name] = struct.unpack("<Q", ctypes.string_at(place, struct.calcsize("<" + STRUCT_FORMATS["pointer"])))[0]
         with self.lock:
             self.calls.setdefault(threading.get_ident(), []).append((binary.kernel, found))
-            if binary.kernel == "preprocess":
+            if binary.kernel == "preprocess" and "sums_ptr" in found:
                 self.shared |= {found["sums_ptr"]} & set(self.sums)
                 self.sums.append(found["sums_ptr"])
             elif binary.kernel == "finish_dq":

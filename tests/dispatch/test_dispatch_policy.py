@@ -260,6 +260,8 @@ def test_a_family_that_outran_pytorch_in_a_committed_run_needs_no_record() -> No
         return chosen.kind if chosen.family is None else chosen.family.name
 
     assert said("h200", 2048) == said("h100", 4096, 320) == "flash_fwd_hopper_wide"
+    untimed = replace(PROBLEM, d=512, d_v=512, features=Features(causal=True, window=(99, 0)))
+    assert policy.choose(untimed, H200, [], families()).kind == "framework"
     # Fewer queries, other architectures and heads of up to 256 weren't in it.
     assert said("h200", 512) == said("a100", 2048) == said("b200", 2048) == said("h200", 2048, 256) == "framework"
 

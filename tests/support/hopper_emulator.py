@@ -318,7 +318,7 @@ class Machine(Scheduler):
         return Tile(torch.full([int(size) for size in shape], float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
 
     def _random_words_dq(self, key: int, row: int, head: Any, _params: Any) -> torch.Tensor:
-        column = torch.arange(key, key + self._module.DQ_BLOCK_N.value)[None, :]
+        column = torch.arange(key, key + getattr(self._module, "DQ_BLOCK_N", self._module.BLOCK_N).value)[None, :]
         query = torch.arange(row, row + 64)[:, None]
         words = _philox(column // 32 * 4 + column // 2 % 4, query // 16 * 8 + query % 8, None, head, None)
         return words[0] + column // 8 % 4

@@ -48,7 +48,7 @@ def text_of(name: str, spec: KernelSpec, **changes: int | str | bool) -> str:
 
 
 def of_its_pass(name: str, spec: KernelSpec) -> KernelSpec:
-    return replace(spec, direction="bwd") if name == "flash_bwd" else spec
+    return replace(spec, direction="bwd") if "_bwd" in name else spec
 
 
 def golden_text(name: str, spec: KernelSpec, **more: int | str | bool) -> str:
@@ -68,6 +68,9 @@ GOLDEN: dict[str, Callable[[], str]] = {
         spec_of(Features(window=(9, 9), mask="bool", alibi=True, dropout=True, softcap=True), d=80, d_v=64, dtype="fp32"),
         **BACKWARD,
         ORDER="rows",
+    ),
+    "flash_bwd_hopper_wide-bwd-bf16-d512-causal.py": lambda: text_of(
+        "flash_bwd_hopper_wide", spec_of(Features(causal=True), d=512, d_v=512, dtype="bf16"), BLOCK_M=128, BLOCK_N=128, COLUMNS=256
     ),
     "flash_decode-fwd-fp16-d80x64-window-bool.py": lambda: text_of(
         "flash_decode",

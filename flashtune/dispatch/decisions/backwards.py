@@ -107,8 +107,8 @@ def usual(problem: Problem) -> Problem:
 def measured_gradients(
     problem: Problem, target: Target, records: Pool | Sequence[TuningRecord], known: Mapping[str, Family], **words: Any
 ) -> Iterator[Choice]:
-    """The policy's kernels by records of equal features, or else of some of them where PyTorch would read a matrix of all scores; and
-    PyTorch for a record that it won.
+    """The policy's kernels by records of equal features, or else of some of them where PyTorch would read a matrix of all scores;
+    PyTorch for a record that it won; and last the kernels that need no record (`rank`).
 
     A record that computes further gradients (dbias, dslopes) applies: ours takes less time without them.
     """
@@ -120,9 +120,8 @@ def measured_gradients(
                 yield choice
         if informed or not reads_matrix(problem):
             break
-    if words.get("unmeasured") or not words.get("framework_serves", True):
-        ranked = rank(problem, target, records, known, **words)
-        yield from (one for one in ranked if isinstance(one, Choice) and one.record is None and one.family is not None)
+    ranked = rank(problem, target, records, known, **words)
+    yield from (one for one in ranked if isinstance(one, Choice) and one.record is None and one.family is not None)
 
 
 def _informs(theirs: Problem, ours: Problem, *, alike: bool) -> bool:

@@ -12,7 +12,7 @@ from flashtune.templates.family import FLAGS, Axis, Constraint, Family
 from flashtune.templates.hopper import flash_fwd_hopper
 from flashtune.templates.hopper.wide import WideLayout
 from flashtune.templates.launches.hopper_forward import WideForwardHost
-from flashtune.templates.predicates import warpgroup_facts
+from flashtune.templates.predicates import plain, warpgroup_facts
 
 LARGEST_HEAD = 512
 """Largest head size with registers for an accumulator, and memory for tiles."""
@@ -64,7 +64,7 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
 def outruns_torch(problem: Problem, target: Target) -> str | None:
     """The run on an H200 in which heads of 320 and 512 took 0.3 of PyTorch's time at most: 2,048 to 32,768 queries, one and eight query
     heads to a key head, causal and not."""
-    return "2026-11-30-h200-wide-heads" if problem.n_q >= LEAST_QUERIES and problem.n_kv >= LEAST_QUERIES else None
+    return "2026-11-30-h200-wide-heads" if plain(problem, LEAST_QUERIES) else None
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:

@@ -1,5 +1,6 @@
 """Launches of flash_bwd_hopper and flash_bwd_hopper_split: preparation, the products, and kernels that add up or finish partial sums."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flashtune.core.code.launches import Descriptor, Launch, LaunchInputs, Operand, Scratch
@@ -40,7 +41,7 @@ class HopperBackwardHost:
         """The share of pairs that dropout keeps, by whose inverse gradients of scores grow."""
         return 1 - inputs.dropout_p if dropout_threshold(inputs.dropout_p) < DROPOUT_STEPS else 1.0
 
-    def numbers(self, call: "_Call", bits: Operand | None, m_tiles: int, n_tiles: int) -> list[Any]:
+    def numbers(self, call: "BackwardCall", bits: Operand | None, m_tiles: int, n_tiles: int) -> list[Any]:
         """Arguments of a kernel of gradients after its tensors; `bits` is the packed mask."""
         i, spec, layout = call.inputs, self.spec, self._layout
         found: list[Any] = [i.n_q, i.n_kv, i.kv_heads, i.heads // i.kv_heads, m_tiles, n_tiles]
@@ -59,7 +60,7 @@ class HopperBackwardHost:
             found += [needed(i.mask), *needed(i.mask).strides]
         return found
 
-    def add_divisions(self, call: "_Call") -> Launch:
+    def add_divisions(self, call: "BackwardCall") -> Launch:
         """The launch that adds up partial dK and dV of split-Q."""
         i = call.inputs
         keys = call.n_tiles * self.block_n
@@ -71,7 +72,7 @@ class HopperBackwardHost:
         )
         return Launch("add_divisions", (keys // 16 * i.batch * i.kv_heads,), arguments, SMALL)
 
-    def score_gradients(self, call: "_Call", found: list[Launch]) -> list[Launch]:
+    def score_gradients(self, call: "BackwardCall", found: list[Launch]) -> list[Launch]:
         """The launches `found`, followed by those for gradients of a bias, of slopes and of captured tensors by plain pointers."""
         i, captured = call.inputs, trains(self.spec)
         if not (self.spec.dbias or self.spec.dslopes or captured):
@@ -86,7 +87,7 @@ class HopperBackwardHost:
         return [*before, pointers.row_deltas(deltas), *pointers.score_gradients(deltas, call.scratch)]
 
 
-class _Call:
+class BackwardCall:
     """Sizes and scratch memory that several launches of a call share."""
 
     def __init__(self, host: HopperBackwardHost, inputs: LaunchInputs, scratch: Scratch) -> None:
@@ -113,7 +114,7 @@ class _Call:
             keys = tiles * self.divisions * host.block_n if i.dk is not None else 1
             self.parts = tuple(self.scratch.empty((keys, columns), "fp32") for columns in layout.divided_columns.values())
 
-    def preprocess(self, *more: Any, tail: tuple[Any, ...] = ()) -> Launch:
+    def preprocess(self, *more: Any, tail: tuple[Any, ...] = (), options: Mapping[str, Any] = SMALL) -> Launch:
         """The launch that computes each row's delta and its LSE in units of log 2, padded to whole tiles."""
         i = self.inputs
         dout = needed(i.dout)
@@ -131,7 +132,7 @@ class _Call:
                 *self.aligned,
             ),
         )
-        return Launch("preprocess", (self.rows // 64 * i.batch * i.heads,), arguments, SMALL)
+        return Launch("preprocess", (self.rows // 64 * i.batch * i.heads,), arguments, options)
 
     def matrices(self) -> Operand:
         """The boolean mask as bytes, one matrix where it repeats over batches or heads."""
@@ -163,7 +164,7 @@ class BackwardHopperHost(HopperBackwardHost):
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
         """Launches of the requested gradients."""
         i, layout = inputs, self.layout
-        call = _Call(self, inputs, scratch)
+        call = BackwardCall(self, inputs, scratch)
         whole = self._whole(call)
         sums = self._sums(call, whole)
         if layout.divides:
@@ -182,7 +183,7 @@ class BackwardHopperHost(HopperBackwardHost):
             found.append(Launch("finish_dq", (call.m_tiles * i.batch * i.heads,), arguments, SMALL))
         return self.score_gradients(call, found)
 
-    def _whole(self, call: _Call) -> bool:
+    def _whole(self, call: BackwardCall) -> bool:
         """True if a program computes all of dQ for every query, each of which sees a key."""
         i, layout = call.inputs, self.layout
         if not layout.owns:
@@ -191,19 +192,19 @@ class BackwardHopperHost(HopperBackwardHost):
         seen = seen and (i.window_left < 0 or i.n_q - 1 + i.diagonal - i.window_left < i.n_kv)
         return call.n_tiles == 1 and seen and all(call.aligned)
 
-    def _programs(self, call: _Call) -> int:
+    def _programs(self, call: BackwardCall) -> int:
         i, layout = call.inputs, self.layout
         tiles = call.n_tiles * i.batch * i.kv_heads
         return (min(tiles, i.sms) if layout.persistent else tiles) * call.divisions
 
-    def _sums(self, call: _Call, whole: bool) -> Operand:
+    def _sums(self, call: BackwardCall, whole: bool) -> Operand:
         """Memory for sums of dQ, in rows of 256, unwritten in calls without them."""
         i, layout = call.inputs, self.layout
         least = self.block_m * layout.part_d // 256
         unneeded = i.dq is None or whole
         return call.scratch.empty((least if unneeded else i.batch * i.heads * call.rows * layout.summed_d // 256, 256), "fp32")
 
-    def _arguments(self, call: _Call, sums: Operand, work: list[Operand], bits: Operand | None, whole: bool) -> tuple[Any, ...]:
+    def _arguments(self, call: BackwardCall, sums: Operand, work: list[Operand], bits: Operand | None, whole: bool) -> tuple[Any, ...]:
         i, layout = call.inputs, self.layout
         d, d_v = layout.block_d, layout.block_dv
         tiled = self._tiled
@@ -232,7 +233,7 @@ class BackwardHopperSplitHost(HopperBackwardHost):
     def launches(self, inputs: LaunchInputs, scratch: Scratch) -> list[Launch]:
         """Launches of the requested gradients."""
         i = inputs
-        call = _Call(self, inputs, scratch)
+        call = BackwardCall(self, inputs, scratch)
         found = [call.preprocess()]
         if self.layout.divides:
             call.divide(self.layout)
@@ -242,7 +243,7 @@ class BackwardHopperSplitHost(HopperBackwardHost):
             self._query_gradients(call, i.dq, found)
         return self.score_gradients(call, found)
 
-    def _key_gradients(self, call: _Call, found: list[Launch]) -> None:
+    def _key_gradients(self, call: BackwardCall, found: list[Launch]) -> None:
         i, d, d_v = call.inputs, self._d, self._d_v
         bits = call.bits_of_keys(found) if self.spec.mask == "bool" else None
         tiled = self._tiled
@@ -257,7 +258,7 @@ class BackwardHopperSplitHost(HopperBackwardHost):
         if self.layout.divides:
             found.append(self.add_divisions(call))
 
-    def _query_gradients(self, call: _Call, dq: Operand, found: list[Launch]) -> None:
+    def _query_gradients(self, call: BackwardCall, dq: Operand, found: list[Launch]) -> None:
         i, d, d_v = call.inputs, self._d, self._d_v
         block_m, block_n = self.config.number("DQ_BLOCK_M"), self.config.number("DQ_BLOCK_N")
         m_tiles, n_tiles = call.lengths.tiles(i, i.n_q, block_m) // i.batch, cdiv(i.n_kv, block_n)
