@@ -113,9 +113,9 @@ def test_a_search_keeps_the_verdict_with_the_versions_and_no_time_of_what_is_wro
 class PlantedCalls(Planted):
     """A GPU on which whole calls are those of `on_cpu`."""
 
-    def call(self, candidates: Any) -> Called | None:
+    def call(self, candidates: Any, *, beside: bool = False) -> Called | None:
         """As the base class."""
-        found = time_calls([], self.problem, TARGET, 0, 0.1)
+        found = time_calls([], self.problem, TARGET, 0, 0.1, beside)
         assert not isinstance(found, Failed)
         return replace(found, times=(60.0,) * len(candidates))
 

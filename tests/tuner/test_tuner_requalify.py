@@ -83,7 +83,7 @@ class Planted(Evaluation):
             pid=1,
         ), None
 
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+    def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
         return None
 
 

@@ -30,7 +30,7 @@ Crew = Literal["compile", "interpret", "device"]
 _START: dict[Crew, Callable[[dict[str, str]], None]] = {
     "compile": start.withdraw,
     "interpret": start.start_interpreter,
-    "device": start.withdraw,
+    "device": start.start_device,
 }
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -116,6 +116,7 @@ class Workers:
         self._jobs, self._devices = jobs, tuple(devices)
         self.limits = limits or Limits()
         self._pools: dict[tuple[Crew, int], ProcessPool] = {}
+        self._started: set[int] = set()
         self._compiling: list[ProcessFuture[Any]] = []
         self._lock = threading.Lock()
 
@@ -152,12 +153,14 @@ class Workers:
             _end(self._pools.pop((crew, device)))
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
-            context = multiprocessing.get_context("forkserver")
-            begin: Callable[..., None] = _START[crew]
+            # A GPU's first process imports torch while the server does, and starts its driver meanwhile; later ones find the server ready.
+            first = crew == "device" and device not in self._started
+            self._started.add(device)
+            context = multiprocessing.get_context("spawn" if first else "forkserver")
             arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
             if crew == "device" and self._devices:
-                begin, arguments = start.start_device, (*arguments, self._devices[device])
-            arguments = (tuple(dict.fromkeys(NAMED.values())), begin, *arguments)
+                arguments = (*arguments, self._devices[device])
+            arguments = (tuple(dict.fromkeys(NAMED.values())), _START[crew], *arguments)
             self._pools[crew, device] = ProcessPool(
                 max_workers=count, context=context, initializer=start.with_functions, initargs=arguments
             )

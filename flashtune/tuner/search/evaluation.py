@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem
@@ -15,18 +14,19 @@ from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Standing, Timed
+from flashtune.tuner.replies import Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Standing, Timed, logger
 from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest
 
-if TYPE_CHECKING:
-    pass
-
-CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float], Called | Failed]
-"""Task that times whole calls of some sources, for so many seconds, on the GPU of its process; dispatch defines a call."""
+CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float, bool], Called | Failed]
+"""Task that times whole calls of some sources, for so many seconds, on the GPU of its process, and of other providers, where the last
+argument is True; dispatch defines a call."""
 
 CALLS_S = 0.2
 """Seconds of timing whole calls."""
+
+PROVIDERS_S = 120.0
+"""Seconds in which other providers compile, are checked and timed."""
 
 PATIENCE = 1.5
 """Slowdown over the incumbent in the first launches beyond which a candidate isn't timed further."""
@@ -50,10 +50,11 @@ def begin_compiling(
 class Evaluation:
     """Source of times for one problem's compiled candidates; this one has no preparations, no races and no calls.
 
-    `spent` are seconds of the GPU's process by purpose.
+    `spent` are seconds of the GPU's process by purpose, `waited` those that this process waits for its preparations.
     """
 
     spent: Spent
+    waited: Spent
 
     def prepare(self) -> None:
         """Start preparing `evaluate` and `race`, unless that was begun, without waiting.
@@ -82,8 +83,9 @@ class Evaluation:
         """Time the final candidates once more, interleaved with PyTorch, with the GPU's conditions; None where there is no race."""
         return None, None
 
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
-        """Time whole calls of these candidates and of PyTorch, host included; None where that isn't possible."""
+    def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
+        """Time whole calls of these candidates and of PyTorch, host included, and with `beside` of other providers; None where that isn't
+        possible."""
         return None
 
 
@@ -100,6 +102,7 @@ class MeasuredEvaluation(Evaluation):
     device: int = 0
     calls: CallsTask | None = None
     spent: Spent = field(default_factory=Spent)
+    waited: Spent = field(default_factory=Spent)
     _preparing: Pending[Ready] | None = None
     _ready: Ready | None = None
     _watch: Future[GpuWatch] | None = None
@@ -116,8 +119,10 @@ class MeasuredEvaluation(Evaluation):
         while self._ready is None:
             self.prepare()
             assert self._preparing is not None, "it was begun"
-            reply = self.workers.prepared(self.problem, self._preparing)
+            with self.waited.on("wait for inputs"):
+                reply = self.workers.prepared(self.problem, self._preparing)
             if isinstance(reply, Ready):
+                logger.debug("inputs are on the GPU")
                 self.spent.add(reply.spent)
                 self._ready = reply
             elif self._beside_pytorch:
@@ -189,17 +194,22 @@ class MeasuredEvaluation(Evaluation):
         finally:
             self._unwatch()
 
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+    def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
         """Time whole calls in the same process, after the races; a fault costs these times alone."""
         # The whole calls that are timed are given no functions.
         if self.calls is None or self.problem.features.mods:
             return None
         self._wait()
         sources = [self._source(candidate) for candidate in candidates]
-        fixed = (self.problem, self.target, self.seed, CALLS_S)
-        limit_s = self.workers.limits.device_s + 10 * CALLS_S
+        fixed = (self.problem, self.target, self.seed, CALLS_S, beside)
+        limit_s = (PROVIDERS_S if beside else self.workers.limits.device_s) + 10 * CALLS_S
         reply = self.workers.submit("device", self.calls, sources, *fixed, limit_s=limit_s, device=self.device).reply()
-        return None if isinstance(reply, Failed) else reply
+        if isinstance(reply, Failed):
+            logger.debug("no whole calls: %s", reply.reason)
+            self._doubt(reply)
+            return None
+        self.spent.add(reply.spent)
+        return reply
 
     def _raced(self, sources: list[tasks.Source], before: Raced | None) -> Raced | Failed:
         """Race until each is decided; after a throttled race, one short race of those tied `before` suffices."""
@@ -271,6 +281,7 @@ class PredictedEvaluation(Evaluation):
     seed: int
     verdicts: Verdicts
     spent: Spent = field(default_factory=Spent)
+    waited: Spent = field(default_factory=Spent)
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """The interpreter's verdict on the candidate's code path, then the cost model's time."""
