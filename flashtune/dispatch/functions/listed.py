@@ -78,20 +78,33 @@ def as_counted(mask: Any, kinds: Tensor, *, of_keys: bool = False) -> Tensor:
 
 def kinds_of_tiles(listed: Listed, lengths: Sequence[int], tile: Sequence[int]) -> Tensor:
     """Kinds of tiles of any rows and columns: that of all blocks that a tile touches, or PARTIAL where they differ."""
-    least = most = listed.kinds
-    for axis, n, size, step in zip((2, 3), lengths, listed.size, tile, strict=True):
-        first = torch.arange(0, n, step, device=least.device)
+    steps = list(zip((2, 3), lengths, listed.size, tile, strict=True))
+    if all(size % step == 0 for _, _, size, step in steps):
+        # Every tile lies in one block.
+        kinds = listed.kinds
+        for axis, n, size, step in steps:
+            kinds = kinds if size == step else kinds.repeat_interleave(size // step, axis).narrow(axis, 0, cdiv(n, step))
+    else:
+        kinds = _kinds_of_several(listed.kinds, steps)
+    if lengths[1] % tile[1]:
+        # Keys beyond the end are hidden by the mask.
+        last = kinds[..., -1:]
+        kinds = torch.cat([kinds[..., :-1], torch.where(last == VISIBLE, PARTIAL, last)], -1)
+    return kinds.contiguous()
+
+
+def _kinds_of_several(kinds: Tensor, steps: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """Kinds of tiles that several blocks may touch; `steps` are the axis, length, size of blocks and of tiles, of rows and columns."""
+    least = most = kinds
+    for axis, n, size, step in steps:
+        first = torch.arange(0, n, step, device=kinds.device)
         last = (first + step - 1).clamp(max=n - 1) // size
         # Tiles that don't begin with a block touch one more.
         touched = cdiv(step, size) + (step % size > 0 and size % step > 0)
         places = [torch.minimum(first // size + i, last) for i in range(touched)]
         least = torch.stack([least.index_select(axis, place) for place in places]).amin(0)
         most = torch.stack([most.index_select(axis, place) for place in places]).amax(0)
-    kinds = torch.where(least == most, least, PARTIAL)
-    if lengths[1] % tile[1]:
-        # Keys beyond the end are hidden by the mask.
-        kinds[..., -1].masked_fill_(kinds[..., -1] == VISIBLE, PARTIAL)
-    return kinds.contiguous()
+    return torch.where(least == most, least, PARTIAL)
 
 
 def check_lists(mask: Any, query: Tensor, key: Tensor) -> None:

@@ -80,7 +80,7 @@ def _again(parts: Any, packed: bool) -> Pair | None:
         return None
     tensors = [*[out for out, _ in parts], *[lse for _, lse in parts]]
     try:
-        if not (recent.check(*tensors) and recent.unchanged(tensors)):
+        if not (recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors])):
             return None
     except (AttributeError, TypeError, RuntimeError):
         # What is no tensor, or has no memory, is looked at more closely.

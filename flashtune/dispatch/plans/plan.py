@@ -2,10 +2,11 @@
 
 import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Recent:
     `check` is True where tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served, under the modes, transforms and autocast of this thread. The need for a gradient depends on the grad mode, too: `grad_mode`
     is the one in which the plan served, None where no tensor requires a gradient. `check` doesn't see the dtype to which autocast casts:
-    `cast_to` is the one under which the plan served, None without autocast.
+    `cast_to` is the one under which the plan served, None without autocast. `places` are those of the tensors among a packed call's.
     """
 
     options: tuple[Any, ...]
@@ -56,16 +57,21 @@ class Recent:
     cast_to: torch.dtype | None
     check: Callable[..., bool]
     plan: Any
+    places: tuple[int, ...] = ()
 
-    def unchanged(self, tensors: Sequence[Tensor]) -> bool:
+    def unchanged(self, addresses: Sequence[int]) -> bool:
         """True where all else is as when the plan served, and every tensor begins at a multiple of 16 bytes."""
         return (
             (self.grad_mode is None or self.grad_mode is torch.is_grad_enabled())
             and FORWARD_AD._current_level < 0
             and not C._len_torch_dispatch_stack()
             and flash_attention_on()
-            and not any([x.data_ptr() % 16 for x in tensors])
+            and not functools.reduce(operator.or_, addresses) % 16
         )
+
+
+MOST_RECENT = 4096
+"""Kinds of packed calls that are told apart by their options, with bounds of lengths, which grow. Beyond it all are dropped."""
 
 
 class Plans(dict[Hashable, Plan]):
@@ -80,6 +86,12 @@ class Plans(dict[Hashable, Plan]):
         self.packed: dict[Hashable, Recent] = {}
         self._made: dict[Hashable, Recent] = {}
         self.flex: dict[Hashable, Any] = {}
+
+    def alike(self, words: Hashable, recent: Recent) -> None:
+        """Let what served packed calls with some options serve those with these `words` too."""
+        if len(self.packed) >= MOST_RECENT:
+            self.packed.clear()
+        self.packed[words] = recent
 
     def clear(self) -> None:
         """Drop all plans."""
@@ -98,24 +110,25 @@ class Plans(dict[Hashable, Plan]):
         seeded: bool,
         cast_to: torch.dtype | None = None,
         tensors: Sequence[Tensor],
-        kind: Literal["recent", "packed"] = "recent",
+        places: tuple[int, ...] = (),
         latent: bool = False,
     ) -> None:
-        """Put the plan that served these tensors on the fast path of a kind of calls; a `latent` one serves no values beside keys."""
+        """Put the plan that served these tensors on the fast path of dense calls, or of the packed ones with such options, among whose
+        tensors they have these `places`; a `latent` one serves no values beside keys."""
         if not guarded(tensors):
             return
         made = self._made.get(signature)
-        if made is None or made is (self.recent if kind == "recent" else self.packed.get(options)):
+        if made is None or made is (self.packed.get(options) if places else self.recent):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = check_of(tensors)
             if latent:
                 check = functools.partial(_also_in_columns, check)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan)
-        if kind == "recent":
-            self.recent = made
-        else:
+            made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan, places)
+        if places:
             self.packed[options] = made
+        else:
+            self.recent = made
         if signature not in self:
             # Another thread cleared the cache meanwhile.
             self.clear()

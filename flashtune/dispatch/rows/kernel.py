@@ -147,21 +147,26 @@ class Kernel:
         """Launch what is prepared for tensors of this layout, on their device and its current stream."""
         self.run_at(known, launching.addresses(tensors), launching.addresses(mods), numbers)
 
-    def run_at(self, known: Prepared, addresses: list[int], mods: Sequence[int] = (), numbers: Sequence[int] = ()) -> None:
-        """The same by addresses, to which those of counts, functions and scratch memory are added."""
+    def run_at(
+        self, known: Prepared, addresses: list[int], mods: Sequence[int] = (), numbers: Sequence[int] = (), lse_bytes: int = 0
+    ) -> None:
+        """The same by addresses, to which those of counts, functions and scratch memory are added, and of an LSE of so many bytes that
+        nobody reads."""
         index = self.device.index
         if C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run_at(known, addresses, mods, numbers)
+                return self.run_at(known, addresses, mods, numbers, lse_bytes)
         stream = C._cuda_getCurrentRawStream(index)
         if known.program.counts:
             in_graph = C._cuda_isCurrentStreamCapturing()
             addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.program.counts, in_graph)
         addresses += mods
-        if known.scratch:
+        if known.scratch or lse_bytes:
             # From a graph's pool under capture: nothing outlives the call.
-            scratch = torch.empty(known.scratch, dtype=torch.uint8, device=self.device)
+            scratch = torch.empty(known.scratch + lse_bytes, dtype=torch.uint8, device=self.device)
             start = scratch.data_ptr()
+            if lse_bytes:
+                addresses[launch.LSE] = start + known.scratch
             addresses += [start + offset for offset in known.offsets]
         known.program.run(addresses, stream, numbers)
         return None

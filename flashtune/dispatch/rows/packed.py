@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +29,34 @@ _PLACES = tuple(map(Tensors._fields.index, ("q", "k", "v", "cu_q", "cu_k", "used
 """Places of a call's tensors among those of its launches."""
 
 
+_NO_ADDRESSES = [0] * len(Tensors._fields)
+"""Addresses of a call without tensors."""
+
+
+class _Layout(NamedTuple):
+    """Layout of what a plan's calls return, and the place of each of a launch's addresses with that among the call's."""
+
+    like_query: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    lse: tuple[int, int]
+    sources: tuple[tuple[int, int], ...]
+
+
 class PackedPlan:
     """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout.
 
     `fixed` are those of the forward, and `trained` those of the backward, with the layouts of what it is given.
     """
 
-    __slots__ = ("fixed", "forward", "heads_outside", "memo", "numbers", "trained")
+    __slots__ = ("fixed", "forward", "heads_outside", "layout", "memo", "numbers", "trained")
 
     def __init__(self, memo: Memo, forward: Kernel | None, numbers: Numbers, *, heads_outside: bool = False) -> None:
         """With `heads_outside` the output is (Hq, T_q, D_v) in memory."""
         self.memo, self.forward, self.numbers, self.heads_outside = memo, forward, numbers, heads_outside
         self.fixed: tuple[Kernel, Prepared] | None = None
         self.trained: tuple[Kernel, Prepared, tuple[Any, ...]] | None = None
+        self.layout: _Layout | None = None
 
     @property
     def plain(self) -> bool:
@@ -59,19 +74,40 @@ class PackedPlan:
         """Keep the launches of the backward."""
         self.trained = kernel, prepared, like
 
-    def again(self, given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Output and LSE of a call that is `plain`, with its tensors in the order of Packed."""
-        query, _, value, *_ = given
-        assert self.fixed is not None and query is not None and value is not None, "a plain call has launches"
-        out, lse = _outputs(query, value, heads_outside=self.heads_outside)
-        addresses = [0] * len(Tensors._fields)
-        for place, x in zip(_PLACES, given, strict=False):
-            if x is not None:
-                addresses[place] = x.data_ptr()
-        addresses[launch.OUT], addresses[launch.LSE] = out.data_ptr(), lse.data_ptr()
+    def again(
+        self, given: Sequence[Tensor | None], places: Sequence[int], found: Sequence[int], *, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and LSE of a call that is `plain`, with its tensors in the order of Packed: those at these places, each once, were
+        `found` at these addresses. Without `with_lse` the LSE is None."""
+        if self.layout is None:
+            self.layout = self._laid_out(given, places)
+        assert self.fixed is not None, "a plain call has launches"
         kernel, known = self.fixed
+        like_query, shape, strides, of_lse, sources = self.layout
+        query: Any = given[0]
+        out = torch.empty_like(query) if like_query else torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
+        addresses = _NO_ADDRESSES.copy()
+        for place, source in sources:
+            addresses[place] = found[source]
+        addresses[launch.OUT] = out.data_ptr()
+        if not with_lse:
+            # Kernels always write it.
+            kernel.run_at(known, addresses, lse_bytes=4 * of_lse[0] * of_lse[1])
+            return out, None
+        lse = torch.empty(of_lse, dtype=torch.float32, device=query.device)
+        addresses[launch.LSE] = lse.data_ptr()
         kernel.run_at(known, addresses)
         return out, lse
+
+    def _laid_out(self, given: Sequence[Tensor | None], places: Sequence[int]) -> "_Layout":
+        """The layout of what a call returns, and where launches find its tensors."""
+        query, _, value, *_ = given
+        assert query is not None and value is not None, "every call has them"
+        out, lse = _outputs(query, value, heads_outside=self.heads_outside)
+        found = {id(given[place]): source for source, place in enumerate(places)}
+        sources = tuple((_PLACES[place], found[id(x)]) for place, x in enumerate(given) if x is not None)
+        like_query = (out.shape, out.stride()) == (query.shape, query.stride())
+        return _Layout(like_query, tuple(out.shape), out.stride(), (lse.shape[0], lse.shape[1]), sources)
 
 
 def _outputs(query: Tensor, value: Tensor, *, heads_outside: bool = False) -> tuple[Tensor, Tensor]:

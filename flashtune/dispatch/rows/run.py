@@ -25,6 +25,7 @@ from flashtune.dispatch.call.parse import Options, cannot_serve, seed_bits, sign
 from flashtune.dispatch.call.sequences import Numbers, Packed, problem_of
 from flashtune.dispatch.decisions.explanation import Explanation, explained
 from flashtune.dispatch.plans.autograd import apply
+from flashtune.dispatch.plans.plan import Plans
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.policy.offers import OURS
 from flashtune.dispatch.rows import paged as pages
@@ -54,12 +55,16 @@ def attend(
     if not torch.compiler.is_compiling():
         plans = STACK.get().plans
         try:
-            state, tensors = _state(given, options, max_q, max_k, splits, heads_outside)
-            recent = plans.packed.get(state)
-            if recent is not None and recent.check(*tensors) and recent.unchanged(tensors):
-                plan = recent.plan
-            elif (signature := _signature(given, state, tensors)) is not None and (plan := plans.get(signature)) is not None:
-                plans.served(signature, plan, state, seeded=False, tensors=tensors, kind="packed")
+            words = _words(given, options, max_q, max_k, splits, heads_outside)
+            recent = plans.packed.get(words)
+            if recent is not None:
+                tensors = [given[place] for place in recent.places]
+                if recent.check(*tensors) and recent.unchanged(addresses := [x.data_ptr() for x in tensors]):
+                    plan = recent.plan
+                    if type(plan) is PackedPlan and plan.plain and seed is None:
+                        return plan.again(given, recent.places, addresses, with_lse=options[_WITH_LSE])
+            if plan is None:
+                plan, signature = _looked_up(plans, given, words)
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
             # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
             signature = plan = None
@@ -74,8 +79,6 @@ def attend(
         return _first(packed, numbers, bits, signature, heads_outside, ours=ours)
     if seed is not None:
         seed_bits(seed)
-    if type(plan) is PackedPlan and plan.plain:
-        return plan.again(given)
     query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
     slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
     return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
@@ -117,6 +120,11 @@ def explanation_of(packed: Packed, numbers: Numbers, *, return_lse: bool = True)
     return explained_pass(packed, numbers, why_torch)
 
 
+_WITH_LSE = Options._fields.index("return_lse")
+_CU_Q, _CU_K, _TABLE = map(Packed._fields.index, ("cu_q", "cu_k", "table"))
+"""Places among a call's options and tensors."""
+
+
 def torch_only(packed: Packed) -> str | None:
     """Reason for which only PyTorch's operations can serve a call now, or None where a kernel may."""
     return why_torch_now(*packed[:3], None, PerHead(alibi_slopes=packed.slopes, sinks=packed.sinks))
@@ -127,26 +135,43 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
     return why_torch in GRADIENTS and not GRADIENTS[why_torch] and served(packed, numbers, "bwd") is not None
 
 
-def _state(
+def _words(
     given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
-) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """All that a plan depends on beside layouts, and the call's tensors, each once; raises as Python does where an argument is none."""
-    query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
+) -> tuple[Any, ...]:
+    """All that a plan depends on beside layouts; raises as Python does where an argument is none."""
     if not (type(max_q) is type(max_k) is int or (isinstance(max_q, Integral) and isinstance(max_k, Integral))) or max_q < 0 or max_k < 0:
         raise TypeError(max_q, max_k)
-    tensors = [query, key, value, cu_q]
-    if cu_k is not cu_q:
-        tensors.append(cu_k)
-    if caches:
+    more: Any = (given[9] is None, given[10] is None, given[1].data_ptr() == given[2].data_ptr()) if len(given) > _TABLE else None
+    pattern = given[4] is given[3], given[5] is None, given[6] is None, given[7] is None, more
+    return max_q, max_k, options, splits, heads_outside, pattern, torch.are_deterministic_algorithms_enabled()
+
+
+def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> tuple[Any, Hashable | None]:
+    """Plan of a call's signature, None where there is none yet, and the signature, None where a plan served calls of its kind before."""
+    places = tuple([place for place, x in enumerate(given) if x is not None and not (place == _CU_K and x is given[_CU_Q])])
+    tensors = [given[place] for place in places]
+    # Growing lengths share a plan.
+    state = _bounds(given, *words[:2]), *words[2:]
+    recent = plans.packed.get(state)
+    if recent is not None and recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors]):
+        plans.alike(words, recent)
+        return recent.plan, None
+    signature = _signature(given, state, tensors)
+    plan: Any = None if signature is None else plans.get(signature)
+    if plan is not None:
+        plans.served(signature, plan, state, seeded=False, tensors=tensors, places=places)
+        if (recent := plans.packed.get(state)) is not None:
+            plans.alike(words, recent)
+    return plan, signature
+
+
+def _bounds(given: tuple[Any, ...], max_q: int, max_k: int) -> Any:
+    """All that a plan takes from the bounds of lengths."""
+    if len(given) > _TABLE:
         # A launch has programs for the longest sequence of all calls of its plan.
-        bounds: Any = pages.bounds_of(max_q, max_k), splits, caches[1] is None, key.data_ptr() == value.data_ptr()
-    else:
-        # Rows are part of the shapes, so that this counts the mean as `octaves_of` does.
-        bounds = spread(max_k, cu_q.shape[0] - 1, key.shape[0])
-    if caches or not used is slopes is sinks is None:
-        tensors += [x for x in (used, slopes, sinks, *caches) if x is not None]
-    pattern = cu_k is cu_q, used is None, slopes is None, sinks is None, len(caches)
-    return (options, bounds, pattern, heads_outside, torch.are_deterministic_algorithms_enabled()), tensors
+        return pages.bounds_of(max_q, max_k)
+    # Rows are part of the shapes, so that this counts the mean as `octaves_of` does.
+    return spread(max_k, given[_CU_Q].shape[0] - 1, given[1].shape[0])
 
 
 def _signature(given: tuple[Any, ...], state: tuple[Any, ...], tensors: list[Tensor]) -> Hashable | None:
