@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from flashtune.core.gpu.target import Target
     from flashtune.core.problems.problem import Problem
     from flashtune.tuner.children.tasks import Source
-    from flashtune.tuner.replies import Called, Failed
+    from flashtune.tuner.replies import Beside, Called, Failed
 
 
 def time_calls(
-    sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float, beside: bool = False
+    sources: "list[Source]", problem: "Problem", target: "Target", seed: int, budget_s: float, beside: "Beside" = "pytorch"
 ) -> "Called | Failed":
-    """Task that times whole calls of some kernels and PyTorch, in the process with the problem's inputs on its GPU; with `beside` also of
-    the other providers that are right, some of which compile for seconds."""
+    """Task that times whole calls of some kernels, and of others `beside` them, some of which compile for seconds, in the process with the
+    problem's inputs on its GPU."""
     # Imported here: a search hands this task to others without torch in its own process.
     from flashtune.bench.providers import judged_providers
     from flashtune.bench.whole_calls import call_times
@@ -30,9 +30,9 @@ def time_calls(
     try:
         inputs, verifier = tasks.inputs_on_device(problem, target, seed)
         modules = [load_kernel(source.text, source.stem) for source in sources]
-        providers, calls = judged_providers(inputs, verifier, spent) if beside else ({}, {})
+        providers, calls = judged_providers(inputs, verifier, spent) if beside == "all" else ({}, {})
         with spent.on("calls"):
-            found = call_times(modules, inputs, budget_s=budget_s, beside=list(calls.values()))
+            found = call_times(modules, inputs, budget_s=budget_s, beside=list(calls.values()), pytorch=beside != "none")
     except (FlashtuneError, RuntimeError, ValueError, TypeError) as error:
         return tasks.failed_on_device(error)
     times = [Measurement.of(one) for one in found]
@@ -43,6 +43,6 @@ def time_calls(
         times=tuple(one.median_us for one in times[: len(sources)]),
         pytorch=times[-1] if len(times) > ours_and_theirs else None,
         providers=providers,
-        backend="" if (own := pytorch_call(inputs, step=True)) is None else backend_name(own),
+        backend="" if beside == "none" or (own := pytorch_call(inputs, step=True)) is None else backend_name(own),
         spent=spent.take(),
     )

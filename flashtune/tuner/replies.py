@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from flashtune.core.code.binaries import Manifest
 from flashtune.core.problems.config import Config
@@ -124,9 +125,13 @@ class Judged:
     time: Measurement | None = None
 
 
+Beside = Literal["none", "pytorch", "all"]
+"""Whole calls that are timed beside a kernel's: none, PyTorch's, or also those of the other providers that are right."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """Median microseconds of a whole call, host included, of each requested candidate, and the time of PyTorch's where it has the problem.
+    """Median microseconds of a whole call, host included, of each requested candidate, and the time of PyTorch's where it was timed.
 
     `providers` are verdicts on others by name, and `backend` is the name of PyTorch's own choice.
     """

@@ -84,7 +84,7 @@ class Staged(HereAndNow):
 
         return SimpleNamespace(reply=wait, forget=lambda: None)
 
-    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int, pytorch: bool) -> Any:
+    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int) -> Any:
         return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=1.0, device=device)
 
     def prepared(self, problem: Problem, pending: Any) -> Ready | Failed:

@@ -139,13 +139,15 @@ def test_whole_calls_of_the_first_are_kept_with_the_record(monkeypatch: pytest.M
 
     def with_pytorch(sources: list[Any], *rest: Any) -> Any:
         rounds = simulated.raced(sources, *rest)
-        return replace(rounds, times=(*rounds.times, (300.0,) * 9), backend="cudnn")
+        return replace(rounds, times=(*rounds.times, (300.0,) * 9), backend="cudnn") if rest[-1] else rounds
 
-    def calls(sources: list[Any], problem: Problem, target: Any, seed: int, budget_s: float, beside: bool) -> Called | Failed:
+    def calls(sources: list[Any], problem: Problem, target: Any, seed: int, budget_s: float, beside: str) -> Called | Failed:
         flash = Judged(fate=Fate.CORRECT, versions=Config.of(torch="2.11.0"), error=0.5, time=Measurement.of([500.0] * 5))
         # The clocks are half as fast by then.
-        times = tuple((1 + beside) * (simulated.time_us(source) + 7) for source in sources)
-        return Called(times=times, pytorch=Measurement.of([310.0]), providers={"flash": flash} if beside else {})
+        if beside == "all":
+            times = tuple(2 * (simulated.time_us(source) + 7) for source in sources)
+            return Called(times=times, pytorch=Measurement.of([620.0]), providers={"flash": flash})
+        return Called(times=tuple(simulated.time_us(source) + 7 for source in sources), pytorch=None)
 
     def none(*_: Any) -> Called | Failed:
         return Failed(fate=Fate.RUNTIME, reason="no memory")

@@ -166,17 +166,17 @@ class Workers:
             )
         return self._pools[crew, device]
 
-    def prepare(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Ready | Failed:
-        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and PyTorch's call.
+    def prepare(self, problem: Problem, target: Target, seed: int, *, device: int = 0) -> Ready | Failed:
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.
 
         The reason of a failure is a whole sentence.
         """
-        return self.prepared(problem, self.preparing(problem, target, seed, device=device, pytorch=pytorch))
+        return self.prepared(problem, self.preparing(problem, target, seed, device=device))
 
-    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Pending[Ready]:
+    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0) -> Pending[Ready]:
         """Begin to `prepare` without waiting: later tasks of this GPU's process wait for it there."""
         limit_s = self.limits.prepare_s
-        return self.submit("device", tasks.prepare_device, problem, target, seed, pytorch, limit_s=limit_s, device=device)
+        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=limit_s, device=device)
 
     def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
         """Result of `preparing`."""

@@ -31,16 +31,16 @@ def closed(
     spent: Spent,
     *,
     known: Candidate | None,
-    picked: Callable[[Closing], None] = lambda closing: None,
+    picked: Callable[[Closing], None] | None = None,
 ) -> Closing:
     """Race of correct final candidates, with their ranks; `known` is the stored record's, which wins ties. `picked` gets the winner before
-    other providers, which may compile for seconds and don't change it, are timed."""
+    PyTorch and other providers, which may compile for seconds and don't change it, are timed; without it PyTorch races with all."""
     if not finalists and wide_heads(problem.d, problem.d_v):
         return _of_providers_alone(evaluation, problem, spent)
     outcomes, candidates = dict(finalists), list(finalists)
     wide = max(problem.d, problem.d_v)
     with spent.on("race"):
-        raced, conditions = evaluation.race(candidates) if candidates else (None, None)
+        raced, conditions = evaluation.race(candidates, pytorch=picked is None) if candidates else (None, None)
     baseline, behind = None, None
     if isinstance(raced, Raced):
         baseline, behind = raced.baseline, raced.standing.behind
@@ -50,11 +50,10 @@ def closed(
     ranks = fallback_ahead(ranked(list(outcomes.items()), behind=behind, known=known), medians, wide)
     timed = to_call(ranks)
     with spent.on("whole calls"):
-        called = evaluation.call(timed) if baseline is not None else None
-    if baseline is not None and called is not None:
+        called = evaluation.call(timed) if isinstance(raced, Raced) else None
+    if called is not None:
         for candidate, call_us in zip(timed, called.times, strict=False):
             outcomes[candidate] = replace(outcomes[candidate], call_us=call_us)
-        baseline = replace(baseline, call_us=called.pytorch.median_us if called.pytorch else None)
         ranks.insert(0, ranks.pop(ranks.index(timed[first_by_calls(called.times)])))
         ranks = fallback_ahead(ranks, medians, wide)
     closing = Closing(
@@ -63,16 +62,29 @@ def closed(
         conditions=conditions,
         failed=raced if isinstance(raced, Failed) else None,
     )
-    if called is None or baseline is None:
+    if picked is not None and isinstance(raced, Raced):
+        picked(closing)
+        with spent.on("pytorch"):
+            closing = replace(closing, baseline=_beside_winner(evaluation, ranks[0], time_of(outcomes[ranks[0]])))
+    first_us = outcomes[ranks[0]].call_us if ranks else None
+    if closing.baseline is None or first_us is None:
         return closing
-    picked(closing)
     with spent.on("other providers"):
         beside = evaluation.call(ranks[:1], beside=True)
-    first_us = outcomes[ranks[0]].call_us
-    if beside is None or first_us is None:
+    if beside is None:
         return closing
     # In the scale of the winner's calls before: clocks drift, ratios within a run don't.
-    return replace(closing, providers=verdicts(beside, problem, scale=first_us / beside.times[0]))
+    scale = first_us / beside.times[0]
+    pytorch_us = None if beside.pytorch is None else scale * beside.pytorch.median_us
+    return replace(closing, providers=verdicts(beside, problem, scale=scale), baseline=replace(closing.baseline, call_us=pytorch_us))
+
+
+def _beside_winner(evaluation: Evaluation, winner: Candidate, time: Measurement) -> Baseline | None:
+    """PyTorch's time from a race with the winner, in the scale of its `time` before; None where PyTorch lacks the problem or fails."""
+    raced, _ = evaluation.race([winner], pytorch=True)
+    if not isinstance(raced, Raced) or raced.baseline is None:
+        return None
+    return replace(raced.baseline, measurement=raced.baseline.measurement.scaled(time.median_us / raced.times[0].median_us))
 
 
 def _of_providers_alone(evaluation: Evaluation, problem: Problem, spent: Spent) -> Closing:
