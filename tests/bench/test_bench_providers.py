@@ -16,7 +16,7 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Fate
 from flashtune.dispatch.call.sequences import Numbers, Packed
 from flashtune.dispatch.rows.libraries import PACKED
-from flashtune.tuner.replies import Judged
+from flashtune.tuner.replies import Judged, Spent
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -27,7 +27,7 @@ def verdicts(problem: Problem = PROBLEM) -> dict[str, Judged]:
     """Verdicts on the providers of this machine."""
     inputs = make_inputs(problem, device="cpu", seed=3)
     verifier = Verifier(problem, device="cpu", seed=3, full_size=inputs, thorough=False)
-    found, calls = judged_providers(inputs, verifier)
+    found, calls = judged_providers(inputs, verifier, Spent())
     assert all(found[name].fate is Fate.CORRECT for name in calls), "what is wrong is never timed"
     return found
 
