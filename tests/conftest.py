@@ -1,7 +1,9 @@
 """Fixtures that every test shares: no user's directory is touched, and golden files change only on request."""
 
+import contextlib
 import difflib
 import gc
+import importlib
 import itertools
 import os
 import shutil
@@ -20,6 +22,8 @@ _SCRATCH = Path(tempfile.mkdtemp(prefix="flashtune-tests-"))
 os.environ["FLASHTUNE_CACHE"] = str(_SCRATCH / "cache")
 os.environ["FLASHTUNE_OWN_DB"] = str(_SCRATCH / "overlay.sqlite")
 os.environ.pop("FLASHTUNE_DB", None)
+# Compiled without lines of the source, as searches do and what ships is: a sixth of the time less.
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 _NUMBERS = itertools.count()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers are as many as the cores: more threads in each would only get into each other's way.
@@ -44,6 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from served_table import ServedTable
 
         config.pluginmanager.register(ServedTable(Path(table)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """In a fresh clone no bytecode is kept yet: of all modules, each worker imports a share first, and finds the others' of the rest."""
+    count, name = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if count > 1 and [Path(one).resolve() for one in session.config.args] == [GOLDEN.parent]:
+        for path in sorted(GOLDEN.parent.glob("*/test_*.py"))[int(name.removeprefix("gw")) :: count]:
+            # What a module raises is told where it is collected.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(path.stem)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,17 +126,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             pytest.fail("\n".join(["differs from the golden file; if that is meant, run `make golden` and review the diff", *lines]))
 
     return compare
-
-
-@pytest.fixture(scope="module")
-def without_lines() -> Iterator[None]:
-    """Compiled without lines of the source, as searches do and what ships is: a sixth of the time less."""
-    from flashtune.tuner.children.workers import WITHOUT_LINES
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in WITHOUT_LINES.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ of its candidates have a time. `plain` is meant for another GPU than the rest.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -74,15 +75,11 @@ def record(problems: tuple[Problem, ...], target: Target, path: Path, *, trials:
         Store.open(str(path), writable=True) as store,
         SearchProgress(messages(), problems=problems, trials=trials, budget_s=budget_s, quiet=False) as progress,
     ):
-
-        def save(result: SearchResult) -> None:
-            store.save(result, once=True)
-            found.append(result)
-
         storage = optuna.storages.InMemoryStorage()
         origin = provenance(command=command(), seed=0, measured=True, target=target)
         try:
-            Search(plan, storage=storage, provenance=origin, save=save, listener=progress).run()
+            save = partial(store.save, once=True)
+            found += Search(plan, storage=storage, provenance=origin, save=save, listener=progress).run()
         except NoKernelFound as error:
             print(error, file=sys.stderr, flush=True)
     return found

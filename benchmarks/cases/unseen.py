@@ -125,7 +125,7 @@ def swept(
         storage = optuna.storages.InMemoryStorage()
         with SearchProgress(messages(), problems=[problem], trials=None, budget_s=left, quiet=False) as progress:
             try:
-                Search(plan, storage=storage, provenance=origin, save=found.append, listener=progress).run(workers)
+                found += Search(plan, storage=storage, provenance=origin, save=lambda _: None, listener=progress).run(workers)
             except NoKernelFound as error:
                 print(error, file=sys.stderr, flush=True)
     tried = [(outcome.template, outcome.config) for result in found for outcome in result.outcomes]

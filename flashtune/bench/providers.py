@@ -18,7 +18,7 @@ from flashtune.dispatch.state import context
 from flashtune.dispatch.state.context import Memo
 from flashtune.dispatch.state.settings import Settings
 from flashtune.tuner.children.tasks import failed_on_device
-from flashtune.tuner.replies import Failed, Judged
+from flashtune.tuner.replies import Failed, Judged, Spent
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
 from flashtune.tuner.verify.calls import RefusedError, judged
 from flashtune.tuner.verify.correctness import Verifier
@@ -27,12 +27,12 @@ from flashtune.tuner.verify.inputs import Inputs
 Call = Callable[[], object]
 
 
-def judged_providers(inputs: Inputs, verifier: Verifier) -> tuple[dict[str, Judged], dict[str, Call]]:
+def judged_providers(inputs: Inputs, verifier: Verifier, spent: Spent) -> tuple[dict[str, Judged], dict[str, Call]]:
     """Verdicts on the providers that are installed here, by name, and calls, or training steps, of those to be timed.
 
-    PyTorch's own choice is checked by its backend's name and not timed, since it races anyway. Left out are its math backend where another
-    takes the call, and FlexAttention, which compiles for longer than a candidate may. Calls with dropout stay with those who serve them in
-    training, and no provider is given pages.
+    `spent` gets the seconds of each. PyTorch's own choice is checked by its backend's name and not timed, since it races anyway. Left out
+    are its math backend where another takes the call, and FlexAttention, which compiles for longer than a candidate may. Calls with dropout
+    stay with those who serve them in training, and no provider is given pages.
     """
     if inputs.problem.features.dropout or inputs.pages is not None:
         return {}, {}
@@ -46,7 +46,9 @@ def judged_providers(inputs: Inputs, verifier: Verifier) -> tuple[dict[str, Judg
             continue
         if name == "math" and own != "math" and (calls or framework is not None):
             continue
-        if isinstance(verdict := verdict_on(name, inputs, verifier), Failed):
+        with spent.on(f"judge {name}"):
+            verdict = verdict_on(name, inputs, verifier)
+        if isinstance(verdict, Failed):
             continue
         verdicts[name] = verdict
         if verdict.fate is Fate.CORRECT and name != own:

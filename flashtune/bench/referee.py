@@ -137,7 +137,7 @@ class Bench:
         rulings: dict[str, Ruling] = {}
         for name in names:
             # After a crash the next process has none of the inputs.
-            reply: Ready | Judged | Failed = workers.prepare(problem, self.target, seed, device=device, pytorch=False)
+            reply: Ready | Judged | Failed = workers.prepare(problem, self.target, seed, device=device)
             if isinstance(reply, Failed):
                 # A GPU that can't take the inputs is no provider's fault.
                 reply = replace(reply, inconclusive=True)
@@ -153,7 +153,7 @@ class Bench:
         right = [name for name, one in found.rulings.items() if one.verdict == "right"]
         if not right:
             return found
-        reply: Ready | Compared | Failed = workers.prepare(problem, self.target, found.seed, device=device, pytorch=False)
+        reply: Ready | Compared | Failed = workers.prepare(problem, self.target, found.seed, device=device)
         if isinstance(reply, Ready):
             limit_s = (COMPILE_S if problem.features.mods or "flex" in right else JUDGE_S) + 10 * self.seconds
             task = workers.submit(

@@ -117,10 +117,12 @@ def training_step(inputs: Inputs, **words: Any) -> Call:
     return step
 
 
-def call_times(modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float, beside: Sequence[Call] = ()) -> list[list[float]]:
+def call_times(
+    modules: Sequence[LoadedKernel], inputs: Inputs, *, budget_s: float, beside: Sequence[Call] = (), pytorch: bool = True
+) -> list[list[float]]:
     """Microseconds of back-to-back calls with each rendered module, then of the calls `beside`, and last with PyTorch's function where it
-    supports the problem."""
-    direction, framework = inputs.problem.direction, pytorch_call(inputs, step=True)
+    supports the problem, unless `pytorch` is False."""
+    direction, framework = inputs.problem.direction, pytorch_call(inputs, step=True) if pytorch else None
     ours = attention_call(inputs) if direction == "fwd" else training_step(inputs)
     runs: list[tuple[Memo | None, Call]] = [(Memo(pinned=(direction, module)), ours) for module in modules]
     runs += [(None, call) for call in (*beside, *([] if framework is None else [framework]))]

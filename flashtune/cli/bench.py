@@ -79,7 +79,8 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
     variant = variant_of(kernel, problem.spec(), chosen.config)
     source = tasks.Source.of(kernel, variant)
     reply: Ready | Compared | Failed = workers.prepare(problem, target, seed)
-    limit_s = workers.limits.device_s + 20 * seconds
+    # PyTorch's compiler, too, runs within it.
+    limit_s = workers.limits.prepare_s + 20 * seconds
     if isinstance(reply, Ready):
         reply = workers.submit("device", tasks.bench_problem, source, problem, target, seed, seconds, limit_s=limit_s).reply()
     if isinstance(reply, Failed):

@@ -28,7 +28,12 @@ LINE_S = 10.0
 RATE_S = 300.0
 """Seconds of trials that the estimate of the remaining time is made from."""
 
-STAGES = {"preparing": "preparing the GPU", "racing": "racing the best", "waiting": "waiting for other processes"}
+STAGES = {
+    "preparing": "preparing the GPU",
+    "racing": "racing the best",
+    "comparing": "timing other providers",
+    "waiting": "waiting for other processes",
+}
 
 
 class _Bars(Progress):

@@ -1,10 +1,9 @@
 """`flashtune search`: find the fastest kernel for each problem and store it."""
 
-import logging
-import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from flashtune.cli.interrupts import INTERRUPTED
 from flashtune.cli.options import GPU, TEMPLATE, ListCommand, gpu_of, json_option, seconds_of, share_of
 from flashtune.cli.plots import check_page, plot_option, write_search
 from flashtune.cli.problem_options import ProblemOptions, problem_options
+from flashtune.cli.tracing import logger, process_age_s, trace_times
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem
 from flashtune.core.records.results import Source, TuningRecord
@@ -26,11 +26,11 @@ from flashtune.core.system.threads import begun
 from flashtune.core.system.words import counted
 from flashtune.tuner.search.stopping import UNTIL
 
-logger = logging.getLogger("flashtune.search")
-
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashtune.tuner.children.workers import Workers
+    from flashtune.tuner.replies import Spent
     from flashtune.tuner.search.plan import SearchPlan
 
 DEFAULT_TRIALS = 60
@@ -241,20 +241,47 @@ def run_search(
     # In parallel: the server imports torch, this process the rest, and a thread looks for GPUs.
     start_server()
     looking = begun(choose_source, target, options.predict)
+    from flashtune.tuner.children.workers import Workers
+    from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
+    from flashtune.tuner.replies import Spent
+
+    spent = Spent()
+    spent.add({"start": process_age_s()})
+    with spent.on("rest"):
+        with spent.on("look for GPUs"):
+            source = looking.result()
+        if source == "predicted":
+            require_interpreter()
+            # The same command may run on a machine with GPUs, so only the option's form is checked.
+            numbered(options.gpus)
+        devices = devices_of(options.gpus, target) if source == "measured" else ()
+        # A core stays free for each process that launches timed kernels.
+        jobs = options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0))
+        input_seed = time.time_ns() % (1 << 31) if options.seed is None else options.seed
+        with Workers(jobs=jobs, devices=devices) as workers:
+            if source == "measured":
+                # Long before its first trial: a GPU's process imports torch, starts the GPU, and makes inputs and oracles.
+                for device in range(max(1, len(devices))):
+                    workers.preparing(problems[0], target, input_seed, device=device)
+            with spent.on("plan"):
+                plan = _plan(target, problems, options, source=source, devices=devices, jobs=jobs, input_seed=input_seed)
+            logger.debug("planned")
+            records = _run(plan, options, workers, spent, quiet=quiet, notes=notes or messages())
+        logger.debug("searched")
+        if source == "measured":
+            with spent.on("machine code"):
+                keep_machine_code(records, target, jobs=plan.jobs, notes=notes)
+    logger.debug("done: %.2f s; command: %s", spent.total, spent)
+    return records
+
+
+def _plan(target: Target, problems: list[Problem], options: SearchOptions, *, source: Source, **found: Any) -> "SearchPlan":
+    """The plan of a search that these options ask for, with what was `found` of this machine."""
     from flashtune.bench import time_calls
     from flashtune.cli.problems import stored
-    from flashtune.db.library import overlay_path
     from flashtune.templates import every_family, family
-    from flashtune.tuner.machine import cores, devices_of, numbered, require_interpreter
     from flashtune.tuner.search.plan import SearchPlan
 
-    source = looking.result()
-    if source == "predicted":
-        require_interpreter()
-        # The same command may run on a machine with GPUs, so only the option's form is checked.
-        numbered(options.gpus)
-    location = options.location or overlay_path()
-    devices = devices_of(options.gpus, target) if source == "measured" else ()
     plan = SearchPlan(
         target=target,
         problems=tuple(problems),
@@ -265,23 +292,15 @@ def run_search(
         until=options.until,
         sampler=options.sampler,
         seed=options.seed,
-        # A core stays free for each process that launches timed kernels.
-        jobs=options.jobs or max(1, cores() - (max(1, len(devices)) if source == "measured" else 0)),
         # A named family is searched at all sizes, also where it isn't expected to be good.
         only_suited=not options.templates,
-        known=tuple(stored(location)),
-        devices=devices,
+        known=tuple(stored(options.location)),
         calls=time_calls if source == "measured" else None,
         keep=source == "measured",
+        **found,
     )
     _refuse_unsearchable(plan)
-    logger.debug("planned")
-    records = _run(plan, options, location=location, quiet=quiet, notes=notes or messages())
-    logger.debug("searched")
-    if source == "measured":
-        keep_machine_code(records, target, jobs=plan.jobs, notes=notes)
-    logger.debug("done")
-    return records
+    return plan
 
 
 def _refuse_unsearchable(plan: "SearchPlan") -> None:
@@ -295,31 +314,33 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
             raise InputError(f"{why}, and other providers can't be predicted: search on the GPU, where they are timed")
 
 
-def _run(plan: "SearchPlan", options: SearchOptions, *, location: str, quiet: bool, notes: "Console") -> list[TuningRecord]:
-    """Run the search into the database at `location`, draw it where that was asked for, and return its records of the problems."""
-    from flashtune.cli.progress import SearchProgress
-    from flashtune.cli.storage import study_storage
-    from flashtune.db.store import Store
-    from flashtune.tuner.machine import provenance
-    from flashtune.tuner.searching import Search
+def _run(
+    plan: "SearchPlan", options: SearchOptions, workers: "Workers", spent: "Spent", *, quiet: bool, notes: "Console"
+) -> list[TuningRecord]:
+    """Run the search into its database, draw it where that was asked for, and return its records of the problems."""
+    with spent.on("imports"):
+        from flashtune.cli.progress import SearchProgress
+        from flashtune.cli.storage import study_storage
+        from flashtune.db.library import overlay_path
+        from flashtune.db.store import Store
+        from flashtune.tuner.machine import provenance
+        from flashtune.tuner.searching import Search
 
     # The thread of a GPU waits for others at each trial: Python's five milliseconds for each would be a tenth of a trial.
     sys.setswitchinterval(SWITCH_S)
     command = command_line(["flashtune", *sys.argv[1:]])
-    made_by = provenance(command=command, seed=plan.seed, measured=plan.source == "measured", target=plan.target)
+    with spent.on("provenance"):
+        made_by = provenance(command=command, seed=plan.seed, measured=plan.source == "measured", target=plan.target)
     trials = None if plan.sampler == "exhaustive" else plan.trials
-    with (
-        study_storage(options.storage) as storage,
-        Store.open(location, writable=True) as store,
-        SearchProgress(notes, problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet) as progress,
-    ):
-        results = Search(
-            plan,
-            storage=storage,
-            provenance=made_by,
-            save=partial(store.save, once=True),
-            listener=progress,
-        ).run()
+    with ExitStack() as stack:
+        with spent.on("open"):
+            storage = stack.enter_context(study_storage(options.storage))
+            store = stack.enter_context(Store.open(options.location or overlay_path(), writable=True))
+            shown = SearchProgress(notes, problems=plan.problems, trials=trials, budget_s=plan.budget_s, quiet=quiet)
+            progress = stack.enter_context(shown)
+        search = Search(plan, storage=storage, provenance=made_by, save=partial(store.save, once=True), listener=progress)
+        with spent.on("problems"):
+            results = search.run(workers)
         if (left := len(plan.problems) - len(results)) > 0:
             notes.print(f"time is up before {left} of {counted(len(plan.problems), 'problem')}: the same command goes on with them")
         found = (store.best(problem.key(plan.target.slug)) for problem in plan.problems)
@@ -328,15 +349,6 @@ def _run(plan: "SearchPlan", options: SearchOptions, *, location: str, quiet: bo
         write_search(options.plot, progress.timeline, records, made_by, plan.target.name)
         notes.print(f"wrote {options.plot}")
     return records
-
-
-def trace_times() -> None:
-    """Log of each problem's seconds to standard error where FLASHTUNE_TRACE=1, with the milliseconds since the command's start."""
-    if os.environ.get("FLASHTUNE_TRACE") == "1" and not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(relativeCreated)d ms: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)
 
 
 def keep_machine_code(records: list[TuningRecord], target: Target, *, jobs: int, notes: "Console | None" = None) -> None:

@@ -79,9 +79,9 @@ class Store:
     def save(self, result: SearchResult, *, once: bool = False, replacing: bool = False) -> None:
         """Save all of `result` in one transaction; any number of processes may save at the same time.
 
-        With `once` nothing is saved where the same run is there already, from a writer that died after saving it; with `replacing` it takes
-        the place of all earlier runs of its key. Free texts are tidied (see `values.tidy`). Raises InputError where the result could not
-        be read back, such as a time of zero.
+        With `once` nothing is saved where the same run is there already, from a writer that died after saving it, and one that was saved
+        before its last trials or its baseline is completed; with `replacing` it takes the place of all earlier runs of its key. Free texts
+        are tidied (see `values.tidy`). Raises InputError where the result could not be read back, such as a time of zero.
         """
         if not self._writable:
             raise DatabaseError(f"{self.name} is open for reading only: open it for writing to save results")

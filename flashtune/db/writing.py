@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, delete, insert, select
+from sqlalchemy import Connection, Table, delete, insert, or_, select
 
 from flashtune.core.records.results import SearchResult
 from flashtune.core.system.errors import InputError
@@ -46,15 +46,16 @@ class ResultRows:
     def insert(self, connection: Connection, *, once: bool = False, replacing: bool = False) -> None:
         """Add the rows in the open transaction; existing rows of the problem, provenance and candidates are reused.
 
-        With `once`, nothing is added where the same run is there already; with `replacing`, all other runs of the problem are deleted.
+        With `once`, nothing is added where the same run is there already, and one without the last of these trials or the baseline is
+        replaced; with `replacing`, all other runs of the problem are deleted.
         """
         problem_id = _found_or_added(connection, PROBLEM, self.problem)
         if replacing:
-            runs = select(RUN.c.id).where(RUN.c.problem_id == problem_id)
-            connection.execute(delete(TRIAL).where(TRIAL.c.run_id.in_(runs)))
-            connection.execute(delete(RUN).where(RUN.c.problem_id == problem_id))
-        if once and self._is_there(connection, problem_id):
+            _delete(connection, list(connection.execute(select(RUN.c.id).where(RUN.c.problem_id == problem_id)).scalars()))
+        saved = self._saved(connection, problem_id) if once else {}
+        if any(saved.values()):
             return
+        _delete(connection, list(saved))
         provenance_id = _found_or_added(connection, PROVENANCE, self.provenance)
         run_id = _added(connection, RUN, {**self.run, "problem_id": problem_id, "provenance_id": provenance_id})
         candidates = _candidate_ids(connection, [(one["template"], one["config"]) for one in self.trials])
@@ -65,17 +66,29 @@ class ResultRows:
         if trials:
             connection.execute(insert(TRIAL), trials)
 
-    def _is_there(self, connection: Connection, problem_id: int) -> bool:
-        """True if a run of this problem equals this one in all columns and trials."""
-        same_run = [RUN.c[name] == value for name, value in self.run.items()]
+    def _saved(self, connection: Connection, problem_id: int) -> dict[int, bool]:
+        """Ids of runs of this problem that equal this one in all columns and trials that they have, True for those with all of them."""
+        found: dict[int, bool] = {}
+        same_run = [
+            or_(RUN.c[name] == value, RUN.c[name].is_(None)) if name.startswith("baseline_") else RUN.c[name] == value
+            for name, value in self.run.items()
+        ]
         same_run += [PROVENANCE.c[name] == value for name, value in self.provenance.items()]
-        runs = select(RUN.c.id).join(PROVENANCE).where(RUN.c.problem_id == problem_id, *same_run)
+        runs = select(RUN.c.id, RUN.c.baseline_backend, RUN.c.baseline_call_us).join(PROVENANCE)
         columns = [*(TRIAL.c[name] for name in rows.TRIAL), *(CANDIDATE.c[name] for name in rows.CANDIDATE)]
-        for run_id in connection.execute(runs).scalars().all():
+        baseline = self.run["baseline_backend"], self.run["baseline_call_us"]
+        for run_id, *its_baseline in connection.execute(runs.where(RUN.c.problem_id == problem_id, *same_run)).all():
             trials = select(*columns).select_from(TRIAL).join(CANDIDATE).where(TRIAL.c.run_id == run_id).order_by(TRIAL.c.number)
-            if [dict(one) for one in connection.execute(trials).mappings()] == self.trials:
-                return True
-        return False
+            rows_there = [dict(one) for one in connection.execute(trials).mappings()]
+            if rows_there == self.trials[: len(rows_there)]:
+                found[run_id] = len(rows_there) == len(self.trials) and tuple(its_baseline) == baseline
+        return found
+
+
+def _delete(connection: Connection, runs: list[int]) -> None:
+    """Delete these runs with their trials."""
+    connection.execute(delete(TRIAL).where(TRIAL.c.run_id.in_(runs)))
+    connection.execute(delete(RUN).where(RUN.c.id.in_(runs)))
 
 
 def _found_or_added(connection: Connection, table: Table, values: dict[str, Any]) -> int:

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from flashtune.core.code.binaries import Manifest
 from flashtune.core.problems.config import Config
@@ -124,9 +125,13 @@ class Judged:
     time: Measurement | None = None
 
 
+Beside = Literal["none", "pytorch", "all"]
+"""Whole calls that are timed beside a kernel's: none, PyTorch's, or also those of the other providers that are right."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """Median microseconds of a whole call, host included, of each requested candidate, and the time of PyTorch's where it has the problem.
+    """Median microseconds of a whole call, host included, of each requested candidate, and the time of PyTorch's where it was timed.
 
     `providers` are verdicts on others by name, and `backend` is the name of PyTorch's own choice.
     """
@@ -135,6 +140,8 @@ class Called:
     pytorch: Measurement | None
     providers: Mapping[str, Judged] = field(default_factory=dict)
     backend: str = ""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the GPU's process by purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,19 +160,26 @@ logger = logging.getLogger("flashtune.search")
 
 
 class Spent:
-    """Sum of seconds by purpose, within one thread."""
+    """Sum of seconds by purpose, within one thread. Of blocks within blocks the inner ones alone count, so that the parts of a block for
+    all else add up to its time."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._within: list[float] = []
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
         """Count the block's seconds for a purpose."""
-        begun = time.perf_counter()
+        begun = self._clock()
+        self._within.append(0.0)
         try:
             yield
         finally:
-            self._seconds[what] += time.perf_counter() - begun
+            whole, inner = self._clock() - begun, self._within.pop()
+            self._seconds[what] += whole - inner
+            if self._within:
+                self._within[-1] += whole
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Add another process's seconds."""
@@ -178,7 +192,12 @@ class Spent:
         self._seconds.clear()
         return found
 
+    @property
+    def total(self) -> float:
+        """Seconds of all purposes."""
+        return sum(self._seconds.values())
+
     def __str__(self) -> str:
-        """One line, the longest first; purposes below 0.01 s are left out."""
+        """One line, the longest first; purposes below 5 ms are left out."""
         longest = sorted(self._seconds.items(), key=lambda entry: -entry[1])
-        return ", ".join(f"{what} {number:.2f}" for what, number in longest if number >= 0.01)
+        return ", ".join(f"{what} {number:.2f}" for what, number in longest if number >= 0.005)

@@ -28,7 +28,8 @@ class Search(Shared):
     """Runs a plan; `save` receives each problem's result as soon as it is complete (or the search is interrupted).
 
     Trials are stored in `storage`. An interrupted plan resumes from there, finished problems included; any number of processes may run one
-    plan at the same time, each problem in one of them. `save` may receive a result twice (from a process that was killed just then).
+    plan at the same time, each problem in one of them. `save` receives a result with a winner before other providers are timed, and may
+    receive one twice (from a process that was killed just then).
     """
 
     def run(self, workers: Workers | None = None) -> list[SearchResult]:

@@ -16,7 +16,7 @@ from flashtune.core.problems.problem import Features, Problem
 from flashtune.core.records.results import Fate
 from flashtune.dispatch.call.sequences import Numbers, Packed
 from flashtune.dispatch.rows.libraries import PACKED
-from flashtune.tuner.replies import Judged
+from flashtune.tuner.replies import Judged, Spent
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -27,13 +27,12 @@ def verdicts(problem: Problem = PROBLEM) -> dict[str, Judged]:
     """Verdicts on the providers of this machine."""
     inputs = make_inputs(problem, device="cpu", seed=3)
     verifier = Verifier(problem, device="cpu", seed=3, full_size=inputs, thorough=False)
-    found, calls = judged_providers(inputs, verifier)
+    found, calls = judged_providers(inputs, verifier, Spent())
     assert all(found[name].fate is Fate.CORRECT for name in calls), "what is wrong is never timed"
     return found
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize(("fault", "direction"), [*((fault, "fwd") for fault in WRONG), ("head", "bwd"), ("into inputs", "bwd")])
 def test_a_fault_of_a_library_is_found_with_its_smallest_case(fault: str, direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, WRONG[fault])
     found = verdicts(replace(PROBLEM, direction=direction))["fa4"]
@@ -82,8 +81,6 @@ def test_cases_that_a_library_refuses_are_left_out_and_a_problem_that_it_refuses
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"direction": "bwd"},
         {"dtype": "bf16"},
         {"dtype": "fp16", "direction": "bwd"},
         {"features": Features(mask="bias")},
@@ -96,8 +93,10 @@ def test_pytorchs_own_backends_pass(changes: dict[str, Any]) -> None:
     assert found and all(one.fate in (Fate.CORRECT, Fate.CONSTRAINT) for one in found.values()), found
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize(("fault", "alignment"), [("", "bottom_right"), ("", "top_left"), ("nan", "bottom_right"), ("head", "top_left")])
+@pytest.mark.parametrize(
+    ("fault", "alignment", "direction"),
+    [("", "bottom_right", "bwd"), ("", "top_left", "fwd"), ("nan", "bottom_right", "fwd"), ("head", "top_left", "bwd")],
+)
 def test_libraries_of_packed_sequences_are_checked_for_a_search_of_them(
     fault: str, alignment: Any, direction: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""First choices by the model and trials of other sizes and features: what they lose against the best trial of a problem."""
+"""Regressions over trials: what ships is of those at hand, and first choices lose little without those of the same sizes and features."""
 
 import random
 from dataclasses import replace
@@ -22,6 +22,20 @@ DRAWN = 60
 def trials(likeness: Likeness) -> list[fit.Observed]:
     rows, runs = fit.all_trials(likeness)
     return [*rows, *(one for _, one in runs)]
+
+
+@pytest.mark.parametrize("likeness", [FORWARDS, STEPS, GRADIENTS], ids=["forwards", "steps", "gradients"])
+def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(likeness: Likeness) -> None:
+    with np.load(fit.FOLDER / likeness.file) as kept:
+        shipped = dict(kept)
+    anew, covariance, sample = fit.prepared(likeness, trials(likeness), sample=1000)
+    advice = "run benchmarks/run.py fit_residual --write"
+    assert shipped.keys() == {*anew, "trials", "weights"} and shipped["trials"] == fit.digest(trials(likeness)), advice
+    for name, values in anew.items():
+        np.testing.assert_allclose(shipped[name], values, rtol=1e-3, atol=1e-4, err_msg=advice)
+    # The weights solve covariance @ weights = wrong: a sample of its rows says so without solving anew.
+    np.testing.assert_allclose(covariance @ shipped["weights"], anew["wrong"][sample], atol=1e-4, err_msg=advice)
+    assert len(shipped["weights"]) > {FORWARDS: 5000, STEPS: 3000, GRADIENTS: 1500}[likeness]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.cases import unseen
-from flashtune.cli.search import trace_times
+from flashtune.cli.tracing import trace_times
 from flashtune.tuner.replies import Spent, logger
 
 

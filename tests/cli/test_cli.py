@@ -145,7 +145,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     """A predicted search of two problems, and what it printed."""
     path = tmp_path_factory.mktemp("cli") / "x.sqlite"
     words = ("search", "--gpu-name", "NVIDIA A100-SXM4-80GB", "--d", "64", "--n", "1024,2048", "--full", "--dtype", "fp16")
-    return path, rows_of(*words, "--trials", "4", "--seed", "3", "--db", str(path), "--json")
+    return path, rows_of(*words, "--trials", "2", "--seed", "3", "--db", str(path), "--json")
 
 
 def test_a_search_without_a_gpu_stores_predicted_rows(searched: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -167,6 +167,7 @@ def test_a_search_without_a_gpu_stores_predicted_rows(searched: tuple[Path, list
         assert row["ended_by"] == "trials" and row["expected_regret"] >= 0
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_family_that_is_named_is_searched_at_sizes_that_dont_suit_it(tmp_path: Path) -> None:
     words = ("search", "--gpu-name", "a100", "--d", "16", "--n", "64", "--batch", "1", "--heads", "2", "--full", "--dtype", "fp16")
     words += ("--template", "flash_decode", "--trials", "1", "--seed", "1", "--db", str(tmp_path / "x.sqlite"), "--json")
@@ -299,7 +300,6 @@ def test_generate_writes_kernels_that_regenerating_does_not_change(
     again = flashtune(*words)
     assert again.exit_code == 0
     assert "compiled" not in again.stderr
-    assert flashtune(*kept).exit_code == 0
 
 
 def test_export_ships_the_winners(searched: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:

@@ -125,10 +125,8 @@ def test_db_is_one_database_in_every_command_that_reads_one(database: Path) -> N
     assert all(text and text.startswith("Only this database, in place of ") for text in helps)
 
 
-@pytest.mark.parametrize("command", ["show", "explain"])
-def test_a_closed_output_is_no_traceback(command: str) -> None:
-    more = {"explain": "--gpu-name h200 --d 64 --n 512", "show": f"--db {shipped_path()}"}[command]
-    script = f"exec {sys.executable} -m flashtune {command} {more} >&-"
+def test_a_closed_output_is_no_traceback() -> None:
+    script = f"exec {sys.executable} -m flashtune show --db {shipped_path()} --limit 3 >&-"
     told = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=600)
     assert told.returncode in (0, 4) and told.stderr == "", told.stderr
 

@@ -35,7 +35,7 @@ UNMEASURED = "Predicted records are not used by default. To use them: dispatch.u
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, str]:
+def searched(tmp_path_factory: pytest.TempPathFactory, quick: None) -> tuple[Path, Result, str]:
     """A quiet search, what it printed, and its log."""
     folder = tmp_path_factory.mktemp("logs")
     result = flashtune(*WORDS, "--db", str(folder / "x.sqlite"), "--quiet", "--log", str(folder / "log"))

@@ -49,7 +49,7 @@ class InThisProcess:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def prepare(self, *_: object, device: int, pytorch: bool) -> Ready:
+    def prepare(self, *_: object, device: int) -> Ready:
         return Ready()
 
     def dismiss(self, crew: str, device: int) -> None:

@@ -190,6 +190,7 @@ def test_verify_counts_what_it_checks_and_folds_what_it_skips(
     assert all(", about " in line for line in lines[:-1]) and f"{count} correct, 0 wrong, 2 skipped" in result.stdout
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_prediction_of_a_family_that_no_interpreter_runs_is_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "local_gpu", lambda: None)
     where = ["--db", str(tmp_path / "a.sqlite")]
@@ -220,8 +221,8 @@ def on_a_terminal(columns: int, *words: str) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", told.decode()).splitlines()
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_hardly_any_row_is_more_than_one_line_of_a_terminal(columns: int) -> None:
+def test_hardly_any_row_is_more_than_one_line_of_a_terminal() -> None:
+    columns = 80
     lines = on_a_terminal(columns, "show", "--db", str(shipped_path()))
     records = Library.of(shipped_path()).records()
     assert max(len(line) for line in lines) <= columns
@@ -275,7 +276,7 @@ def test_rows_of_each_gpu_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert len(rows) == 2 and rows[0] == rows[1] and "…" not in rows[0].removeprefix(result.problem.label()[:12])[1:]
 
 
-@pytest.mark.parametrize("column", ["problem", "us", "call us", "TFLOP/s", "vs PyTorch", "as calls"])
+@pytest.mark.parametrize("column", ["problem", "us", "TFLOP/s", "as calls"])
 def test_records_are_shown_in_the_order_of_a_column_and_as_many_as_asked(column: str) -> None:
     where = ("show", "--db", str(shipped_path()), "--gpu-name", "h200", "--d", "64")
     every = json.loads(flashtune(*where, "--json").stdout)

@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import started
 
 import flashtune
 from flashtune.core.pytorch import private as torch_private
@@ -95,9 +94,8 @@ def test_one_module_has_pytorchs_private_names() -> None:
 # Where transforms can't be told PyTorch serves everything.
 @pytest.mark.parametrize(("kept", "serves"), [((), "PyTorch"), (("_functorch", "forward_ad"), "flash_fwd")])
 def test_calls_are_right_in_a_pytorch_without_private_names(kept: tuple[str, ...], serves: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FLASHTUNE_UNMEASURED", "1")
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", f"KEPT = {kept}{WITHOUT}{CALLS}"], capture_output=True, text=True)
+    ran = started(f"KEPT = {kept}{WITHOUT}{CALLS}", environment={"TRITON_INTERPRET": "1"}).ended()
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert serves in ran.stdout
 

@@ -27,3 +27,14 @@ def test_the_very_same_run_is_kept_once_and_any_other_is_kept(tmp_path: Path) ->
         assert store.results() == [first, *others, *samples.FIXTURE_RESULTS]
         store.save(first)
         assert len(store.results()) == 3 + len(others) + 1
+
+
+def test_a_run_that_was_saved_before_its_last_trials_is_completed(tmp_path: Path) -> None:
+    """As a search saves its winner before other providers are timed."""
+    whole = samples.numbered(1, 0)
+    assert whole.baseline is not None
+    before = replace(whole, outcomes=whole.outcomes[:-1], baseline=None)
+    with Store.open(tmp_path / "x.sqlite", writable=True) as store:
+        for result in (samples.numbered(1, 3), before, replace(before, baseline=whole.baseline), whole, whole):
+            store.save(result, once=True)
+        assert store.results() == [samples.numbered(1, 3), whole]

@@ -36,7 +36,7 @@ def complete_runs(path: Path) -> list[str]:
 # --- many processes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("processes", "runs"), [(2, 25), (4, 12)])
+@pytest.mark.parametrize(("processes", "runs"), [(4, 8)])
 def test_processes_that_write_at_once_lose_nothing_while_readers_see_only_whole_runs(tmp_path: Path, processes: int, runs: int) -> None:
     path = tmp_path / "new" / "shared.sqlite"
     writers = [writer(path, number, runs) for number in range(processes)]

@@ -58,12 +58,12 @@ def test_first_searches_that_start_at_once_share_one_storage(server: PostgresSer
 
 
 def test_processes_share_the_work_through_a_kill_and_a_restart(server: PostgresServer) -> None:
-    found = hosts(server, 3, problems=3, trials=8, seconds=0.1)
+    found = hosts(server, 2, problems=2, trials=8, seconds=0.1)
     assert found["trials_lost"] == found["trials_done_twice"] == 0
 
 
 def test_a_search_that_is_killed_again_and_again_ends_as_an_undisturbed_one() -> None:
-    assert kills(2, problems=2, trials=8, seconds=0.3, seed=1)["same_rows_as_undisturbed"]
+    assert kills(2, problems=2, trials=6, seconds=0.1, seed=1)["same_rows_as_undisturbed"]
 
 
 def test_a_server_that_refuses_is_one_sentence_without_the_password(server: PostgresServer, tmp_path: Path) -> None:

@@ -340,8 +340,7 @@ def test_a_plan_serves_no_call_whose_implementation_is_another(way: str, grad: b
     assert not torch.equal(found["torch"][0], found["flashtune"][0]), "their last bits differ"
 
 
-@every()
-@pytest.mark.parametrize("name", ["torch", "flashtune"])
+@pytest.mark.parametrize(("way", "name"), [*((way, "flashtune") for way in WAYS), ("dense", "torch"), ("packed", "torch")])
 def test_compilers_trace_a_call_whose_implementation_is_named(way: str, name: str) -> None:
     given = tensors()
 

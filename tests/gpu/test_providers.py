@@ -23,6 +23,7 @@ from flashtune.db.library import Library
 from flashtune.dispatch.decisions import confirming
 from flashtune.dispatch.providers.libraries import PROVIDERS as PROVIDERS_HERE
 from flashtune.dispatch.providers.torch_backends import TorchBackend
+from flashtune.tuner.replies import Spent
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import make_inputs
 
@@ -206,7 +207,7 @@ def test_providers_pass_what_kernels_pass(kind: str, direction: Any) -> None:
     """A wrong one is a finding about it, or a bound to be calibrated: the message has the case and by how many tolerances."""
     problem = replace(JUDGED[kind], direction=direction)
     made = make_inputs(problem, device="cuda", seed=5)
-    found, calls = judged_providers(made, Verifier(problem, device="cuda", seed=5, full_size=made))
+    found, calls = judged_providers(made, Verifier(problem, device="cuda", seed=5, full_size=made), Spent())
     print({name: (str(one.fate), one.error, one.reason) for name, one in found.items()})
     assert not {name: one.reason for name, one in found.items() if one.fate is Fate.CORRECTNESS}
     assert all(found[name].fate is Fate.CORRECT for name in calls)

@@ -325,6 +325,7 @@ def test_workloads_that_a_model_lacks_are_refused(tmp_path: Path) -> None:
         subject.inputs(parse("forward:1x129"), device="meta", dtype=torch.bfloat16)
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_command_without_a_gpu_adds_predicted_records_and_says_so(tmp_path: Path) -> None:
     saved(tmp_path, LLAMA)
     samples.write(tmp_path / "tuned.sqlite", (samples.result(samples.outcome("aaaa000000000001")),))

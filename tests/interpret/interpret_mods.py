@@ -313,7 +313,7 @@ def main() -> dict[str, Any]:
             name: report(Case(lambda f=f: (f, None), n_q=20, n_kv=24, heads=4 if name in ("halves", "logical") else 2))
             for name, f in OPERATIONS.items()
         },
-        "random": [report(random_case(seed)) for seed in range(4)],
+        "random": [report(random_case(seed)) for seed in range(2)],
         "poisoned": poisoned(),
         "changed": max(changed(), rebound(), unseen()),
         "kernels": kernels(),

@@ -1,7 +1,8 @@
 """Python processes that needn't import torch: forked off a server that has, one for all tests of a process.
 
 They run their code as `python -c` does, and end as it does, with exit functions and finalizers. Nothing but torch is imported before; those
-of Triton's interpreter have a server of their own, which has imported Triton with the interpreter switched on, and torch's compiler, too.
+of Triton's interpreter have a server of their own, which has imported Triton with the interpreter switched on, torch's compiler and this
+package, too.
 """
 
 import functools
@@ -13,8 +14,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-INTERPRETER = "torch._dynamo, torch._functorch.aot_autograd, triton.experimental.gluon, pytest"
-"""What the server of processes of Triton's interpreter has imported beside torch."""
+INTERPRETER = (
+    "torch._dynamo, torch._functorch.aot_autograd, triton.experimental.gluon, pytest, "
+    "flashtune.dispatch, flashtune.templates.rendering, flashtune.tuner.verify.cases"
+)
+"""What the server of processes of Triton's interpreter has imported beside torch: all that most of them need."""
 
 SERVER = """
 import gc, json, os, sys

@@ -52,10 +52,15 @@ def devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def run(what: SearchPlan, listener: Any = None, storage: optuna.storages.BaseStorage | None = None) -> list[SearchResult]:
-    saved: list[SearchResult] = []
+    saved: dict[Problem, SearchResult] = {}
     storage = storage or optuna.storages.InMemoryStorage()
-    Search(what, storage=storage, provenance=PROVENANCE, save=saved.append, listener=listener or Listener()).run()
-    return saved
+
+    def save(result: SearchResult) -> None:
+        # A result with a winner comes before other providers are timed.
+        saved[result.problem] = result
+
+    Search(what, storage=storage, provenance=PROVENANCE, save=save, listener=listener or Listener()).run()
+    return list(saved.values())
 
 
 class Staged(HereAndNow):
@@ -79,7 +84,7 @@ class Staged(HereAndNow):
 
         return SimpleNamespace(reply=wait, forget=lambda: None)
 
-    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int, pytorch: bool) -> Any:
+    def preparing(self, problem: Problem, target: Any, seed: int, *, device: int) -> Any:
         return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=1.0, device=device)
 
     def prepared(self, problem: Problem, pending: Any) -> Ready | Failed:

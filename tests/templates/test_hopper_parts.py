@@ -26,6 +26,13 @@ INT32 = st.integers(0, 2**31 - 1)
 CAUSAL = Features(causal=True)
 
 
+@cache
+def dividing() -> tuple[Any, Any]:
+    """A module, and its division as an ordinary function."""
+    module = rendered(problem(64).spec())
+    return module, on_torch(module, "fast_divide").fast_divide
+
+
 @given(number=INT32, divisor=INT32.filter(bool))
 @example(2**31 - 1, 1)
 @example(2**31 - 1, 2**31 - 1)
@@ -33,11 +40,11 @@ CAUSAL = Features(causal=True)
 @example(2**31 - 1, 2**30 + 1)
 @example(0, 3)
 def test_a_product_and_a_shift_divide_exactly(number: int, divisor: int) -> None:
-    module = rendered(problem(64).spec())
+    module, divide = dividing()
     magic, shift = magic_divisor(divisor)
     last_multiple = number // divisor * divisor
     for n in {number, last_multiple, max(last_multiple - 1, 0)}:
-        assert on_torch(module, "fast_divide").fast_divide(torch.tensor(n), module.Divisor(magic, shift)) == n // divisor
+        assert divide(torch.tensor(n), module.Divisor(magic, shift)) == n // divisor
         assert n * magic < 2**63
     # Always too wide for 32 bits, so that Triton compiles for one type of it.
     assert 2**31 <= magic < 2**32

@@ -108,7 +108,7 @@ CHUNKS = {"chunks": True, "num_stages": 3}
 PIECES = CHUNKS | {"v_columns": "pieces"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     ("features", "changes"),
     [
@@ -157,6 +157,7 @@ PIECES = CHUNKS | {"v_columns": "pieces"}
     ids=str,
 )
 def test_every_tile_gets_the_blocks_that_it_sees(features: Features, changes: dict[str, Any], seed: int) -> None:
+    """With maxima that may be outgrown, tiles are missed at one seed, and raised in some blocks at the other."""
     try_out(features, changes, seed)
 
 

@@ -184,7 +184,7 @@ def test_the_rendered_text_is_the_reviewed_one(golden: Callable[[str, str], None
     golden("flash_fwd_hopper-fwd-fp8-d64-window-bool-alibi.py", text)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObject) -> None:
     text = drawn_text(lambda values: data.draw(st.sampled_from(values)))
@@ -204,7 +204,7 @@ def test_any_feasible_config_renders_to_the_same_python_twice(data: st.DataObjec
 )
 def test_rendered_text_imports_and_is_as_a_formatter_and_a_linter_want_it(tmp_path: Path) -> None:
     choose = random.Random(0).choice
-    for index in range(80):
+    for index in range(40):
         text = drawn_text(choose)
         (tmp_path / f"drawn_{index}.py").write_text(text)
         load_kernel(text, "hopper")

@@ -37,8 +37,6 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
     [
         ("gated", "fwd", ""),
         ("gated", "bwd", "hopper"),
-        ("dilated", "fwd", "hopper"),
-        ("dilated", "bwd", ""),
         ("shifted", "bwd", ""),
         ("parts", "fwd", "hopper"),
     ],

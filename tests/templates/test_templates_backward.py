@@ -51,7 +51,7 @@ def problem(features: Features, d: int = 32) -> Problem:
     return Problem(batch=1, heads=2, kv_heads=1, n_q=512, n_kv=512, d=d, d_v=d, dtype="bf16", features=features, direction="bwd")
 
 
-@pytest.mark.parametrize("gpu", ["a100", "h200", "b200", "rtx5090", "mi300x"])
+@pytest.mark.parametrize("gpu", ["a100", "b200", "mi300x"])
 def test_it_compiles_to_tensor_core_code(gpu: str) -> None:
     target, wanted, chosen = find_target(gpu), problem(Features(causal=True)), family("flash_bwd")
     tile = {"BLOCK_M": 32, "BLOCK_N": 64, "DQ_BLOCK_M": 64, "DQ_BLOCK_N": 32}

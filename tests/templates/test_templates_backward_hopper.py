@@ -24,8 +24,6 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
 from flashtune.tuner.verify.inputs import make_inputs
 
-pytestmark = pytest.mark.usefixtures("without_lines")
-
 FAMILY = family("flash_bwd_hopper")
 
 
@@ -74,9 +72,7 @@ def problem(features: Features, **changes: Any) -> Problem:
     [
         (64, {"BLOCK_M": 64, "num_stages": 3, "dq_sums": "registers", "exp_poly": True, "wait_early": True}, 4),
         (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic"}, 8),
-        (40, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "persistent": "dynamic", "held": "both"}, 4),
-        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers"}, 8),
-        (128, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "wait_early": True, "divided_queries": True}, 8),
+        (80, {"BLOCK_M": 64, "num_stages": 2, "dq_sums": "registers", "held": "both", "divided_queries": True}, 8),
     ],
     ids=str,
 )
@@ -112,7 +108,6 @@ def test_it_compiles_to_products_in_flight_without_spills(d: int, changes: dict[
 @pytest.mark.parametrize(
     ("d", "changes"),
     [
-        (128, {"BLOCK_M": 64, "num_stages": 2, "persistent": "dynamic", "wait_early": True}),
         (80, {"BLOCK_M": 64, "num_stages": 2, "held": "both", "divided_queries": True}),
     ],
     ids=str,

@@ -21,8 +21,6 @@ from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
 
-pytestmark = pytest.mark.usefixtures("without_lines")
-
 FAMILY = family("flash_bwd_hopper_split")
 
 
@@ -45,7 +43,7 @@ def test_each_kernel_writes_the_same_bits_by_itself(report: dict[str, Any]) -> N
     assert report["each gradient alone"]
 
 
-@pytest.mark.parametrize(("d", "d_v", "held"), [(256, 256, 0), (192, 128, 128)])
+@pytest.mark.parametrize(("d", "d_v", "held"), [(256, 256, 0)])
 def test_it_compiles_to_products_in_flight_without_spills(d: int, d_v: int, held: int) -> None:
     wanted = problem(Features(causal=True), d=d, d_v=d_v)
     spec = wanted.spec()

@@ -123,8 +123,6 @@ def test_one_compile_serves_every_number_of_keys_rows_heads_and_splits() -> None
 @pytest.mark.parametrize(
     ("d", "changes"),
     [
-        (64, {}),
-        (128, {"BLOCK_M": 16}),
         (128, {"BLOCK_M": 16, "combine": "last"}),
         (64, {"BLOCK_M": 16, "combine": "rows", "loads": "tma", "num_stages": 4}),
         (128, {"loads": "tma", "combine": "last"}),
@@ -150,9 +148,8 @@ def test_fast_configs_keep_loads_in_flight_without_spills(d: int, changes: dict[
         ("h200", "bf16", "tma", "rows", EVERYTHING),
         ("h200", "fp8", "tma", "kernel", Features(alibi=True, mask="bool")),
         ("h200", "fp32", "pointer", "rows", Features(window=(20, 10), softcap=True)),
-        ("a100", "bf16", "pointer", "kernel", EVERYTHING),
+        ("a100", "bf16", "pointer", "kernel", Features(mask="bias", causal=True)),
         ("mi300x", "fp16", "pointer", "rows", EVERYTHING),
-        ("mi300x", "bf16", "pointer", "kernel", Features(window=(20, 10))),
     ],
     ids=str,
 )

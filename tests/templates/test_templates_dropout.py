@@ -63,7 +63,7 @@ def test_the_hopper_kernel_compares_every_draw_as_an_integer(threshold: int) -> 
     assert torch.equal(halves[:, 1] == -1, keep.flip(0))
 
 
-@pytest.mark.parametrize("p", [0.1, 0.3, 1 / 3, 0.5, 0.8])
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.8])
 def test_the_keep_rate_is_that_of_p_to_five_digits_and_within_four_sigma(p: float) -> None:
     keep, rate = calls(p), reference.dropout_threshold(p) / 32768
     assert abs(rate - p) <= 1 / 65536
@@ -71,7 +71,7 @@ def test_the_keep_rate_is_that_of_p_to_five_digits_and_within_four_sigma(p: floa
 
 
 # The last of these rates is one where the correlation is all but as large as it can be.
-@pytest.mark.parametrize(("p", "expected"), [(0.1, 0.001732), (0.5, 0.0), (0.9, 0.001732), (3084 / 32768, 0.003889)])
+@pytest.mark.parametrize(("p", "expected"), [(0.1, 0.001732), (0.5, 0.0), (3084 / 32768, 0.003889)])
 def test_draws_of_a_call_are_independent_but_for_the_eight_bits_that_two_rows_share(p: float, expected: float) -> None:
     keep = calls(p).double()
     sigma = 1 / math.sqrt(len(keep))

@@ -94,7 +94,7 @@ def test_a_sound_table_serves_by_its_kernels_without_a_warning(table: Any, tmp_p
     assert served(path) == (0, 4)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
 @given(data=st.data())
 def test_a_changed_table_gives_right_numbers_and_at_most_one_warning(
     table: Any, tmp_path: Path, interpreted: None, data: st.DataObject

@@ -71,7 +71,9 @@ def sass(code: bytes, path: Path) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/.*", listing)
 
 
-def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: Path) -> None:
+def test_instructions_are_those_of_a_launch_by_the_jit(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a user's process, which compiles with the lines.
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO")
     one = ordered(decode())
     module = load_kernel(one.text, "jit")
     record = decode().records[0]

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton import knobs
 
-from flashtune.core.gpu.target import Target, find_target
+from flashtune.core.gpu.target import find_target
 from flashtune.core.problems import reference
 from flashtune.core.problems.dtypes import DType
 from flashtune.core.problems.problem import DIRECTIONS, Features, Problem
@@ -160,8 +159,8 @@ def test_inputs_stand_in_poisoned_memory(dtype: DType) -> None:
         assert tensor.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("slug", ["rtx4090", "h200", "mi300x"])
-def test_a_variant_compiles_for_every_architecture_without_a_gpu(slug: str) -> None:
+@pytest.mark.parametrize("slug", ["rtx4090", "mi300x"])
+def test_a_variant_compiles_for_both_makers_architectures_without_a_gpu(slug: str) -> None:
     target, chosen = find_target(slug), family("flash_fwd")
     problem = Problem(batch=1, heads=4, kv_heads=2, n_q=512, n_kv=512, d=64, d_v=64, dtype="bf16", features=Features(causal=True))
     variant = variant_of(chosen, problem.spec(), chosen.default(problem.spec(), target))
@@ -361,26 +360,24 @@ def test_final_candidates_race_without_a_pytorch_whose_call_fails(monkeypatch: p
     assert isinstance(tasks.race_finalists([Any, Any], PROBLEM, find_target("h200"), 0, 0.1, False), Rounds), "which isn't called, then"
 
 
-def test_a_pytorch_that_breaks_the_gpus_process_is_told_before_a_candidate_pays_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: list[Exception] = []
+def test_preparations_neither_call_pytorch_nor_blame_a_candidate_for_a_broken_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's call builds plans or imports its compiler for seconds, for which oracles and checks beside it would wait."""
+    broken: list[bool] = []
 
-    def breaks(_: object) -> None:
-        broken.append(RuntimeError("CUDA error: an illegal memory access was encountered"))
-        raise broken[0]
-
-    def ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[[object], None] | None) -> None:
-        if meanwhile is not None:
-            meanwhile(None)
-
-    def synchronize() -> None:
+    def ready(*_: object) -> Any:
         if broken:
-            raise broken[0]
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return SimpleNamespace(inputs=None)
+
+    def called(_: object) -> None:
+        raise AssertionError("PyTorch isn't called before there is a winner")
 
     monkeypatch.setattr(tasks, "_start_triton", lambda: None)
     monkeypatch.setattr(tasks, "_ready", ready)
-    monkeypatch.setattr(tasks, "_torch_call", breaks)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(tasks, "_rehearse", lambda _: None)
+    monkeypatch.setattr(tasks, "_torch_call", called)
     monkeypatch.setattr(conditions, "gpu_id", lambda: "0")
-    assert isinstance(tasks.prepare_device(PROBLEM, find_target("h200"), 0, False), Ready)
+    assert isinstance(tasks.prepare_device(PROBLEM, find_target("h200"), 0), Ready)
+    broken.append(True)
     failed = tasks.prepare_device(PROBLEM, find_target("h200"), 0)
     assert isinstance(failed, Failed) and failed.poisoned

@@ -70,7 +70,7 @@ class Planted(Evaluation):
             return Failed(fate=Fate.RUNTIME, reason="OutOfMemoryError: CUDA out of memory", inconclusive=True)
         return Failed(fate=Fate.CORRECTNESS, reason="off", error=3.0) if us < 0 else Timed(time=Measurement.of([us] * 20), error=0.5)
 
-    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
+    def race(self, candidates: Sequence[Candidate], *, pytorch: bool) -> tuple[Raced | Failed | None, Conditions | None]:
         self.raced.append(self.problem.n_kv)
         times = [self.times[self.problem.n_kv, candidate.config] for candidate in candidates]
         behind = tuple(us / min(times) - 1 for us in times)
@@ -83,7 +83,7 @@ class Planted(Evaluation):
             pid=1,
         ), None
 
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+    def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
         return None
 
 
@@ -298,7 +298,9 @@ def test_a_fault_of_the_machine_is_no_verdict_and_the_record_stays(shipped: Path
     if cause == "memory":
         times |= {(n, FIRST): FULL for n in (640, 1024)}
     elif cause == "race":
-        monkeypatch.setattr(Planted, "race", lambda *_: (Failed(fate=Fate.TIMEOUT, reason="killed after 16 s", inconclusive=True), None))
+        monkeypatch.setattr(
+            Planted, "race", lambda *_, **__: (Failed(fate=Fate.TIMEOUT, reason="killed after 16 s", inconclusive=True), None)
+        )
     else:
 
         def full(*_: Any) -> None:
@@ -315,8 +317,8 @@ def test_a_fault_of_the_machine_is_no_verdict_and_the_record_stays(shipped: Path
 def test_a_kernel_that_pytorch_cannot_be_timed_beside_keeps_its_record(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raced = Planted.race
 
-    def alone(self: Planted, racers: Sequence[Candidate]) -> tuple[Raced, None]:
-        found, _ = raced(self, racers)
+    def alone(self: Planted, racers: Sequence[Candidate], *, pytorch: bool) -> tuple[Raced, None]:
+        found, _ = raced(self, racers, pytorch=pytorch)
         assert isinstance(found, Raced)
         return replace(found, baseline=None), None
 
@@ -332,9 +334,9 @@ def test_a_budget_bounds_the_records_and_kernels_are_compiled_ahead(shipped: Pat
     monkeypatch.setattr(Planted, "compile", lambda self, facts: order.append((f"compile {len(facts)}", self.problem.n_kv)))
     timed = Planted.race
 
-    def race(self: Planted, racers: Sequence[Candidate]) -> Any:
+    def race(self: Planted, racers: Sequence[Candidate], *, pytorch: bool) -> Any:
         order.append(("race", self.problem.n_kv))
-        return timed(self, racers)
+        return timed(self, racers, pytorch=pytorch)
 
     monkeypatch.setattr(Planted, "race", race)
     times = {(n, config): us for n in (640, 1024) for config, us in ((FIRST, 50.0), (SECOND, 52.0))}

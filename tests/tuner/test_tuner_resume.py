@@ -236,8 +236,10 @@ def test_a_storage_that_goes_away_leaves_what_is_known_in_the_database_and_the_p
     aside.rename(path)
     second = Listener()
     run(tmp_path, second)
-    assert second.known == [GRID[0]] and second.resumed == [2, 0]
-    assert [result for result in saved(tmp_path) if len(result.outcomes) != 2] == undisturbed
+    # While the claim isn't silent for long enough yet, the problem after it comes first.
+    assert second.known == [GRID[0]] and sorted(second.resumed) == [0, 2]
+    whole = [result for result in saved(tmp_path) if len(result.outcomes) != 2]
+    assert sorted(whole, key=lambda result: GRID.index(result.problem)) == undisturbed
 
 
 def test_a_run_that_was_saved_just_before_its_writer_died_is_there_once(tmp_path: Path, undisturbed: list[SearchResult]) -> None:

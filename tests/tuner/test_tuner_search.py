@@ -62,10 +62,10 @@ def test_a_crash_and_wrong_numbers_each_cost_one_trial_and_a_right_candidate_win
 def test_a_hang_costs_one_trial_and_a_search_without_a_right_candidate_says_so_and_keeps_the_outcomes() -> None:
     """A machine that is slow to start the interpreter reaches the limit before the hang does, to the same end."""
     listener = Listener()
-    with pytest.raises(NoKernelFound, match=r"no correct kernel found for .*: killed after 3 s"):
-        run(["hang"], listener, limits=replace(PATIENT, interpret_s=3.0))
+    with pytest.raises(NoKernelFound, match=r"no correct kernel found for .*: killed after 1 s"):
+        run(["hang"], listener, limits=replace(PATIENT, interpret_s=1.0))
     assert [outcome.fate for outcome in listener.trials] == [Fate.TIMEOUT]
-    assert "killed after 3 s" in listener.trials[0].reason
+    assert "killed after 1 s" in listener.trials[0].reason
 
 
 def test_no_process_is_left_behind() -> None:
@@ -75,11 +75,9 @@ def test_no_process_is_left_behind() -> None:
 @pytest.fixture(scope="module")
 def seeded() -> list[list[SearchResult]]:
     """The same predicted search of the real families, twice."""
-    problems = tuple(
-        replace(PLANTED_PROBLEM, n_q=n, n_kv=n, d=64, d_v=64, dtype="fp16", features=Features(causal=True)) for n in (512, 2048)
-    )
+    problems = (replace(PLANTED_PROBLEM, n_q=512, n_kv=512, d=64, d_v=64, dtype="fp16", features=Features(causal=True)),)
     plan = SearchPlan(
-        target=find_target("a100"), problems=problems, families=families(), source="predicted", trials=4, seed=7, jobs=2, limits=PATIENT
+        target=find_target("a100"), problems=problems, families=families(), source="predicted", trials=3, seed=7, jobs=2, limits=PATIENT
     )
     found: list[list[SearchResult]] = []
     for _ in range(2):
@@ -105,4 +103,4 @@ def test_predicted_winners_are_compiled_checked_and_ranked(seeded: list[list[Sea
         assert best.max_error is not None
         assert 0 < best.max_error <= 1
         assert result.baseline is None, "nothing of the framework was timed"
-        assert len(result.outcomes) == 4
+        assert len(result.outcomes) == 3

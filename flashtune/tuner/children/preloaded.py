@@ -35,6 +35,12 @@ import torch  # noqa: E402, F401
 from triton.experimental.gluon.language.nvidia import hopper  # noqa: E402, F401
 from triton.experimental.gluon.nvidia import hopper as launched  # noqa: E402, F401
 
+# What compilers run: a dozen of them would each take a quarter of a second for it.
+import flashtune.templates.mods.known  # noqa: E402
+import flashtune.tuner.children.compile  # noqa: E402
+import flashtune.tuner.children.tasks  # noqa: E402
+import flashtune.tuner.verify.correctness  # noqa: E402, F401
+
 # A process with threads must not fork.
 _hashing.join()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from flashtune.core.system import folders
 from flashtune.core.system.errors import EnvironmentProblem
+from flashtune.core.system.threads import begun
 
 if TYPE_CHECKING:
     from flashtune.templates.mods.known import Named
@@ -102,9 +103,20 @@ def with_functions(named: "Sequence[Named]", start: Callable[..., None], *argume
         register(named)
 
 
-def start_device(environment: Mapping[str, str], name: str) -> None:
-    """Prepare a process that sees one GPU alone, by its name in CUDA_VISIBLE_DEVICES; must run before torch looks for GPUs."""
-    withdraw({**environment, "CUDA_VISIBLE_DEVICES": name})
+def start_device(environment: Mapping[str, str], name: str | None = None) -> None:
+    """Prepare a process that sees one GPU alone, by its name in CUDA_VISIBLE_DEVICES (None: PyTorch's default one); must run before torch
+    looks for GPUs."""
+    withdraw(environment if name is None else {**environment, "CUDA_VISIBLE_DEVICES": name})
+    # The driver takes as long to start as torch to import, and needs no lock of Python's.
+    begun(_start_driver)
+
+
+def _start_driver() -> None:
+    """Start NVIDIA's driver and the first GPU's primary context, which torch then finds."""
+    with suppress(OSError):
+        driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        if driver.cuInit(0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
 
 
 def start_interpreter(environment: Mapping[str, str]) -> None:
@@ -114,6 +126,8 @@ def start_interpreter(environment: Mapping[str, str]) -> None:
 
 
 def forget_triton() -> None:
-    """Have Triton's Python imported again at its next use, since its language reads TRITON_INTERPRET at import."""
+    """Have Triton's Python imported again at its next use, since its language reads TRITON_INTERPRET at import, and our module that has
+    parts of it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
         del sys.modules[name]
+    sys.modules.pop("flashtune.tuner.children.compile", None)

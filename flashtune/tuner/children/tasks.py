@@ -7,7 +7,7 @@ handles hangs and crashes (flashtune.tuner.children.workers). Heavy imports are 
 import os
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -125,8 +125,8 @@ _spent = Spent()
 _rehearsed: list[bool] = []
 
 
-def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["Inputs"], None] | None = None) -> _Bench:
-    """State kept for this problem, made on a change of problem; `meanwhile` is started once there are inputs, before the oracles."""
+def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
+    """State kept for this problem, made on a change of problem."""
     import torch
 
     from flashtune.tuner.verify.correctness import SmallCases, Verifier
@@ -137,8 +137,6 @@ def _ready(problem: Problem, target: Target, seed: int, meanwhile: Callable[["In
         _torch_call_of.clear()
         with _spent.on("inputs"):
             inputs = make_inputs(problem, device="cuda", seed=seed)
-        if meanwhile is not None:
-            meanwhile(inputs)
         serving = SmallCases.serving(problem, seed)
         with _spent.on("small oracles"):
             if serving not in _small:
@@ -163,12 +161,13 @@ def _torch_call(inputs: "Inputs") -> _TorchCall:
 
 
 def _torch_call_if_it_runs(inputs: "Inputs") -> _TorchCall:
-    """PyTorch's default call, or None where it fails (out of memory, say); raises errors that leave the process unusable."""
+    """PyTorch's default call, or None where it fails (out of memory, say), from then on; raises errors that leave the process unusable."""
     try:
         return _torch_call(inputs)
     except Exception as error:
         if failed_on_device(error).poisoned:
             raise
+        _torch_call_of[:] = [(inputs, None)]
         return None
 
 
@@ -181,47 +180,24 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
     return Stopwatch(torch.device("cuda"), l2_bytes)
 
 
-def prepare_device(problem: Problem, target: Target, seed: int, pytorch: bool = True) -> Ready | Failed:
+def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit includes it.
 
-    Triton's driver and, with `pytorch`, PyTorch's call are prepared in threads of their own while the first candidates are compiled.
-    Other errors of these threads occur again, and are reported, at the first use; one that leaves the process unusable is reported at once,
-    so that no candidate is blamed for it.
+    Triton's driver is prepared in a thread of its own, whose errors occur again, and are reported, at the first use. PyTorch's call isn't:
+    it builds plans or imports its compiler for seconds, for which the oracles and the first candidates would wait.
     """
     from flashtune.tuner.timing.conditions import gpu_id
 
-    beside: list[Future[Any]] = [begun(_start_triton)]
-    failed = None
+    triton = begun(_start_triton)
     try:
-        has_mods = bool(problem.features.mods)
-        bench = _ready(
-            problem, target, seed, (lambda inputs: beside.append(begun(_torch_call, inputs))) if pytorch and not has_mods else None
-        )
-        if pytorch and has_mods:
-            # PyTorch's compiler has the process to itself, and a failure isn't repeated in every race.
-            with _spent.on("pytorch"):
-                try:
-                    _torch_call(bench.inputs)
-                except Exception:
-                    _torch_call_of[:] = [(bench.inputs, None)]
+        bench = _ready(problem, target, seed)
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
-    except Exception as error:
-        failed = failed_on_device(error)
-    with _spent.on("wait for triton and pytorch"):
-        wait(beside)
-    return failed or _broken() or Ready(gpu=gpu_id(), spent=_spent.take())
-
-
-def _broken() -> Failed | None:
-    """Failure that left this process's GPU unusable, or None."""
-    import torch
-
-    try:
-        torch.cuda.synchronize()
+        with _spent.on("wait for triton"):
+            wait([triton])
+        return Ready(gpu=gpu_id(), spent=_spent.take())
     except Exception as error:
         return failed_on_device(error)
-    return None
 
 
 def _rehearse(bench: _Bench) -> None:

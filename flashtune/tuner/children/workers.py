@@ -30,7 +30,7 @@ Crew = Literal["compile", "interpret", "device"]
 _START: dict[Crew, Callable[[dict[str, str]], None]] = {
     "compile": start.withdraw,
     "interpret": start.start_interpreter,
-    "device": start.withdraw,
+    "device": start.start_device,
 }
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -116,6 +116,7 @@ class Workers:
         self._jobs, self._devices = jobs, tuple(devices)
         self.limits = limits or Limits()
         self._pools: dict[tuple[Crew, int], ProcessPool] = {}
+        self._started: set[int] = set()
         self._compiling: list[ProcessFuture[Any]] = []
         self._lock = threading.Lock()
 
@@ -152,28 +153,30 @@ class Workers:
             _end(self._pools.pop((crew, device)))
         if (crew, device) not in self._pools:
             count = self._jobs if crew == "compile" else 1
-            context = multiprocessing.get_context("forkserver")
-            begin: Callable[..., None] = _START[crew]
+            # A GPU's first process imports torch while the server does, and starts its driver meanwhile; later ones find the server ready.
+            first = crew == "device" and device not in self._started
+            self._started.add(device)
+            context = multiprocessing.get_context("spawn" if first else "forkserver")
             arguments: tuple[Any, ...] = (os.environ | WITHOUT_LINES,)
             if crew == "device" and self._devices:
-                begin, arguments = start.start_device, (*arguments, self._devices[device])
-            arguments = (tuple(dict.fromkeys(NAMED.values())), begin, *arguments)
+                arguments = (*arguments, self._devices[device])
+            arguments = (tuple(dict.fromkeys(NAMED.values())), _START[crew], *arguments)
             self._pools[crew, device] = ProcessPool(
                 max_workers=count, context=context, initializer=start.with_functions, initargs=arguments
             )
         return self._pools[crew, device]
 
-    def prepare(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Ready | Failed:
-        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there, and PyTorch's call.
+    def prepare(self, problem: Problem, target: Target, seed: int, *, device: int = 0) -> Ready | Failed:
+        """Start the GPU's process, where there is none, and make the inputs and oracles of `problem` there.
 
         The reason of a failure is a whole sentence.
         """
-        return self.prepared(problem, self.preparing(problem, target, seed, device=device, pytorch=pytorch))
+        return self.prepared(problem, self.preparing(problem, target, seed, device=device))
 
-    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0, pytorch: bool = True) -> Pending[Ready]:
+    def preparing(self, problem: Problem, target: Target, seed: int, *, device: int = 0) -> Pending[Ready]:
         """Begin to `prepare` without waiting: later tasks of this GPU's process wait for it there."""
         limit_s = self.limits.prepare_s
-        return self.submit("device", tasks.prepare_device, problem, target, seed, pytorch, limit_s=limit_s, device=device)
+        return self.submit("device", tasks.prepare_device, problem, target, seed, limit_s=limit_s, device=device)
 
     def prepared(self, problem: Problem, pending: Pending[Ready]) -> Ready | Failed:
         """Result of `preparing`."""

@@ -72,7 +72,7 @@ def _rechecked(record: TuningRecord, workers: Workers, here: Target | None, seed
     fixed, limits = (source, record.problem), workers.limits
     if here is None:
         return workers.submit("interpret", tasks.interpret_candidate, *fixed, seed, limit_s=limits.interpret_s).reply()
-    ready = workers.prepare(record.problem, here, seed, pytorch=False)
+    ready = workers.prepare(record.problem, here, seed)
     if isinstance(ready, Failed):
         return ready
     return workers.submit("device", tasks.recheck_on_device, *fixed, here, seed, limit_s=3 * limits.device_s).reply()

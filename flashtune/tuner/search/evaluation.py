@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.problem import Problem
@@ -15,18 +14,19 @@ from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Standing, Timed
+from flashtune.tuner.replies import Beside, Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Standing, Timed, logger
 from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
 from flashtune.tuner.timing.racing import RACES, TIE, Contest
 
-if TYPE_CHECKING:
-    pass
-
-CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float], Called | Failed]
-"""Task that times whole calls of some sources, for so many seconds, on the GPU of its process; dispatch defines a call."""
+CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float, Beside], Called | Failed]
+"""Task that times whole calls of some sources, for so many seconds, on the GPU of its process, and of others beside them; dispatch defines
+a call."""
 
 CALLS_S = 0.2
 """Seconds of timing whole calls."""
+
+PROVIDERS_S = 120.0
+"""Seconds in which PyTorch or other providers compile, are checked and timed."""
 
 PATIENCE = 1.5
 """Slowdown over the incumbent in the first launches beyond which a candidate isn't timed further."""
@@ -50,10 +50,11 @@ def begin_compiling(
 class Evaluation:
     """Source of times for one problem's compiled candidates; this one has no preparations, no races and no calls.
 
-    `spent` are seconds of the GPU's process by purpose.
+    `spent` are seconds of the GPU's process by purpose, `waited` those that this process waits for its preparations.
     """
 
     spent: Spent
+    waited: Spent
 
     def prepare(self) -> None:
         """Start preparing `evaluate` and `race`, unless that was begun, without waiting.
@@ -78,12 +79,14 @@ class Evaluation:
     def close(self) -> None:
         """End the preparations of `prepare` and `expect_race`, where there was no race."""
 
-    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """Time the final candidates once more, interleaved with PyTorch, with the GPU's conditions; None where there is no race."""
+    def race(self, candidates: Sequence[Candidate], *, pytorch: bool) -> tuple[Raced | Failed | None, Conditions | None]:
+        """Time the final candidates once more, interleaved, with `pytorch` also with its call, with the GPU's conditions; None where there
+        is no race."""
         return None, None
 
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
-        """Time whole calls of these candidates and of PyTorch, host included; None where that isn't possible."""
+    def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
+        """Time whole calls of these candidates, host included, and with `beside` of PyTorch and other providers; None where that isn't
+        possible."""
         return None
 
 
@@ -100,31 +103,29 @@ class MeasuredEvaluation(Evaluation):
     device: int = 0
     calls: CallsTask | None = None
     spent: Spent = field(default_factory=Spent)
+    waited: Spent = field(default_factory=Spent)
     _preparing: Pending[Ready] | None = None
     _ready: Ready | None = None
     _watch: Future[GpuWatch] | None = None
-    _beside_pytorch: bool = True
     _compiling: dict[Candidate, Pending[Compiled] | Failed] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Have the inputs and oracles made on the GPU."""
         if self._preparing is None:
-            fixed = self.problem, self.target, self.seed
-            self._preparing = self.workers.preparing(*fixed, device=self.device, pytorch=self._beside_pytorch)
+            self._preparing = self.workers.preparing(self.problem, self.target, self.seed, device=self.device)
 
     def _wait(self) -> None:
-        while self._ready is None:
-            self.prepare()
-            assert self._preparing is not None, "it was begun"
+        if self._ready is not None:
+            return
+        self.prepare()
+        assert self._preparing is not None, "it was begun"
+        with self.waited.on("wait for inputs"):
             reply = self.workers.prepared(self.problem, self._preparing)
-            if isinstance(reply, Ready):
-                self.spent.add(reply.spent)
-                self._ready = reply
-            elif self._beside_pytorch:
-                # PyTorch's call may have exhausted the memory or broken the process: retry, and go on, without it.
-                self._beside_pytorch, self._preparing = False, None
-            else:
-                raise EnvironmentProblem(reply.reason)
+        if isinstance(reply, Failed):
+            raise EnvironmentProblem(reply.reason)
+        logger.debug("inputs are on the GPU")
+        self.spent.add(reply.spent)
+        self._ready = reply
 
     def _doubt(self, reply: Failed) -> None:
         """Prepare again after a failure that may have ended the process, so that no later task's time limit includes new inputs."""
@@ -157,11 +158,11 @@ class MeasuredEvaluation(Evaluation):
             return reply
         return replace(reply, time=reply.time.scaled(incumbent[1].median_us / reply.incumbent.median_us))
 
-    def race(self, candidates: Sequence[Candidate]) -> tuple[Raced | Failed | None, Conditions | None]:
-        """Race all of them and PyTorch in one process, until each is decided, while the GPU is watched."""
+    def race(self, candidates: Sequence[Candidate], *, pytorch: bool) -> tuple[Raced | Failed | None, Conditions | None]:
+        """Race all of them in one process, until each is decided, while the GPU is watched."""
         self._wait()
         sources = [self._source(candidate) for candidate in candidates]
-        return race_undisturbed(lambda before: self._raced(sources, before), self._watching())
+        return race_undisturbed(lambda before: self._raced(sources, before, pytorch), self._watching())
 
     def expect_race(self) -> None:
         """Start the tool that watches the GPU, which takes as long as some trials; its process supplies the GPU's id."""
@@ -189,29 +190,35 @@ class MeasuredEvaluation(Evaluation):
         finally:
             self._unwatch()
 
-    def call(self, candidates: Sequence[Candidate]) -> Called | None:
+    def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
         """Time whole calls in the same process, after the races; a fault costs these times alone."""
         # The whole calls that are timed are given no functions.
         if self.calls is None or self.problem.features.mods:
             return None
         self._wait()
         sources = [self._source(candidate) for candidate in candidates]
-        fixed = (self.problem, self.target, self.seed, CALLS_S)
-        limit_s = self.workers.limits.device_s + 10 * CALLS_S
+        others: Beside = "all" if beside else "none"
+        fixed = (self.problem, self.target, self.seed, CALLS_S, others)
+        limit_s = (PROVIDERS_S if beside else self.workers.limits.device_s) + 10 * CALLS_S
         reply = self.workers.submit("device", self.calls, sources, *fixed, limit_s=limit_s, device=self.device).reply()
-        return None if isinstance(reply, Failed) else reply
+        if isinstance(reply, Failed):
+            logger.debug("no whole calls: %s", reply.reason)
+            self._doubt(reply)
+            return None
+        self.spent.add(reply.spent)
+        return reply
 
-    def _raced(self, sources: list[tasks.Source], before: Raced | None) -> Raced | Failed:
+    def _raced(self, sources: list[tasks.Source], before: Raced | None, beside_pytorch: bool) -> Raced | Failed:
         """Race until each is decided; after a throttled race, one short race of those tied `before` suffices."""
         if before is not None:
             places = [place for place, tied in enumerate(before.standing.tied) if tied]
-            again = self._decided([sources[place] for place in places], most=1, race_s=self.race_s / 2)
+            again = self._decided([sources[place] for place in places], beside_pytorch, most=1, race_s=self.race_s / 2)
             return again if isinstance(again, Failed) else joined(before, places, again)
-        return self._decided(sources, most=RACES, race_s=self.race_s)
+        return self._decided(sources, beside_pytorch, most=RACES, race_s=self.race_s)
 
-    def _decided(self, sources: list[tasks.Source], *, most: int, race_s: float) -> Raced | Failed:
-        limit_s = self.workers.limits.device_s + 10 * race_s
-        fixed = (self.problem, self.target, self.seed, race_s, self._beside_pytorch)
+    def _decided(self, sources: list[tasks.Source], beside_pytorch: bool, *, most: int, race_s: float) -> Raced | Failed:
+        limit_s = (PROVIDERS_S if beside_pytorch else self.workers.limits.device_s) + 10 * race_s
+        fixed = (self.problem, self.target, self.seed, race_s, beside_pytorch)
         contest, pytorch = Contest(len(sources), most=most), len(sources)
         races: list[Rounds] = []
         while racers := contest.racers():
@@ -271,6 +278,7 @@ class PredictedEvaluation(Evaluation):
     seed: int
     verdicts: Verdicts
     spent: Spent = field(default_factory=Spent)
+    waited: Spent = field(default_factory=Spent)
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """The interpreter's verdict on the candidate's code path, then the cost model's time."""

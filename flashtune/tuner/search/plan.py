@@ -34,6 +34,8 @@ class SearchPlan:
     sampler: str = "gp"
     """Name of a sampler (see `sampler_of`)."""
     seed: int | None = None
+    input_seed: int | None = None
+    """Seed of the inputs; None: `seed`, or without that one of this moment."""
     jobs: int = 1
     limits: Limits = field(default_factory=Limits)
     known: tuple[TuningRecord, ...] = ()
@@ -52,8 +54,8 @@ class SearchPlan:
     """True to compile each problem's winner into the user's cache while others are searched, for later calls."""
 
 
-Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "waiting"]
-"""Stage of a search: inputs on the GPU; a candidate's stages; the closing race; or waiting for other processes."""
+Stage = Literal["preparing", "compiling", "checking", "measuring", "racing", "comparing", "waiting"]
+"""Stage of a search: inputs on the GPU; a candidate's stages; the closing race; other providers; or waiting for other processes."""
 
 
 class SearchListener(Protocol):

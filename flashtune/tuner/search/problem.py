@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from flashtune.tuner.propose.space import Candidate, SearchSpace, record_of, sto
 from flashtune.tuner.propose.study import Study
 from flashtune.tuner.publish.winners import Winners
 from flashtune.tuner.replies import Spent, logger
-from flashtune.tuner.search.closing import closed, time_of
+from flashtune.tuner.search.closing import Closing, closed, time_of
 from flashtune.tuner.search.evaluation import Evaluation, MeasuredEvaluation, PredictedEvaluation, Verdicts, learn
 from flashtune.tuner.search.plan import Schedule, SearchListener, SearchPlan, Stage
 from flashtune.tuner.search.stopping import Reason, StoppingRule, ending_of
@@ -61,7 +61,8 @@ class Shared:
         self.lock, self.stopping = threading.RLock(), threading.Event()
         self._compiled: dict[KernelSpec, dict[str, Compiling]] = {}
         self._verdicts: dict[KernelSpec, Verdicts] = {}
-        self._seed = plan.seed if plan.seed is not None else time.time_ns() % (1 << 31)
+        drawn = time.time_ns() % (1 << 31)
+        self._seed = next(seed for seed in (plan.input_seed, plan.seed, drawn) if seed is not None)
 
     def space(self, problem: Problem) -> SearchSpace:
         """Search space of a problem."""
@@ -85,8 +86,8 @@ class Shared:
         """Known and running compilations of a spec by variant id, which serve every N."""
         return self._compiled.setdefault(spec, {})
 
-    def evaluation(self, problem: Problem, workers: Workers, device: int) -> Evaluation:
-        """Evaluation of a problem's candidates, measured or predicted."""
+    def evaluation(self, problem: Problem, workers: Workers, device: int, waited: Spent) -> Evaluation:
+        """Evaluation of a problem's candidates, measured or predicted; `waited` gets the seconds that it waits for the GPU's process."""
         plan = self.plan
         if plan.source == "predicted":
             verdicts = self.verdicts(problem)
@@ -100,6 +101,7 @@ class Shared:
             race_s=plan.race_s,
             device=device,
             calls=plan.calls,
+            waited=waited,
         )
 
 
@@ -113,7 +115,6 @@ class ProblemSearch:
         self.plan = shared.plan
         self.problem = problem = self.plan.problems[index]
         self.space, self.study = shared.space(problem), shared.study(problem, suffix)
-        self.evaluation = shared.evaluation(problem, workers, device)
         self.rule = StoppingRule(self.plan.until if self.plan.sampler != "exhaustive" else None)
         self.stored = stored(self.space, problem, shared.records)
         self.deadline: float | None = None
@@ -122,6 +123,7 @@ class ProblemSearch:
         self.stopped: Reason = "trials"
         self.proposals: Proposals | None = None
         self.spent = Spent()
+        self.evaluation = shared.evaluation(problem, workers, device, self.spent)
         compiled = shared.compiled(problem.spec())
         self.trials = Trials(self.plan, problem, workers, compiled, self.evaluation, self.spent, self.at, facts=shared.facts)
         for candidate, outcome in self.study.outcomes.items():
@@ -167,22 +169,23 @@ class ProblemSearch:
         self.deadline = shared.schedule.deadline(self.index)
         with shared.lock:
             shared.listener.problem_started(self.problem, self.index, len(self.plan.problems), len(self.study.outcomes))
-        begun = time.monotonic()
         try:
-            self._prepare()
-            self._run_trials()
-            if not self._held():
-                self.abandon()
-                return None
-            tried = time.monotonic()
-            result = self._decide(meanwhile)
+            # Whatever has no part of its own is a part, so that all add up to the wall time.
+            with self.spent.on("rest"):
+                self._prepare()
+                self._run_trials()
+                if not self._held():
+                    self.abandon()
+                    return None
+                tried = time.monotonic()
+                result = self._decide(meanwhile)
         except BaseException as error:
             self.abandon()
             if isinstance(error, KeyboardInterrupt | FlashtuneError):
                 self._save_present()
             raise
         shared.schedule.followed(time.monotonic() - tried)
-        summary = f"{counted(len(result.outcomes), 'trial')}, {time.monotonic() - begun:.2f} s"
+        summary = f"{counted(len(self.study.outcomes), 'trial')}, {self.spent.total:.2f} s"
         logger.debug("%s: %s; here: %s; on the GPU: %s", self.problem.label(), summary, self.spent, self.evaluation.spent)
         return result
 
@@ -198,9 +201,8 @@ class ProblemSearch:
             # In another thread, since the GPU is racing meanwhile.
             ending = beside.submit(self._beside_race, meanwhile)
             self.at("racing")
-            result = self._race()
-            with self.spent.on("after the race"):
-                result = replace(result, ending=ending.result())
+            logger.debug("trials ended: %s", self.stopped)
+            result = self._race(ending)
         with self.spent.on("keep"):
             self.study.decide(result)
         return result
@@ -298,16 +300,29 @@ class ProblemSearch:
         if self.incumbent is None or outcome.measurement.median_us < time_of(self.incumbent[1]).median_us:
             self.incumbent = candidate, outcome
 
-    def _race(self) -> SearchResult:
-        """Time the best few and PyTorch once more, all interleaved, and rank them."""
+    def _race(self, ending: Future[Ending]) -> SearchResult:
+        """Time the best few and PyTorch once more, all interleaved, and rank them; then time other providers."""
         outcomes = dict(self.study.outcomes)
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (time_of(outcomes[c]).median_us, outcomes[c].variant_id))
         final_candidates = to_race(correct, [time_of(outcomes[c]).median_us for c in correct], max(self.problem.d, self.problem.d_v))
         finalists = {candidate: outcomes[candidate] for candidate in final_candidates}
-        closing = closed(self.evaluation, self.problem, finalists, self.spent, known=self.stored)
-        outcomes.update(closing.outcomes)
-        return self._result((*outcomes.values(), *closing.providers), closing.baseline, closing.conditions)
+
+        def result_of(closing: Closing) -> SearchResult:
+            every = (*{**outcomes, **closing.outcomes}.values(), *closing.providers)
+            with self.spent.on("after the race"):
+                return replace(self._result(every, closing.baseline, closing.conditions), ending=ending.result())
+
+        def picked(closing: Closing) -> None:
+            # Providers that compile for seconds neither change the winner nor keep it waiting.
+            found = result_of(closing)
+            logger.debug("picked")
+            with suppress(FlashtuneError):
+                self.shared.save(found)
+            self.at("comparing")
+
+        closing = closed(self.evaluation, self.problem, finalists, self.spent, known=self.stored, picked=picked)
+        return result_of(closing)
 
     def _result(self, outcomes: tuple[Outcome, ...], baseline: Baseline | None, conditions: Conditions | None = None) -> SearchResult:
         return SearchResult(

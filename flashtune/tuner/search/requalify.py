@@ -254,7 +254,7 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
 def _providers_alone(entry: _Entry, here: Provenance) -> Requalified:
     """The verdict on a record without a kernel, whose providers are checked and timed beside PyTorch again."""
     record = entry.record
-    called = entry.timing.call(())
+    called = entry.timing.call((), beside=True)
     if called is None:
         why = f"its run had no kernel, and whole calls of {record.outcome.template} could not be timed"
         return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)

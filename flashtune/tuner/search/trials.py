@@ -143,6 +143,9 @@ class Proposals:
 
     def _run(self) -> None:
         try:
+            if self._compile_ahead:
+                # Before any compiler is asked for: the first one waits for the fork server's imports.
+                assert self._study.sampler.initial_candidates is not None
             self._ask()
             if self._compile_ahead:
                 self._study.sampler.warm_up()
@@ -238,7 +241,8 @@ class Trials:
         """Run one candidate through the stages; `incumbent` is the best so far with its time, in whose scale the candidate's is."""
         variant = candidate.variant(self._spec)
         self._at("compiling")
-        compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
+        with self._spent.on("wait for compilers"):
+            compiled = compiling if isinstance(compiling, Compiled | Failed) else compiling.reply()
         self._compiled[variant.id] = compiled
         reply: Timed | Failed
         if isinstance(compiled, Failed):
