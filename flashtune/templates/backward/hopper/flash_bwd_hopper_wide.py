@@ -40,7 +40,7 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
 
 
 def outruns_torch(problem: Problem, target: Target) -> str | None:
-    """The run on an H200 in which gradients took less time than PyTorch's at all sizes timed."""
+    """The run on an H200 with gradients of D = 320, 384 and 512, of 1,024 to 16,384 queries, causal and not."""
     return "2026-11-30-h200-wide-backward" if plain(problem, LEAST_QUERIES) else None
 
 
