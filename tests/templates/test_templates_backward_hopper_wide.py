@@ -24,8 +24,6 @@ from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children.compile import compiled_kernels, read_facts
 from flashtune.tuner.verify.inputs import make_inputs
 
-pytestmark = pytest.mark.usefixtures("without_lines")
-
 FAMILY = family("flash_bwd_hopper_wide")
 CAUSAL = Features(causal=True, alignment="bottom_right")
 
