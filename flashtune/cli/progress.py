@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flashtune.cli.records import short_config
 from flashtune.core.problems.problem import Problem
-from flashtune.core.records.results import Fate, Outcome, SearchResult
+from flashtune.core.records.results import PROVIDERS, Fate, Outcome, SearchResult
 from flashtune.core.system.errors import FlashtuneError
 from flashtune.core.system.secrets import mask_secrets
 from flashtune.core.system.words import counted
@@ -221,8 +221,7 @@ class SearchProgress:
         if result.baseline is not None:
             ratio = f", {result.baseline.measurement.median_us / best.measurement.median_us:.2f}x PyTorch ({result.baseline.backend})"
         measured = best.source == "measured"
-        # What a cost model expects to be left is its own arithmetic.
-        ended = f"; stopped: {sentence(result.ending, share=measured)}" if result.ending is not None else ""
+        ended = "" if result.ending is None else f"; stopped: {sentence(result.ending)}"
         us = best.measurement.median_us
         time_us = f"{us:.1f} us measured" if measured else f"{likely(best.template, result.problem.direction, us)} (predicted)"
         ended += f"; {why}" if why else ""
@@ -259,7 +258,9 @@ def why_slower(result: SearchResult) -> str:
 
 
 def _trials(result: SearchResult) -> str:
-    return counted(len(result.outcomes), "trial")
+    tried = sum(outcome.template not in PROVIDERS for outcome in result.outcomes)
+    known = result.ending.candidates if result.ending is not None else None
+    return counted(tried, "trial") if known is None else f"{tried} of {counted(known, 'candidate')} tried"
 
 
 def lasting(seconds: float) -> str:

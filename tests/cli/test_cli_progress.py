@@ -158,14 +158,15 @@ def test_the_live_display_tells_the_same() -> None:
 
 
 @pytest.mark.parametrize("source", ["measured", "predicted"])
-def test_a_predicted_time_is_told_as_a_range_without_a_share_that_is_left(source: Literal["measured", "predicted"]) -> None:
+def test_a_predicted_time_is_a_range_and_what_was_tried_is_told_without_a_share_left(source: Literal["measured", "predicted"]) -> None:
     shown, out = drawn(Clock())
-    best, ending = replace(correct(10.0), source=source), Ending(reason="patience", regret=0.104)
+    best, ending = replace(correct(10.0), source=source), Ending(reason="patience", regret=0.104, candidates=1560)
     shown.problem_finished(SearchResult(gpu="a100", problem=GRID[0], outcomes=(best,), provenance=PROVENANCE, ending=ending))
     said = out.getvalue()
     predicted = source == "predicted"
     assert ("us, likely " in said and "(predicted)" in said) == predicted
-    assert ("10.0 us measured" in said and "%" in said) != predicted and "without a gain" in said
+    assert ("10.0 us measured" in said) != predicted and "(1 of 1560 candidates tried; stopped: 8 trials or more without a gain)" in said
+    assert "%" not in said, "no replay calibrates what may be left"
 
 
 def test_ended_problems_say_how_many_trials_they_had() -> None:

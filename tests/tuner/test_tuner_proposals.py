@@ -35,7 +35,7 @@ class Asked:
         self.outcomes: dict[Any, Any] = {}
         self.pending: list[int] = []
         self.claimed = 0
-        self.sampler = SimpleNamespace(warm_up=lambda: None)
+        self.sampler = SimpleNamespace(warm_up=lambda: None, initial_candidates=[])
 
     def ask(self, count: int, *, limit: int | None, known: int | None = None) -> list[Any]:
         found = list(range(self.claimed, self.claimed + max(0, count)))

@@ -34,6 +34,7 @@ class Explanation:
         record_key: key of the record.
         median_us: time of the record's kernel.
         framework_us: PyTorch's time in the record's run.
+        ended_by: reason why the record's search stopped, as in `flashtune show --json`.
         refused: a line for each record or family that came earlier and was passed over.
         differences: if the record is of another key, what differs: its value for that of the call (`d=128 for 80`).
         estimated_loss: always None (reserved).
@@ -58,6 +59,7 @@ class Explanation:
     record_key: ProblemKey | None = None
     median_us: float | None = None
     framework_us: float | None = None
+    ended_by: str | None = None
     refused: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     estimated_loss: float | None = None
@@ -101,6 +103,7 @@ def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: S
     if record is not None:
         said = {"source": record.outcome.source, "origin": record.origin, "record_key": record.key}
         said |= {"median_us": record.median_us, "framework_us": record.framework_us}
+        said |= {"ended_by": record.ending.reason if record.ending else None}
     return Explanation(
         kind=choice.kind,
         reason=choice.note,

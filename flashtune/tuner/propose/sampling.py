@@ -15,7 +15,6 @@ from optuna.trial import TrialState, create_trial
 
 from flashtune.core.problems.problem import Problem
 from flashtune.core.system.errors import InputError
-from flashtune.templates.cost_constants import kind_of, peak_per_clock
 from flashtune.tuner.propose.space import Array, Candidate, Candidates, SearchSpace
 
 if TYPE_CHECKING:
@@ -214,15 +213,8 @@ class ByExpectedImprovement(CandidateSampler):
         improvement = self._improvement(free, best)
         worth = [free[place] for place in np.argsort(-improvement, kind="stable")[:_DRAWS]]
         pick = tried[int(np.argmin(self._surrogate.expected(tried)[0]))]
-        # No kernel is faster than the datasheet allows, whatever a normal distribution says.
-        sampled = np.maximum(self._surrogate.samples([pick, *worth], _DRAWS), self._floor())
+        sampled = self._surrogate.samples([pick, *worth], _DRAWS)
         return np.asarray(np.expm1(sampled[0] - sampled.min(axis=0)))
-
-    def _floor(self) -> float:
-        """Log of the least time of the problem's products and bytes at the GPU's peak rates, in microseconds."""
-        problem, target = self._problem, self._space.target
-        computing = problem.flops() / (peak_per_clock(kind_of(problem), target) * target.sms * target.boost_mhz)
-        return math.log(max(computing, problem.io_bytes() / (target.bandwidth_gbs * 1e3)))
 
     def _choose(self, free: list[int], observed: Observed, pending: Sequence[Candidate], rng: random.Random) -> int:
         best = self._learn(observed, pending)

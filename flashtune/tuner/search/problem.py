@@ -224,7 +224,8 @@ class ProblemSearch:
         if self.index == len(self.plan.problems) - 1:
             # The compilers are idle after the last problem.
             self._compile_likely_winners(LIKELY)
-        return ending_of(self.stopped, None if self.stopped == "space" else self.study.regrets())
+        candidates = sum(1 for _ in self.space.every())
+        return ending_of(self.stopped, None if self.stopped == "space" else self.study.regrets(), candidates)
 
     def _compile_likely_winners(self, most: int = 1) -> None:
         """Start compiling likely winners for later calls: up to `most` of the fastest trials, as many as compilers are free, and the
@@ -301,7 +302,7 @@ class ProblemSearch:
             self.incumbent = candidate, outcome
 
     def _race(self, ending: Future[Ending]) -> SearchResult:
-        """Time the best few and PyTorch once more, all interleaved, and rank them; then time other providers."""
+        """Time the best few once more, all interleaved, and rank them; then time PyTorch and other providers beside the winner."""
         outcomes = dict(self.study.outcomes)
         correct = [c for c, o in outcomes.items() if o.measurement is not None and o.fate.timed]
         correct.sort(key=lambda c: (time_of(outcomes[c]).median_us, outcomes[c].variant_id))

@@ -1,4 +1,4 @@
-"""Stopping rule of a search, and its expected regret in words."""
+"""Stopping rule of a search, and its end in words."""
 
 import math
 from dataclasses import dataclass
@@ -34,30 +34,17 @@ _WORDS = {
 }
 
 
-def sentence(ending: Ending, *, share: bool = True) -> str:
-    """Short reason why a search stopped, with the `share` of the best time that the best kernel left is expected to save, where that is
-    known.
-
-    A regret of 1 stands for half of the time: no share is more than all of it. No percentile is said, since too few recorded sweeps end
-    with a regret to calibrate one (benchmarks/run.py stops).
-    """
-    why, expected = _WORDS.get(ending.reason, ending.reason), ending.regret
-    if not share or expected is None or not math.isfinite(expected):
-        return why
-    return f"{why}; the best kernel not tried yet is expected to be {_saved(expected):.1%} faster"
+def sentence(ending: Ending) -> str:
+    """Short reason why a search stopped. What may be left is not told: too few recorded sweeps end with a regret to calibrate a share or a
+    percentile (benchmarks/run.py stops)."""
+    return _WORDS.get(ending.reason, ending.reason)
 
 
-def _saved(regret: float) -> float:
-    """Share of the present time that a regret, a share of the shorter time, stands for."""
-    return regret / (1 + regret)
-
-
-def ending_of(reason: Reason, regrets: "NDArray[np.float64] | None") -> Ending:
-    """The end of a search by its reason and samples of its best candidate's regret; without any nothing is left where the whole space was
-    tried, and elsewhere nothing is known."""
-    if regrets is None:
-        return Ending(reason=reason, regret=0.0) if reason == "space" else Ending(reason=reason)
-    return Ending(reason=reason, regret=float(regrets.mean()))
+def ending_of(reason: Reason, regrets: "NDArray[np.float64] | None", candidates: int) -> Ending:
+    """The end of a search of so many candidates by its reason and samples of its best one's regret; without any nothing is left where the
+    whole space was tried, and elsewhere nothing is known."""
+    none_left = 0.0 if reason == "space" else None
+    return Ending(reason=reason, regret=none_left if regrets is None else float(regrets.mean()), candidates=candidates)
 
 
 @dataclass
