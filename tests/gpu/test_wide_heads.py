@@ -78,7 +78,9 @@ def test_backward_of_a_call_is_that_of_the_reference(case: str, d: int, implemen
         call["sinks"] = torch.randn(heads, device="cuda")
         further["sinks"] = call["sinks"].double()
     found = dispatch.explain(*leaves, **call)
-    assert found.template == FAMILY.name and found.backward is not None and found.backward.template == "flash_bwd_hopper_wide", found
+    # Of few tiles the decode kernel, which splits the keys, is expected to be the faster forward.
+    assert found.template in (FAMILY.name, "flash_decode"), found
+    assert found.backward is not None and found.backward.template == "flash_bwd_hopper_wide", found
     out = dispatch.attention(*leaves, **call)
     dout = torch.randn_like(out)
     first, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
