@@ -95,7 +95,7 @@ def candidates_of(result: SearchResult, target: Target, *, most: int) -> list[Ca
         found |= {Candidate(family=one.family, config=c): None for c in relatives if one.family.violated(c, spec, target) is None}
     if result.problem.direction == "bwd":
         # Few were tried of each, and the best may not fit the kernel of today.
-        kinds = {family(outcome.template) for outcome in measured(result)[:most]}
+        kinds = {family(outcome.template) for outcome in measured(result)[:most] if outcome.template not in PROVIDERS}
         starts = [Candidate(family=kind, config=config) for kind in kinds for config in kind.starts(spec, target)[:7]]
         return list(dict.fromkeys([*list(found)[: 4 * most + 3], *starts]))
     # Decoding kernels are checked and timed in no time, and each way to add up has configs that suit it.

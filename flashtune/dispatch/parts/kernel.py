@@ -147,7 +147,7 @@ def _launch(kernel: Any, like: Tensor, *tensors: Any) -> Program | None:
         return None
     padded = triton.next_power_of_2(columns)
     block = max(1, _ELEMENTS // padded)
-    grid = (triton.cdiv(count, block),)
+    grid = (-(-count // block),)
     # Not of dimensions of one: their strides say nothing, and rows that are alike shall be read alike.
     aligned = math.gcd(16, columns, *(stride for stride, size in zip(strides[:3], like.shape[:3], strict=True) if size > 1))
     arguments = (*tensors, count, heads, rows, *strides[:3], columns, aligned, block, padded)

@@ -153,9 +153,10 @@ def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers, miss
     sequences = tensors.table.shape[0]
     views = {name: getattr(tensors, name) for name in ("slopes", "sinks", "k_descale", "v_descale")}
     views = {name: None if x is None else x.expand(sequences, x.shape[-1]) for name, x in views.items()}
-    views |= {"q": rows_last(tensors.q), "k": tensors.k.transpose(1, 2), "v": tensors.v.transpose(1, 2)}
+    q, k = rows_last(tensors.q), tensors.k.transpose(1, 2)
+    views |= {"q": q, "k": k, "v": tensors.v.transpose(1, 2)}
     views |= {"out": rows_last(tensors.out), "lse": tensors.lse[None]}
-    words = launch.provided(kernel, views["q"], views["k"], misses)
+    words = launch.provided(kernel, q, k, misses)
     views["counts"] = words.pop("counts")
     pages = numbers.max_q, numbers.max_k, numbers.splits
     return launching.plan(kernel.host, tensors._replace(**views), **numbers.of_launch(), pages=pages, **words)
