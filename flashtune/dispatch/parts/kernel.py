@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtune.core.problems.problem import next_power_of_two
 from flashtune.core.pytorch.private import C
 from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.plans.launch import Program
@@ -145,7 +146,7 @@ def _launch(kernel: Any, like: Tensor, *tensors: Any) -> Program | None:
     count = batch * heads * rows
     if not count * columns:
         return None
-    padded = triton.next_power_of_2(columns)
+    padded = next_power_of_two(columns)
     block = max(1, _ELEMENTS // padded)
     grid = (-(-count // block),)
     # Not of dimensions of one: their strides say nothing, and rows that are alike shall be read alike.
