@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from policy_rows import SHIPPED
 from torch.nn.attention import SDPBackend
 
 from flashtune import dispatch
@@ -317,11 +316,13 @@ def test_gradients_of_wide_heads_take_kernels_from_where_they_outran_pytorch(mon
     assert said(4096, rows=[narrow]) == ours
 
 
-def test_where_a_record_prefers_a_library_that_is_missing_our_gradients_of_wide_heads_serve(shipped: Memo) -> None:
-    rows = [one for one in SHIPPED if one.key.d == 512 and one.key.direction == "bwd" and one.key.n >= 1024]
-    assert rows and {one.fastest(lambda name: True) for one in rows} == {"ffpa"}
-    for row in rows:
-        found, why = backwards.gradient_choice(shipped, row.problem, H200)
-        assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_wide", why
-        said = resolve.explained_problem(shipped, row.problem, H200)
-        assert said.template == "flash_bwd_hopper_wide"
+def test_where_a_record_prefers_a_library_that_is_missing_our_gradients_of_wide_heads_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = replace(PROBLEM, d=512, d_v=512, n_q=4096, n_kv=4096, direction="bwd")
+    row = record(wide, template="ffpa", framework_us=900.0)
+    row = replace(row, providers=(replace(row.outcome, call_us=100.0),))
+    assert row.fastest(lambda name: True) == "ffpa"
+    memo = Memo()
+    monkeypatch.setattr(memo, "pool", pooled([row]))
+    found, why = backwards.gradient_choice(memo, wide, H200)
+    assert found is not None and found.family is not None and found.family.name == "flash_bwd_hopper_wide", why
+    assert resolve.explained_problem(memo, wide, H200).template == "flash_bwd_hopper_wide"
