@@ -151,8 +151,8 @@ def test_a_call_with_functions_is_judged_and_libraries_without_them_refuse(monke
     plant(monkeypatch, wrong_providers.right)
     path = Path(__file__).resolve().parents[2] / "flashtune/bench/shape_functions.py"
     words = ("--d", "16", "--n", "64", "--dtype", "fp32", "--heads", "2", "--batch", "1", "--mask-mod", f"{path}:dilated")
-    [row] = rows(*words, "--providers", "flashtune,torch,fa4")
-    assert {name: one["verdict"] for name, one in row["providers"].items()} == {"flashtune": "right", "torch": "right", "fa4": "refused"}
+    [row] = rows(*words, "--providers", "flashtune,fa4")
+    assert {name: one["verdict"] for name, one in row["providers"].items()} == {"flashtune": "right", "fa4": "refused"}
     assert row["shape"].startswith("n64-d16-fp32-dilated")
 
 

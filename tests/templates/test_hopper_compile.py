@@ -26,7 +26,6 @@ CHAINED = {"BLOCK_N": 128, "tiles": "chained"}
     ("d", "features", "changes"),
     [
         (128, CAUSAL, {**CHAINED, "section": 8, "order": "drawn"}),
-        (64, Features(), {"BLOCK_N": 256, "intra_wg_overlap": 0}),
         (256, CAUSAL, {"tiles": "loop", "order": "drawn", "maximum": "first", "rescale": "grown"}),
         (64, Features(causal=True, window=(64, 0)), {"BLOCK_M": 192, "packed_heads": 8, "maximum": "first", "rescale": "grown"}),
     ],
@@ -72,7 +71,6 @@ def test_features_and_uneven_head_sizes_compile_without_spills(d: int, d_v: int,
 @pytest.mark.parametrize(
     ("d", "features", "changes"),
     [
-        (128, Features(), {"BLOCK_M": 192, "BLOCK_N": 128, "num_stages": 3, "intra_wg_overlap": 0}),
         (128, CAUSAL, {"BLOCK_M": 128, "BLOCK_N": 64, "tiles": "chained", "order": "drawn"}),
     ],
     ids=str,

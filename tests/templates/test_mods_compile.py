@@ -38,7 +38,6 @@ def test_another_process_finds_the_code_for_other_lengths(tmp_path: Path, monkey
         ("gated", "fwd", ""),
         ("gated", "bwd", "hopper"),
         ("shifted", "bwd", ""),
-        ("parts", "fwd", "hopper"),
     ],
 )
 def test_functions_compile(name: str, direction: str, template: str) -> None:

@@ -84,11 +84,8 @@ def test_scratch_memory_is_bounded_whatever_the_lengths_and_heads(batch: int, he
     assert 0.4 * MOST_SCRATCH <= found <= MOST_SCRATCH + 2 * 4 * rows + sums
 
 
-@pytest.mark.parametrize(
-    ("d", "d_v", "features"), [(512, 512, Features()), (320, 320, CAUSAL), (384, 512, Features(window=(90, 0)))], ids=str
-)
-def test_it_compiles_to_products_in_flight_without_spills(d: int, d_v: int, features: Features) -> None:
-    wanted = problem(features, d=d, d_v=d_v)
+def test_it_compiles_to_products_in_flight_without_spills() -> None:
+    wanted = problem(CAUSAL, d=512, d_v=512)
     spec = wanted.spec()
     config = FAMILY.default(spec, H200)
     kernels = dict(compiled_kernels(render(FAMILY, variant_of(FAMILY, spec, config)), "backward", wanted, H200))
