@@ -151,13 +151,14 @@ def attention(
         InputTypeError: for arguments of a wrong type.
 
     flashtune.dispatch.policy.choose.rank chooses the kernel. If none can run the call, PyTorch's operations do, with every feature and
-    gradients: on the CPU, for float64, for heads larger than 512 (in decoding steps 576) and, but on Hopper, gradients of those
-    beyond 256, for dropout without a seed while a CUDA graph is captured, and if sdpa_kernel excludes flash attention. Some features
-    (softcap, return_lse, seed) then take memory for all scores.
+    gradients: on the CPU, for float64, for heads larger than 512 (in decoding steps 576), for gradients of heads beyond 256 except on
+    Hopper, for dropout without a seed while a CUDA graph is captured, and if sdpa_kernel excludes flash attention. Some features (softcap,
+    return_lse, seed) then take memory for all scores.
 
-    If a gradient is needed, kernels run a call if a backward record was measured on the GPU's architecture, on Hopper for heads beyond 256,
-    or if `use(unmeasured=True)` allows unmeasured kernels. Otherwise PyTorch runs it, under a mask without cuDNN, whose gradients can be
-    NaN there. A bias, slopes and sinks get gradients of their own sizes. Kernels have first derivatives only.
+    If a gradient is needed, kernels run a call in three cases: a backward record was measured on the GPU's architecture; the call is
+    full or causal on Hopper, with heads of 257 to 512 and at least 1,024 queries and keys; or `use(unmeasured=True)` allows unmeasured
+    kernels. Otherwise PyTorch runs it, under a mask without cuDNN, whose gradients can be NaN there. A bias, slopes and sinks get
+    gradients of their own sizes. Kernels have first derivatives only.
     """
     if score_mod is not None or block_mask is not None:
         _functions().refuse_arguments_of_attention(locals())

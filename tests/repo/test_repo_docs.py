@@ -108,6 +108,7 @@ MEANT = {
         replace(BF16, direction="bwd", features=Features(causal=True, dropout=True)),
     ],
     "gradients of D = 256": [replace(BF16, direction="bwd", d=256, d_v=256)],
+    "gradients of D = 512": [replace(BF16, direction="bwd", d=512, d_v=512)],
 }
 
 

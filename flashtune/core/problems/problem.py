@@ -231,7 +231,7 @@ class Problem(Sizes):
         kv_heads: key and value heads, of which `heads` is a multiple.
         n_q: query tokens; of packed sequences, their mean.
         n_kv: key tokens; of packed sequences, their mean.
-        d: head size of query and key, up to 1024. All kernels of flashtune take up to 256, some up to 576, some other providers more.
+        d: head size of query and key, up to 1024. Most kernels of flashtune take up to 256, some 257 to 576, some other providers more.
         d_v: head size of the value, likewise.
         dtype: "fp16", "bf16", "fp32" or "fp8".
         features: what is computed beside softmax(scale query keyᵀ) value.

@@ -216,8 +216,10 @@ _BOUNDS = tuple(map(Tensors._fields.index, ("cu_q", "cu_k", "used")))
 def launch(
     kernel: Kernel, operands: Sequence[Tensor | None], more: Sequence[Tensor], scale: float, sequences: Sequences | None = None
 ) -> Prepared | None:
-    """Launches of a pass, made: its operands in the order of flashtune.core.problems.passes, then the tensors of functions
-    (LaunchInputs.mods). None where Triton launched."""
+    """Launch a pass: its operands in the order of flashtune.core.problems.passes, then the tensors of functions (LaunchInputs.mods).
+
+    Returns its prepared launches, or None where Triton launched.
+    """
     numbers: dict[str, Any] = {"scale": scale}
     bounds: tuple[Tensor | None, ...] = (None, None, None)
     if sequences is not None:

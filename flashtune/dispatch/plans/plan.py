@@ -71,7 +71,7 @@ class Recent:
 
 
 MOST_RECENT = 4096
-"""Kinds of packed calls that are told apart by their options, with bounds of lengths, which grow. Beyond it all are dropped."""
+"""Most kinds of packed calls by options and bounds of lengths, which grow; beyond it all are dropped."""
 
 
 class Plans(dict[Hashable, Plan]):

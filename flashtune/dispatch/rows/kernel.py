@@ -150,8 +150,8 @@ class Kernel:
     def run_at(
         self, known: Prepared, addresses: list[int], mods: Sequence[int] = (), numbers: Sequence[int] = (), lse_bytes: int = 0
     ) -> None:
-        """The same by addresses, to which those of counts, functions and scratch memory are added, and of an LSE of so many bytes that
-        nobody reads."""
+        """The same by addresses, to which those of counts, functions and scratch memory are added. With `lse_bytes` the LSE, which nobody
+        reads, goes to so much scratch memory."""
         index = self.device.index
         if C._cuda_getDevice() != index:
             with torch.cuda.device(index):

@@ -34,7 +34,7 @@ _NO_ADDRESSES = [0] * len(Tensors._fields)
 
 
 class _Layout(NamedTuple):
-    """Layout of what a plan's calls return, and the place of each of a launch's addresses with that among the call's."""
+    """Shapes and strides of what a plan's calls return, and pairs of places: of an address in a launch, and of the tensor in the call."""
 
     like_query: bool
     shape: tuple[int, ...]

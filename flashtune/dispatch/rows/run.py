@@ -138,7 +138,7 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
 def _words(
     given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
 ) -> tuple[Any, ...]:
-    """All that a plan depends on beside layouts; raises as Python does where an argument is none."""
+    """All that a plan depends on beside layouts; raises as Python does where an argument has a wrong type."""
     if not (type(max_q) is type(max_k) is int or (isinstance(max_q, Integral) and isinstance(max_k, Integral))) or max_q < 0 or max_k < 0:
         raise TypeError(max_q, max_k)
     more: Any = (given[9] is None, given[10] is None, given[1].data_ptr() == given[2].data_ptr()) if len(given) > _TABLE else None

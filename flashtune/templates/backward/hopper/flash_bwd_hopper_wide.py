@@ -32,16 +32,19 @@ def refuses(spec: KernelSpec, target: Target) -> str | None:
         return f"flash_bwd_hopper_wide needs compute capability 9.0, which {target.name} is not"
     if not wide_heads(spec.d, spec.d_v):
         return f"flash_bwd_hopper_wide takes heads beyond {MAX_HEAD_DIM}, not {spec.d} and {spec.d_v}"
-    if spec.dtype not in ("fp16", "bf16") or spec.mask == "bias":
-        return "flash_bwd_hopper_wide takes fp16 and bf16, and no mask of numbers"
+    if spec.dtype not in ("fp16", "bf16"):
+        return f"flash_bwd_hopper_wide takes fp16 and bf16, not {spec.dtype}"
+    if spec.mask == "bias":
+        return "flash_bwd_hopper_wide takes no bias"
     if spec.d % 8 or spec.d_v % 8:
         return f"flash_bwd_hopper_wide needs head sizes that are multiples of 8 (TMA), not {spec.d} and {spec.d_v}"
     return None
 
 
 def outruns_torch(problem: Problem, target: Target) -> str | None:
-    """The run on an H200 with gradients of D = 320, 384 and 512, of 1,024 to 16,384 queries, causal and not."""
-    return "2026-11-30-h200-wide-backward" if plain(problem, LEAST_QUERIES) else None
+    """The run on an H200 in which gradients of D = 512 took at most 0.15 of PyTorch's time, for 1,000 to 4,096 queries, causal and not. At
+    D = 320 and 384 the kernels reach 0.7 to 0.9 of their rate at 512, and PyTorch was timed forward alone."""
+    return "2026-11-30-h200-libraries" if plain(problem, LEAST_QUERIES) else None
 
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
