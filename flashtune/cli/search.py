@@ -310,7 +310,7 @@ def _refuse_unsearchable(plan: "SearchPlan") -> None:
     for problem in plan.problems:
         space = SearchSpace(plan.families, problem, plan.target, only_suited=plan.only_suited)
         if plan.source == "predicted" and not space.families:
-            why = f"no kernel takes head sizes of {problem.d} and {problem.d_v} for {problem.label()}"
+            why = f"no kernel takes {problem.label()} with head sizes of {problem.d} and {problem.d_v}"
             raise InputError(f"{why}, and other providers can't be predicted: search on the GPU, where they are timed")
 
 

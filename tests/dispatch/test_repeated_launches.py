@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from driven import Driven, drive
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
+from torch.nn.attention.flex_attention import BlockMask
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError, InputTypeError
+from flashtune.dispatch.functions.kept import kept
 from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.dispatch.state import context
 
@@ -72,6 +75,42 @@ def test_growing_lengths_share_a_plan_and_a_wrong_bound_is_refused_again(driven:
     for wrong in (-1, "8", 122.0):
         with pytest.raises((InputError, InputTypeError), match="max_seqlen_k"):
             call(wrong)
+
+
+def test_numpys_bounds_find_the_plan_of_equal_ones(driven: Driven) -> None:
+    plans = context.current().plans
+    for made in (packed_rows, pages):
+        given, call = made(8)
+        plans.clear()
+        with torch.no_grad():
+            for _ in range(3):
+                if made is packed_rows:
+                    dispatch.attention_varlen(*given.values(), np.int64(130), np.int64(130), enable_gqa=True)
+                else:
+                    call(np.int64(120))
+        assert len(plans) == 1
+
+
+def test_lists_that_replace_a_masks_own_are_read_anew() -> None:
+    mask = BlockMask.from_kv_blocks(torch.ones(1, 1, 2).int(), torch.tensor([[[[0, 1], [0, 1]]]]).int())
+    made: list[int] = []
+
+    def count() -> int:
+        made.append(len(made))
+        return len(made)
+
+    for _ in range(3):
+        kept(mask, "place", count)
+    assert len(made) == 1
+    for index in range(4):
+        # Memory and versions may be those of lists that are gone.
+        mask.kv_num_blocks = torch.ones(1, 1, 2).int()
+        kept(mask, "place", count)
+        kept(mask, "place", count)
+        assert len(made) == 2 + index
+    mask.kv_num_blocks.fill_(2)
+    kept(mask, "place", count)
+    assert len(made) == 6
 
 
 def captured_row(rows: int, table: torch.Tensor) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:

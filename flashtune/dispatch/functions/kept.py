@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from flashtune.core.pytorch.private import C
 
@@ -22,14 +22,16 @@ OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_")
 _lists_of = attrgetter(*OWN)
 
 
-def versions_of(mask: Any) -> tuple[int, ...]:
-    """Versions of a BlockMask's own lists, which are all that it holds: no values that its mask_mod reads."""
+def versions_of(mask: Any) -> tuple[Any, ...]:
+    """A BlockMask's own lists, held weakly, and their versions: all that it holds beside what its mask_mod reads.
+
+    Writes to lists of inference mode aren't seen: these have no versions.
+    """
     try:
-        return tuple([x._version for x in _lists_of(mask) if x is not None])
+        return tuple([(WeakIdRef(x), x._version) for x in _lists_of(mask) if x is not None])
     except (AttributeError, RuntimeError):
-        # Tensors of inference mode have no versions, and nothing writes to them outside of it.
         lists = [getattr(mask, name, None) for name in OWN]
-        return tuple(x._version for x in lists if x is not None and not x.is_inference())
+        return tuple((WeakIdRef(x), None if x.is_inference() else x._version) for x in lists if x is not None)
 
 
 def stream_of() -> tuple[int, bool]:

@@ -139,8 +139,13 @@ def _words(
     given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
 ) -> tuple[Any, ...]:
     """All that a plan depends on beside layouts; raises as Python does where an argument has a wrong type."""
-    if not (type(max_q) is type(max_k) is int or (isinstance(max_q, Integral) and isinstance(max_k, Integral))) or max_q < 0 or max_k < 0:
-        raise TypeError(max_q, max_k)
+    if not type(max_q) is type(max_k) is int:
+        if not (isinstance(max_q, Integral) and isinstance(max_k, Integral)):
+            raise TypeError(max_q, max_k)
+        # numpy's integers lack methods of Python's.
+        max_q, max_k = int(max_q), int(max_k)
+    if max_q < 0 or max_k < 0:
+        raise ValueError(max_q, max_k)
     more: Any = (given[9] is None, given[10] is None, given[1].data_ptr() == given[2].data_ptr()) if len(given) > _TABLE else None
     pattern = given[4] is given[3], given[5] is None, given[6] is None, given[7] is None, more
     return max_q, max_k, options, splits, heads_outside, pattern, torch.are_deterministic_algorithms_enabled()
