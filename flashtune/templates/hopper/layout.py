@@ -13,6 +13,9 @@ from flashtune.core.problems.problem import Problem, padded
 from flashtune.core.system.versions import minor
 from flashtune.templates.mods.known import functions_of
 
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a program on Hopper."""
+
 ROWS = 64
 """Rows of a warpgroup, those of its matrix instructions: queries, or keys in the backward pass."""
 

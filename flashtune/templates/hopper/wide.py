@@ -4,10 +4,7 @@ from typing import Self
 
 from flashtune.core.problems.config import Config, KernelSpec, Value
 from flashtune.core.problems.problem import padded
-from flashtune.templates.hopper.layout import CONSUMER_REGISTERS, ROWS, HopperLayout
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a program on Hopper."""
+from flashtune.templates.hopper.layout import CONSUMER_REGISTERS, ROWS, SHARED_BYTES, HopperLayout
 
 MOST_BLOCKS = 2
 """Key blocks for which the ring has room, where memory allows."""

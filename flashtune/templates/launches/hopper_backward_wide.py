@@ -63,7 +63,7 @@ class WideBackwardHost(HopperBackwardHost):
             swizzled(needed(i.dout), HALF, part),
         ]
         outputs = [_tiled(one, self.block_n) for one in scores]
-        arguments = (*tiles, *outputs, call.lse_2, call.deltas, call.rows, *chunk[0:1], *chunk[2:6], *numbers)
+        arguments = (*tiles, *outputs, call.lse_2, call.deltas, call.rows, *chunk.arguments, *numbers)
         programs = chunk.places * chunk.members * chunk.m_tiles * cdiv(call.n_tiles, self.layout.run)
         return Launch("score_gradients", (programs,), arguments, SMALL)
 
@@ -73,13 +73,13 @@ class WideBackwardHost(HopperBackwardHost):
         operands += [swizzled(needed(one), HALF, columns) for one in (i.q, i.dout, i.dk, i.dv)]
         factors = i.scale / self.keep(i), 1 / self.keep(i)
         flags = int(chunk.starts), int(chunk.ends)
-        arguments = (*operands, sums, *factors, *flags, *chunk[0:1], *chunk[2:6], *self._sizes(numbers))
+        arguments = (*operands, sums, *factors, *flags, *chunk.arguments, *self._sizes(numbers))
         return Launch("key_gradients", (chunk.places * self._key_programs(call),), arguments, SMALL)
 
     def _queries(self, call: BackwardCall, chunk: Chunk, dscores: Operand, dq: Operand, numbers: list[Any]) -> Launch:
         i, columns = call.inputs, self.layout.columns
         operands = [_tiled(dscores, HALF), swizzled(i.k, HALF, columns), swizzled(dq, HALF, columns)]
-        arguments = (*operands, i.scale / self.keep(i), *chunk[0:1], *chunk[2:6], *self._sizes(numbers))
+        arguments = (*operands, i.scale / self.keep(i), *chunk.arguments, *self._sizes(numbers))
         programs = chunk.places * chunk.members * chunk.m_tiles * self.layout.d_tiles
         return Launch("query_gradients", (programs,), arguments, SMALL)
 

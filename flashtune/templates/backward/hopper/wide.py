@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flashtune.templates.backward.hopper.layout import HopperBackward
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a program on Hopper."""
+from flashtune.templates.hopper.layout import SHARED_BYTES
 
 MOST_SCRATCH = 2**29
 """Bytes of probabilities and gradients of scores that lie in memory at a time, where a tile of queries of one head has no more.
@@ -33,6 +31,11 @@ class Chunk(NamedTuple):
     m_tiles: int
     starts: bool
     ends: bool
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int, int]:
+        """Arguments of kernels, in the order of `WideBackwardLayout.chunk_names`."""
+        return self.place, self.member, self.members, self.m_tile, self.m_tiles
 
 
 def chunks(places: int, group: int, m_tiles: int, tile_bytes: int, most: int) -> Iterator[Chunk]:
