@@ -23,7 +23,7 @@ from flashtune.core.system.errors import EnvironmentProblem, InputError
 from flashtune.core.system.files import write_whole
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render, variant_of
-from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries
+from flashtune.tuner.publish.machine_code import Built, Order, can_have_binaries, pages_of
 from flashtune.tuner.publish.packing import Packed, Shipped, Unpacked, pack_kernels
 from flashtune.tuner.publish.winners import variant_for
 
@@ -156,6 +156,7 @@ def orders_of(one: Arranged) -> list[Order]:
     """Compile orders of a kernel, its dtype variant last; none where its GPU's machine code can't be made here."""
     if not can_have_binaries(one.target):
         return []
+    pages = tuple(sorted({record.problem.features.page for record in (*one.records, *one.fallbacks)} - {0}))
     return [
         Order(
             text=render(family(variant.template), variant),
@@ -163,6 +164,7 @@ def orders_of(one: Arranged) -> list[Order]:
             variant_id=variant.id,
             spec=variant.spec,
             target=one.target,
+            pages=pages,
         )
         for variant in one.variants
     ]
@@ -195,10 +197,12 @@ def present_archive(folder: Path, index: Index, arch: str) -> Unpacked | None:
 
 
 def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Built | None:
-    """Archived machine code of exactly this text, compiled by this Triton, if its hashes match; else None."""
+    """Archived machine code of exactly this text for all its pages, compiled by this Triton, if its hashes match; else None."""
     try:
         found = manifest_in(archive, index, order.variant_id, order.target.arch)
         if found is None or {found.source_sha256, *(binary.triton for binary in found.binaries)} != {source_digest(order.text), triton}:
+            return None
+        if set(order.pages) - pages_of(found):
             return None
         codes = tuple(map(found.code, found.binaries))
     except EnvironmentProblem:

@@ -1,6 +1,7 @@
 """Machine code of a rendered module, compiled for a target without its GPU: the same bytes on every machine with the same Triton."""
 
 import gzip
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -40,6 +41,15 @@ ONE_TILE = "one_tile", "one_tile_output_alone"
 
 _FEW_KEYS = 51
 
+_QUERIES = 259
+"""Queries of a sequence over pages: enough for several tiles of any size."""
+
+_BOUNDS = {"page{}": _QUERIES, "page{}_unequal": 512}
+"""Specialisations for pages of one size, with a bound of the queries of a sequence: near their mean, where tiles are counted by the bound,
+and above it, where they are by the sum of queries. Keys are split, so that the kernel that adds up the parts is among the launches."""
+
+_SPLITS = 5
+
 _NO_DEBUG = "-suppress-debug-info"
 """Option that leaves line tables and PTX, most of a binary, out of it; instructions are the same."""
 
@@ -53,6 +63,8 @@ class Order:
     variant_id: str
     spec: KernelSpec
     target: Target
+    pages: tuple[int, ...] = ()
+    """Numbers of keys to a page, of a kernel over pages: each has code of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,12 @@ class Built:
 
     manifest: Manifest
     codes: tuple[bytes, ...]
+
+
+def pages_of(manifest: Manifest) -> set[int]:
+    """Sizes of pages that a kernel over pages has machine code for."""
+    found = (re.fullmatch(r"page(\d+)", binary.specialization) for binary in manifest.binaries)
+    return {int(one[1]) for one in found if one is not None}
 
 
 def can_have_binaries(target: Target) -> bool:
@@ -98,7 +116,7 @@ def build(order: Order, *, fresh: bool = True) -> Built:
             triton_knobs.cache.dir = stack.enter_context(TemporaryDirectory(prefix="flashtune-build-"))
         module = load_kernel(order.text, order.stem)
         stack.enter_context(compiling_for(order.target))
-        for name, arguments, kwargs in _typical_calls(module, order.spec, order.target):
+        for name, arguments, kwargs in _typical_calls(module, order):
             made: dict[tuple[str, str], tuple[Binary, bytes]] = {}
             for kernel, grid, args, options in module.launches(*arguments, **kwargs):
                 with taking(kernel, cached):
@@ -115,10 +133,18 @@ def build(order: Order, *, fresh: bool = True) -> Built:
     return Built(manifest=manifest, codes=tuple(code for _, code in found.values()))
 
 
-def _typical_calls(module: "LoadedKernel", spec: KernelSpec, target: Target) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def _typical_calls(module: "LoadedKernel", order: Order) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Name, arguments and keywords of a launch for each specialisation."""
-    for name, n_kv in SIZES.items():
-        yield name, *_typical_call(module, spec, target, n_kv)
+    spec, target = order.spec, order.target
+    n_kv = SIZES["any_size"]
+    for page in order.pages:
+        for name, bound in _BOUNDS.items():
+            arguments, kwargs = _typical_call(module, spec, target, n_kv, page)
+            yield name.format(page), arguments, kwargs | {"pages": (bound, n_kv, _SPLITS)}
+    if order.pages:
+        return
+    for name, size in SIZES.items():
+        yield name, *_typical_call(module, spec, target, size)
     if spec.direction == "bwd":
         arguments, kwargs = _typical_call(module, spec, target, SIZES["any_size"])
         operands = dict(zip((operand.name for operand in _problem(spec, SIZES["any_size"]).contract.operands), arguments, strict=True))
@@ -133,7 +159,9 @@ def _typical_calls(module: "LoadedKernel", spec: KernelSpec, target: Target) -> 
                 yield name, tuple((operands | fewer).values()), kwargs
 
 
-def _typical_call(module: "LoadedKernel", spec: KernelSpec, target: Target, n_kv: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _typical_call(
+    module: "LoadedKernel", spec: KernelSpec, target: Target, n_kv: int, page: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Meta tensors and keywords of a launch that specialises nothing but the property of SIZES.
 
     Batches, heads and queries are neither 1 nor divisible by 16; a mask has rows, and per-head parameters one number per head; a seed and
@@ -144,7 +172,7 @@ def _typical_call(module: "LoadedKernel", spec: KernelSpec, target: Target, n_kv
     from flashtune.core.code.launching import provided
     from flashtune.tuner.verify.inputs import make_inputs
 
-    inputs = make_inputs(_problem(spec, n_kv), device="meta", seed=2**63 + 1)
+    inputs = make_inputs(_problem(spec, n_kv, page), device="meta", seed=2**63 + 1)
     p, base = inputs.problem, inputs.parameters
     parameters = replace(
         base,
@@ -156,14 +184,23 @@ def _typical_call(module: "LoadedKernel", spec: KernelSpec, target: Target, n_kv
         # Fully strided, like the mask.
         full = torch.empty((p.batch, p.heads, p.n_q, p.n_kv), dtype=inputs.operands["dbias"].dtype, device="meta")
         inputs = replace(inputs, operands=inputs.operands | {"dbias": full})
-    return inputs.arguments, parameters.keywords() | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
+    inputs = replace(inputs, parameters=parameters)
+    return inputs.arguments, inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
 
 
-def _problem(spec: KernelSpec, n_kv: int) -> Problem:
+def _problem(spec: KernelSpec, n_kv: int, page: int = 0) -> Problem:
     """Problem of this spec with few tiles, so that their keys are split where a family does so."""
     window = (96, 0 if spec.causal else 96) if spec.window else None
-    features = Features(alignment="bottom_right", window=window, mask=spec.mask, **spec.flags())  # type: ignore[arg-type]
-    sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "n_q": n_kv % 16 or 16, "n_kv": n_kv, "d": spec.d, "d_v": spec.d_v}
+    features = Features(alignment="bottom_right", window=window, mask=spec.mask, page=page, **spec.flags())  # type: ignore[arg-type]
+    sizes = {
+        "batch": 2,
+        "heads": 6,
+        "kv_heads": 3,
+        "n_q": _QUERIES if page else n_kv % 16 or 16,
+        "n_kv": n_kv,
+        "d": spec.d,
+        "d_v": spec.d_v,
+    }
     problem = Problem(**sizes, dtype=spec.dtype, features=features, direction=spec.direction, lengths=None)
     assert problem.spec() == spec, "every spec is that of a problem"
     return problem

@@ -19,7 +19,7 @@ from flashtune.templates.rendering import variant_of
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.tasks import Source
 from flashtune.tuner.children.workers import Pending, Workers
-from flashtune.tuner.publish.machine_code import Order, build, build_all, can_have_binaries, triton_version, with_files
+from flashtune.tuner.publish.machine_code import Order, build, build_all, can_have_binaries, pages_of, triton_version, with_files
 from flashtune.tuner.replies import Checked, Failed, MachineCode
 
 
@@ -116,13 +116,19 @@ def _missing(records: Iterable[TuningRecord], target: Target) -> list[Order]:
     orders: dict[str, Order] = {}
     records = list(records) if can_have_binaries(target) else []
     for record in [*records, *(other for one in records for other in one.beside())]:
-        # Captured tensors and tables are a call's: kernels of functions and of pages are compiled where they are first called.
-        if without_kernel(record) is not None or record.problem.features.mods or record.problem.features.page:
+        # Captured tensors are a call's: kernels of functions are compiled where they are first called.
+        if without_kernel(record) is not None or record.problem.features.mods:
             continue
         variant, source = variant_for(record), source_for(record)
         cached = kernel_cache.find(variant.id, machine_arch(int(target.arch)), triton_version())
-        if cached is None or cached.source_sha256 != source_digest(source.text):
-            orders[variant.id] = Order(text=source.text, stem=source.stem, variant_id=variant.id, spec=variant.spec, target=target)
+        known, page = None, record.problem.features.page
+        if cached is not None and cached.source_sha256 == source_digest(source.text):
+            known = pages_of(cached)
+        if known is None or (page and page not in known):
+            before = orders[variant.id].pages if variant.id in orders else ()
+            pages = tuple(sorted({page, *(known or ()), *before} - {0}))
+            fixed = {"text": source.text, "stem": source.stem, "variant_id": variant.id}
+            orders[variant.id] = Order(**fixed, spec=variant.spec, target=target, pages=pages)
     return list(orders.values())
 
 
