@@ -70,6 +70,7 @@ def test_calls_of_all_sizes_over_its_pages_find_it(template: str) -> None:
     _, built = made(template)
     problem, config = CASES[template]
     kernel = loaded(family(template), problem.spec(), config)
+    assert kernel.host is not None
     for sequences, n_q, n_kv, page in product((1, 7, 64), (1, 16, 130, 512), (100, 4096), (16, 32)):
         one = replace(of_page(problem, page), batch=sequences, n_q=n_q, n_kv=max(n_q, n_kv))
         inputs = make_inputs(one, device="meta", seed=0)
