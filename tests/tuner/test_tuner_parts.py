@@ -377,7 +377,10 @@ def test_preparations_neither_call_pytorch_nor_blame_a_candidate_for_a_broken_gp
     monkeypatch.setattr(tasks, "_rehearse", lambda _: None)
     monkeypatch.setattr(tasks, "_torch_call", called)
     monkeypatch.setattr(conditions, "gpu_id", lambda: "0")
+    hashed: list[bool] = []
+    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: hashed.append(True))
     assert isinstance(tasks.prepare_device(PROBLEM, find_target("h200"), 0), Ready)
+    assert hashed, "the first launch would wait for it"
     broken.append(True)
     failed = tasks.prepare_device(PROBLEM, find_target("h200"), 0)
     assert isinstance(failed, Failed) and failed.poisoned

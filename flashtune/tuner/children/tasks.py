@@ -183,18 +183,18 @@ def _stopwatch(l2_bytes: int) -> "Stopwatch":
 def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit includes it.
 
-    Triton's driver is prepared in a thread of its own, whose errors occur again, and are reported, at the first use. PyTorch's call isn't:
-    it builds plans or imports its compiler for seconds, for which the oracles and the first candidates would wait.
+    Triton is prepared in threads of its own, whose errors occur again, and are reported, at the first use. PyTorch's call isn't: it builds
+    plans or imports its compiler for seconds, for which the oracles and the first candidates would wait.
     """
     from flashtune.tuner.timing.conditions import gpu_id
 
-    triton = begun(_start_triton)
+    triton = [begun(_start_triton), begun(_know_triton)]
     try:
         bench = _ready(problem, target, seed)
         with suppress(Exception), _spent.on("rehearsal"):
             _rehearse(bench)
         with _spent.on("wait for triton"):
-            wait([triton])
+            wait(triton)
         return Ready(gpu=gpu_id(), spent=_spent.take())
     except Exception as error:
         return failed_on_device(error)
@@ -209,12 +209,19 @@ def _rehearse(bench: _Bench) -> None:
 
 
 @cache
-def _start_triton() -> None:
+def _start_triton() -> object:
     """Have Triton compile and load its part of the driver, which takes a C compiler about 1 s."""
     from triton.runtime import driver
 
     triton_driver: Any = driver
-    assert triton_driver.active
+    return triton_driver.active
+
+
+def _know_triton() -> None:
+    """Have Triton hash its own compiler, for which the first launch of a process that isn't forked would wait for about 1 s."""
+    from triton.runtime import cache
+
+    cache.triton_key()
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "tuple[Inputs, Verifier]":
