@@ -7,7 +7,7 @@ handles hangs and crashes (flashtune.tuner.children.workers). Heavy imports are 
 import os
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -188,7 +188,7 @@ def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Faile
     """
     from flashtune.tuner.timing.conditions import gpu_id
 
-    triton = [begun(_start_triton), begun(_know_triton)]
+    triton: list[Future[object]] = [begun(_start_triton), begun(_know_triton)]
     try:
         bench = _ready(problem, target, seed)
         with suppress(Exception), _spent.on("rehearsal"):
@@ -217,11 +217,11 @@ def _start_triton() -> object:
     return triton_driver.active
 
 
-def _know_triton() -> None:
+def _know_triton() -> object:
     """Have Triton hash its own compiler, for which the first launch of a process that isn't forked would wait for about 1 s."""
     from triton.runtime import cache
 
-    cache.triton_key()
+    return cache.triton_key()
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "tuple[Inputs, Verifier]":
