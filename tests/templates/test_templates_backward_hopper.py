@@ -54,7 +54,7 @@ def test_only_the_gradients_that_are_asked_for_are_made(report: dict[str, Any], 
 
 
 def test_no_gradient_of_the_lse_is_one_of_zeros(report: dict[str, Any]) -> None:
-    """What reads it is the same kernel for every config."""
+    """Its reader is the same kernel for every config."""
     assert report["no gradient of the lse"]
 
 
