@@ -132,11 +132,16 @@ def prepared(
     wrong = np.array([wrong for _, _, wrong in observed], dtype=np.float32)
     # As they are kept, so that the weights are those of what is read.
     coordinates = {"problems": problems.astype(np.float32), "configs": np.array(list(places), dtype=np.float32)}
-    there, same = (alike(coordinates[name].astype(float), coordinates[name].astype(float)) for name in ("problems", "configs"))
     everything = np.arange(len(wrong))
     rows = everything if sample is None else np.random.default_rng(0).permutation(everything)[:sample]
-    covariance = likeness.together**2 * there[np.ix_(problem_of[rows], problem_of)] + likeness.alone**2
-    covariance *= same[np.ix_(config_of[rows], config_of)]
+
+    def between(name: str, place_of: NDArray[np.int16]) -> NDArray[np.float64]:
+        every = coordinates[name].astype(float)
+        of_rows, place = np.unique(place_of[rows], return_inverse=True)
+        return alike(every[of_rows], every)[np.ix_(place, place_of)]
+
+    covariance = likeness.together**2 * between("problems", problem_of) + likeness.alone**2
+    covariance *= between("configs", config_of)
     covariance += likeness.offset**2 * (problem_of[rows, None] == problem_of[None, :])
     covariance[np.arange(len(rows)), rows] += likeness.noise**2
     return {**coordinates, "problem_of": problem_of, "config_of": config_of, "wrong": wrong}, covariance, rows

@@ -28,7 +28,7 @@ def trials(likeness: Likeness) -> list[fit.Observed]:
 def test_what_ships_was_learned_from_the_trials_at_hand_by_the_model_of_today(likeness: Likeness) -> None:
     with np.load(fit.FOLDER / likeness.file) as kept:
         shipped = dict(kept)
-    anew, covariance, sample = fit.prepared(likeness, trials(likeness), sample=1000)
+    anew, covariance, sample = fit.prepared(likeness, trials(likeness), sample=200)
     advice = "run benchmarks/run.py fit_residual --write"
     assert shipped.keys() == {*anew, "trials", "weights"} and shipped["trials"] == fit.digest(trials(likeness)), advice
     for name, values in anew.items():

@@ -36,14 +36,14 @@ CASES: dict[str, tuple[Problem, dict[str, Any]]] = {
         {"COLUMNS": 128},
     ),
     "groups": (
-        problem(replace(CAUSAL, dropout=True, mask="bool"), n_q=200, n_kv=190, batch=2, heads=6, kv_heads=2, d=264, d_v=264),
+        problem(replace(CAUSAL, dropout=True, mask="bool"), n_q=200, n_kv=120, batch=2, heads=6, kv_heads=2, d=264, d_v=264),
         {"COLUMNS": 128},
     ),
 }
 
 CHUNKED: dict[str, tuple[str, int]] = {
-    "chunks of key heads": ("groups", 3 * 2 * 256 * 256 * 4),
-    "chunks of query heads": ("groups", 2 * 256 * 256 * 4),
+    "chunks of key heads": ("groups", 3 * 2 * 256 * 128 * 4),
+    "chunks of query heads": ("groups", 2 * 256 * 128 * 4),
     "chunks of queries": ("everything", 2 * 128 * 384 * 4),
     "chunks of a tile": ("causal", 1),
     "chunks of a window": ("window", 1),

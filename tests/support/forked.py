@@ -26,6 +26,7 @@ import torch
 
 # What was imported stays: a child's collector needn't go through it, and copy its pages.
 gc.freeze()
+gc.set_threshold(20_000, 50, 100)
 gc.enable()
 
 def served():

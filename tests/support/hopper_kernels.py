@@ -1,15 +1,14 @@
 """Hopper kernels for tests on a machine without a GPU: problems and configs, machine code, and what of a rendered text torch can run."""
 
 import ast
-import inspect
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +112,20 @@ def machine_code(kernel: Any) -> list[str]:
     return ["".join(found) for found in re.findall(r"^\s*(?:(\.L_x_\d+:)|/\*[0-9a-f]+\*/\s+(.*?);)", text, re.MULTILINE)]
 
 
+def accesses(kernels: Mapping[str, Any]) -> dict[str, Counter[str]]:
+    """How often the machine code of each kernel loads and stores, by how much at once."""
+    access = re.compile(r"\b(?:LDGSTS|LDG|STG)\.E\S*")
+    return {name: Counter(access.findall("\n".join(machine_code(kernel)))) for name, kernel in kernels.items()}
+
+
+def are_sixteen_bytes(found: Mapping[str, Counter[str]]) -> None:
+    """Accesses of none but what adds up the parts of few queries, which stores a row a program, are of single numbers, and some are wide.
+
+    Products that the copy engine serves have no accesses of their own."""
+    assert not [name for name, widths in found.items() if any("U16" in width for width in widths) and name != "combine_splits"]
+    assert any("128" in width for widths in found.values() for width in widths)
+
+
 def count(code: list[str]) -> Counter[str]:
     """Instructions by name, without predicates and modifiers: `@!P0 SHFL.BFLY PT, R4, ...` counts as SHFL."""
     return Counter(re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].split(".")[0] for line in code if not line.endswith(":"))
@@ -173,16 +186,22 @@ def fused(a: Any, b: Any, c: Any, sign: int) -> Any:
     return a * b + c if sign > 0 else a * b - c
 
 
-def functions_of(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: ast.NodeTransformer) -> dict[str, Any]:
+@cache
+def _changed(text: str, name: str, change: type[ast.NodeTransformer]) -> CodeType:
+    """Code that defines a function of this text. Most configs have most functions in common, and a kernel is launched many times."""
+    tree = ast.parse(text)
+    [function] = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    function.decorator_list = []
+    return compile(ast.fix_missing_locations(change().visit(tree)), name, "exec")
+
+
+def functions_of(module: ModuleType, names: tuple[str, ...], scope: dict[str, Any], change: type[ast.NodeTransformer]) -> dict[str, Any]:
     """The named device functions of a rendered module as ordinary ones; they see each other, the module's constants and `scope`."""
     shared = {name: value for name, value in names_of(module).items() if hasattr(value, "_fields")}
     scope = {name: value.value for name, value in names_of(module).items() if isinstance(value, constexpr)} | shared | scope
     for name in names:
-        tree = ast.parse(inspect.getsource(getattr(module, name).fn))
-        [function] = tree.body
-        assert isinstance(function, ast.FunctionDef)
-        function.decorator_list = []
-        exec(compile(ast.fix_missing_locations(change.visit(tree)), name, "exec"), scope)
+        exec(_changed("".join(getattr(module, name).raw_src), name, change), scope)
     return {name: scope[name] for name in names}
 
 
@@ -205,7 +224,7 @@ def on_torch(module: ModuleType, *names: str) -> Any:
         constexpr=constexpr,
     )
     scope = {"gl": gl, "quotient": both(partial(torch.div, rounding_mode="trunc")), "remainder": both(torch.fmod)}
-    return SimpleNamespace(gl=gl, **functions_of(module, names, scope, Truncate()))
+    return SimpleNamespace(gl=gl, **functions_of(module, names, scope, Truncate))
 
 
 class Array(np.ndarray):
@@ -350,7 +369,7 @@ def on_numpy(module: ModuleType, *names: str) -> Any:
         inline_asm_elementwise=assembly,
         constexpr=constexpr,
     )
-    return SimpleNamespace(gl=gl, scalar=_scalar, scalars=_scalars, **functions_of(module, names, {"gl": gl, "fused": fused}, Fuse()))
+    return SimpleNamespace(gl=gl, scalar=_scalar, scalars=_scalars, **functions_of(module, names, {"gl": gl, "fused": fused}, Fuse))
 
 
 def sizes_of(launch: Launch, **changes: int) -> Any:

@@ -110,7 +110,7 @@ class Scheduler:
     def kernel_of(self, module: ModuleType, name: str, stand_ins: dict[str, Any]) -> Callable[..., None]:
         """A kernel of a rendered module as an ordinary function, with these names in place of the module's."""
         names = [one for one, value in names_of(module).items() if type(value).__name__ == "GluonJITFunction" and one not in stand_ins]
-        found: Callable[..., None] = functions_of(module, tuple(names), stand_ins, Truncate())[name]
+        found: Callable[..., None] = functions_of(module, tuple(names), stand_ins, Truncate)[name]
         return found
 
     @property

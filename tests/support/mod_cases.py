@@ -54,8 +54,9 @@ def _document(document: Tensor) -> Functions:
     return None, lambda b, h, q, k: (document[b, q] == document[b, k]) & (q >= k)
 
 
-def _padding(valid: Tensor) -> Functions:
-    return None, lambda b, h, q, k: valid[b, k] & (q >= k)
+def _padding(valid: Tensor, order: Tensor) -> Functions:
+    """Keys by their place in an order, so that a load is of a loaded place."""
+    return None, lambda b, h, q, k: valid[b, order[k]] & (q >= k)
 
 
 def _prefix(prefix: Tensor) -> Functions:
@@ -207,28 +208,28 @@ CASES: dict[str, Case] = {
     "causal": Case(_causal),
     "window": Case(_window, n_q=70, heads=2),
     "document": Case(_document, _documents),
-    "padding": Case(_padding, lambda generator: [torch.rand(2, 70, generator=generator) < 0.7]),
+    "padding": Case(_padding, lambda generator: [torch.rand(2, 70, generator=generator) < 0.7, torch.randperm(70, generator=generator)]),
     "prefix": Case(_prefix, lambda generator: [torch.tensor([9, 31])]),
     "dilated": Case(_dilated, heads=2),
     "global_window": Case(_global_window, block_mask=False, heads=2),
-    "heads": Case(_heads),
+    "heads": Case(_heads, heads=2),
     "unseen": Case(_unseen),
     "softcap": Case(_softcap, heads=2),
-    "alibi": Case(_alibi, _of(_numbers(4, trained=False, scale=0.1))),
-    "signed_alibi": Case(_signed_alibi, _of(_numbers(4, scale=0.1))),
-    "relative": Case(_relative, _of(_numbers(4, 15))),
+    "alibi": Case(_alibi, _of(_numbers(4, trained=False, scale=0.1)), heads=2),
+    "signed_alibi": Case(_signed_alibi, _of(_numbers(4, scale=0.1)), heads=2),
+    "relative": Case(_relative, _of(_numbers(4, 15)), heads=2),
     "buckets": Case(_buckets, _of(_numbers(16, 4)), heads=2),
     "shifted": Case(_shifted, lambda generator: [*_of(_numbers(2, 140))(generator), torch.randint(-140, 140, (300,), generator=generator)]),
     "narrowed": Case(_narrowed, _of(_numbers(160)), heads=2),
     "pairs": Case(_pairs, lambda generator: [*_of(_numbers(13, 13))(generator), torch.randint(0, 12, (70,), generator=generator)], heads=2),
     "by_score": Case(_by_score, _of(_numbers(8)), heads=2),
     "masked_by": Case(_masked_by, _of(_numbers(4), _numbers(4)), heads=2),
-    "bias": Case(_bias, _of(_numbers(4, 50, 70))),
+    "bias": Case(_bias, _of(_numbers(4, 50, 70)), heads=2),
     "gated": Case(_gated, _of(_numbers(4), _numbers(2, 50), _numbers(70), lambda generator: torch.tensor(1.7).requires_grad_())),
     "hidden_by_score": Case(_hidden_by_score, heads=2),
     "constants": Case(_constants, _of(_numbers(4, 3, scale=0.3)), heads=2),
     "root": Case(_root, heads=2),
-    "far_below": Case(_far_below),
+    "far_below": Case(_far_below, heads=2),
     "straight": Case(_straight, _of(_numbers(4, trained=False)), heads=2),
 }
 

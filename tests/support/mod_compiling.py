@@ -27,10 +27,12 @@ GPU = "h100"
 
 
 def planned(name: str, direction: Any, n: int = 1056, template: str = "") -> tuple[Variant, str, LoadedKernel, list[Plan]]:
-    """The variant of the functions of a case, or of operations, its text, its kernels, and all launches of a call with `n` queries and
-    keys, of the family with plain pointers or another one."""
+    """The variant of the functions of a case, of operations, or of a case's score under the mask of another, its text, its kernels, and all
+    launches of a call with `n` queries and keys, of the family with plain pointers or another one."""
+    name, _, under = name.partition(" under ")
     case = CASES[name] if name in CASES else Case(lambda: (OPERATIONS[name], None))
-    functions, captured = flex_functions._traced(*case.functions(*case.captured(torch.Generator())), torch.device("cpu"))
+    score, mask = case.functions(*case.captured(torch.Generator()))
+    functions, captured = flex_functions._traced(score, CASES[under].functions()[1] if under else mask, torch.device("cpu"))
     types = flex_autograd.types_of(captured, [x.requires_grad for x in captured])
     made = emitted(functions.score, functions.mask, types, backward=direction == "bwd")
     kind, target = family(template or f"flash_{direction}"), find_target(GPU)

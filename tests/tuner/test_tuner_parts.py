@@ -16,6 +16,7 @@ from attention_cases import band_of, by_the_book
 from compiling import cross_compile
 from hypothesis import given
 from hypothesis import strategies as st
+from naps import die, die_first, nap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton import knobs
 
@@ -236,16 +237,6 @@ def test_a_compilers_error_is_told_by_its_cause() -> None:
     assert first_line(error) == "RuntimeError: async_copy has been removed; call async_store instead"
 
 
-def nap(seconds: float) -> Checked:
-    time.sleep(seconds)
-    return Checked(error=float(os.getpid()))
-
-
-def die(number: int) -> Ready:
-    os.kill(os.getpid(), number)
-    return Ready()
-
-
 def test_a_killed_or_hanging_worker_costs_one_task() -> None:
     with Workers(jobs=1) as workers:
         assert isinstance(workers.submit("compile", nap, 0.0, limit_s=3600).reply(), Checked)
@@ -274,10 +265,6 @@ def test_a_task_whose_process_dies_before_it_begins_fails(monkeypatch: pytest.Mo
         reply = workers.submit("compile", nap, 0.0, limit_s=3600).reply()
     assert isinstance(reply, Failed) and reply.inconclusive
     assert reply.reason == "its process died before stage 'compile' began"
-
-
-def die_first(environment: dict[str, str]) -> None:
-    os._exit(1)
 
 
 def test_a_task_is_handed_over_whole_before_an_interruption() -> None:
