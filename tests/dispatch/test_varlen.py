@@ -287,6 +287,16 @@ def test_used_keys_with_a_stride_are_read_with_it_at_every_call() -> None:
             torch.testing.assert_close(found, right, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("functions", [{}, {"mask_mod": lambda b, h, q, k: (q >= k) & (k % 2 == 0)}], ids=["plain", "functions"])
+def test_fewer_used_keys_than_none_are_none(functions: dict[str, Any]) -> None:
+    bounds, used = torch.tensor([0, 6, 10], dtype=torch.int32), torch.tensor([-3, 4], dtype=torch.int32)
+    x = torch.randn(10, 2, 16, requires_grad=True)
+    out = dispatch.attention_varlen(x, x, x, bounds, bounds, 6, 6, seqused_k=used, **functions)
+    wanted = dispatch.attention_varlen(x, x, x, bounds, bounds, 6, 6, seqused_k=used.clamp(min=0), **functions)
+    torch.testing.assert_close(out, wanted, atol=0, rtol=0)
+    assert (out[:6] == 0).all()
+
+
 @pytest.mark.parametrize("sequences", [1, 127, 128, 129])
 def test_rows_behind_the_last_sequence_are_empty_for_any_number_of_sequences(sequences: int) -> None:
     bounds = torch.arange(0, 2 * sequences + 1, 2, dtype=torch.int32)
