@@ -1,4 +1,4 @@
-"""What explains a problem by the records alone names who runs such a call: random problems, dense, packed and over pages."""
+"""Explanations of problems by the records alone name who runs such calls: random ones, dense, packed and over pages."""
 
 import random
 from collections.abc import Iterator
