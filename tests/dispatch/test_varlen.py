@@ -1,11 +1,13 @@
 """Packed sequences: each is as if it were alone, by kernels in Triton's interpreter and by a call for each sequence."""
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from interpreting import interpreted
+from torch.nn.attention import flex_attention as flex_module
 from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
 
 from flashtune import dispatch
@@ -193,6 +195,19 @@ def test_longest_sequences_may_be_integers_of_numpy(functions: dict[str, Any]) -
     q, cu = torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 5, 12], dtype=torch.int32)
     found, wanted = (dispatch.attention_varlen(q, q, q, cu, cu, n, n, **functions) for n in (np.int64(7), 7))
     assert torch.equal(found, wanted)
+
+
+def test_an_lse_of_functions_uses_nothing_that_pytorch_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It warns once in a process.
+    monkeypatch.setattr(flex_module, "_WARNINGS_SHOWN", set())
+    x, bounds = torch.randn(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    dense = [x.transpose(0, 1)[None]] * 3
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", FutureWarning)
+        out, lse = dispatch.flex_attention(*dense, score_mod=lambda score, b, h, q, k: score * 2, return_lse=True)
+        packed = dispatch.attention_varlen(x, x, x, bounds, bounds, 8, 8, score_mod=lambda score, b, h, q, k: score * 2)
+    wanted, wanted_lse = dispatch.attention(*dense, scale=0.5, return_lse=True)
+    torch.testing.assert_close((out, lse, packed.transpose(0, 1)[None]), (wanted, wanted_lse, wanted))
 
 
 def test_jagged_tensors_of_other_kinds_are_refused() -> None:
