@@ -73,8 +73,6 @@ def explain(*, requested: ProblemOptions, gpu_name: str | None, location: str | 
     if found.template is not None:
         config = "" if found.config is None else found.config.label()
         console().print(f"{found.template} {found.variant_id or ''}\n  {config}")
-    if range_us is not None:
-        console().print(f"{range_us} (predicted)")
     timed = [one for one in found.providers if one.us is not None]
     if timed:
         console().print("whole calls, us: " + ", ".join(f"{one.name} {one.us:.1f}" for one in sorted(timed, key=lambda one: one.us or 0.0)))

@@ -90,6 +90,18 @@ class LazyGroup(click.Group):
             ctx.fail(f"no such command {args[0]!r}: " + (f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"))
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Options before the command; wrong ones are told as those of commands are."""
+        some = bool(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if not some:
+                # It is the help.
+                raise
+            _report(error, ctx)
+            ctx.exit(error.exit_code)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing any."""
         with formatter.section("Commands"):
@@ -127,7 +139,7 @@ class LazyGroup(click.Group):
             # Interrupted code may raise errors of its own, and failures to save results should be shown.
             _say(ctx, error, interrupted=interrupts.came)
         except click.UsageError as error:
-            _report(error)
+            _report(error, ctx)
             ctx.exit(error.exit_code)
         except BrokenPipeError:
             # The reader (head, less) has gone: nobody would see a message.
@@ -159,10 +171,9 @@ def _require_folder() -> None:
         raise EnvironmentProblem("the working directory of this command was removed: change to an existing one") from error
 
 
-def _report(error: click.UsageError) -> None:
+def _report(error: click.UsageError, ctx: click.Context) -> None:
     """Print a usage error in one line, with the command for more help."""
-    command = error.ctx.command.name if error.ctx is not None and error.ctx.parent is not None else None
-    help_line = " ".join(["flashtune", *([command] if command else []), "--help"])
+    help_line = " ".join(["flashtune", *([ctx.invoked_subcommand] if ctx.invoked_subcommand else []), "--help"])
     from flashtune.cli.console import one_line
 
     click.echo(f"flashtune: {one_line(mask_secrets(error.format_message()))} (see {help_line})", err=True)

@@ -132,7 +132,8 @@ def attention_varlen(
         The output (T_q, Hq, D_v), or (output, LSE).
 
     Raises:
-        InputError: for arguments that make no sense, and for an implementation that can't run the call. Lengths aren't checked.
+        InputError: for arguments that make no sense, and for an implementation that can't run the call. Lengths and pages are
+            checked only where the host reads them.
         InputTypeError: for arguments of a wrong type.
 
     Kernels take float16, bfloat16 and float32 with head sizes up to 512, over pages 576, and up to 256 compute gradients of query, key,

@@ -157,6 +157,16 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence(words: dict[str,
         inputs({}).call(**words)
 
 
+@pytest.mark.parametrize("cache", [torch.float32, FP8], ids=str)
+@pytest.mark.parametrize("block", [-1, 6])
+def test_a_page_with_used_keys_that_is_no_block_is_refused_where_it_is_read(block: int, cache: torch.dtype) -> None:
+    caches, lists = [torch.randn(6, 8, 1, 16).to(cache)] * 2, (torch.arange(3).int(), None, 1, 16)
+    table, used = torch.tensor([[0, 1], [2, block]]), torch.tensor([16, 8])
+    dispatch.attention_varlen(torch.randn(2, 1, 16), *caches, *lists, seqused_k=used, block_table=table)
+    with pytest.raises(InputError, match=f"block_table names block {block}, and the caches have 6: give 0 to 5 for pages with used keys"):
+        dispatch.attention_varlen(torch.randn(2, 1, 16), *caches, *lists, seqused_k=used + 1, block_table=table)
+
+
 def test_factors_are_of_each_key_head() -> None:
     with pytest.raises(InputError, match="Hkv"):
         inputs({"cache": FP8}).call(v_descale=torch.ones(4))

@@ -1,11 +1,13 @@
 """Packed sequences: each is as if it were alone, by kernels in Triton's interpreter and by a call for each sequence."""
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from interpreting import interpreted
+from torch.nn.attention import flex_attention as flex_module
 from varlen_cases import CASES, RAGGED, SQUARE, agrees, forced, inputs, wanted
 
 from flashtune import dispatch
@@ -195,6 +197,19 @@ def test_longest_sequences_may_be_integers_of_numpy(functions: dict[str, Any]) -
     assert torch.equal(found, wanted)
 
 
+def test_an_lse_of_functions_uses_nothing_that_pytorch_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It warns once in a process.
+    monkeypatch.setattr(flex_module, "_WARNINGS_SHOWN", set())
+    x, bounds = torch.randn(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    dense = [x.transpose(0, 1)[None]] * 3
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", FutureWarning)
+        out, lse = dispatch.flex_attention(*dense, score_mod=lambda score, b, h, q, k: score * 2, return_lse=True)
+        packed = dispatch.attention_varlen(x, x, x, bounds, bounds, 8, 8, score_mod=lambda score, b, h, q, k: score * 2)
+    wanted, wanted_lse = dispatch.attention(*dense, scale=0.5, return_lse=True)
+    torch.testing.assert_close((out, lse, packed.transpose(0, 1)[None]), (wanted, wanted_lse, wanted))
+
+
 def test_jagged_tensors_of_other_kinds_are_refused() -> None:
     given = inputs({}, SQUARE, padding=0)
     nested = [torch.nested.nested_tensor_from_jagged(x.detach(), given.bounds[0]) for x in given.tensors]
@@ -285,6 +300,16 @@ def test_used_keys_with_a_stride_are_read_with_it_at_every_call() -> None:
         for _ in range(3):
             found = given._replace(words=given.words | {"seqused_k": wide[::2]}).call()[0]
             torch.testing.assert_close(found, right, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("functions", [{}, {"mask_mod": lambda b, h, q, k: (q >= k) & (k % 2 == 0)}], ids=["plain", "functions"])
+def test_fewer_used_keys_than_none_are_none(functions: dict[str, Any]) -> None:
+    bounds, used = torch.tensor([0, 6, 10], dtype=torch.int32), torch.tensor([-3, 4], dtype=torch.int32)
+    x = torch.randn(10, 2, 16, requires_grad=True)
+    out = dispatch.attention_varlen(x, x, x, bounds, bounds, 6, 6, seqused_k=used, **functions)
+    wanted = dispatch.attention_varlen(x, x, x, bounds, bounds, 6, 6, seqused_k=used.clamp(min=0), **functions)
+    torch.testing.assert_close(out, wanted, atol=0, rtol=0)
+    assert (out[:6] == 0).all()
 
 
 @pytest.mark.parametrize("sequences", [1, 127, 128, 129])

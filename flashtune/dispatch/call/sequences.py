@@ -167,6 +167,17 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
     )
 
 
+def by_octaves(problem: Problem) -> Problem:
+    """A problem of packed sequences as `problem_of` makes it of such a call."""
+    assert problem.lengths is not None, "packed sequences have lengths"
+    sequences, longest = problem.batch, problem.lengths.longest
+    of_q, of_k = (spread(n * sequences, 1, sequences) for n in (problem.n_q, problem.n_kv))
+    ratio = spread(longest, sequences, problem.n_kv * sequences)
+    if problem.features.page:
+        of_k, ratio = next_power_of_two(longest), 1
+    return replace(problem, n_q=of_q, n_kv=of_k, lengths=Lengths.met(ratio * of_k, sequences, sequences * of_k))
+
+
 def rows_last(x: Tensor) -> Tensor:
     """Packed rows (T, H, D) as kernels take them: (1, H, T, D) with stride 0 of the batch."""
     rows, heads, columns = x.shape

@@ -17,6 +17,7 @@ from flashtune.core.records.versions import TITLES
 from flashtune.dispatch.call.call import Call, PerHead, trained_as
 from flashtune.dispatch.call.inspection import GRADIENTS, SEEN_THROUGH, TRANSFORMED
 from flashtune.dispatch.call.parse import cannot_serve
+from flashtune.dispatch.call.sequences import by_octaves
 from flashtune.dispatch.decisions import backwards
 from flashtune.dispatch.decisions.explanation import Explanation, explained
 from flashtune.dispatch.decisions.soundness import instead_of_torchs, sound_ones, warn_of_suspect, warn_of_wrong
@@ -33,6 +34,9 @@ from flashtune.dispatch.providers.torch_backends import TorchBackend
 from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families, families_for
 from flashtune.templates.family import Family
+
+_AS_IN_TRAINING = "dropout without a seed runs as in training, and there"
+"""The beginning of a reason for PyTorch: a recomputed forward has to drop the same pairs."""
 
 
 class Candidate(NamedTuple):
@@ -118,7 +122,7 @@ def _candidates(
         chosen, why = backwards.gradient_choice(memo, trained_as(problem), target, deterministic=call.deterministic, composite=ours)
         fused = fused and chosen is None
         if chosen is None:
-            torch_only = f"dropout without a seed runs as in training, and there {why}"
+            torch_only = f"{_AS_IN_TRAINING} {why}"
     if torch_only is None and problem is not None:
         if devices.INTERPRETING:
             memo.warn_of_missing()
@@ -326,12 +330,16 @@ def _beside(memo: Memo, call: Call, choice: Choice, config: Config | None, targe
 def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanation:
     """Explanation for `problem` on `target`, without tensors: strides and compilers aren't considered."""
     refused: list[str] = []
+    if problem.features.packed:
+        problem = by_octaves(problem)
     if problem.features.mods or problem.features.packed:
         ranking: Any = rank_coded if problem.features.mods else rank_packed
         records = lambda one: memo.pool(one.key(target.slug), target)  # noqa: E731
         ranked = ranking(problem, target, records, families_for(problem), unmeasured=memo.unmeasured)
         return explained(next(one for one in ranked if isinstance(one, Choice)), problem, target, refused)
     pool = memo.pool(problem.key(target.slug), target)
+    if problem.features.dropout:
+        return _by_kernels(memo, problem, target, pool)
     deciding, told = deciding_record(pool, problem, target), list[str]()
     installed = sound_ones(memo, problem, target, deciding, lambda name: PROVIDERS[name].missing() is None, told)
     other = provider_choice(deciding, problem, target, installed, framework_serves=torch_has(problem), families=families().values())
@@ -352,6 +360,12 @@ def _by_kernels(memo: Memo, problem: Problem, target: Target, pool: Pool) -> Exp
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
+    if problem.features.dropout and not problem.features.softcap:
+        chosen, why = backwards.gradient_choice(memo, trained_as(problem), target)
+        if chosen is None:
+            reason = f"{_AS_IN_TRAINING} {why}, so PyTorch's own attention runs the call"
+            return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+        words["framework_serves"] = False
     for choice in rank(problem, target, pool, families(), **words, compiled=functools.partial(kernels.has_code, arch=target.arch)):
         if isinstance(choice, Choice):
             return explained(choice, problem, target, refused)

@@ -40,9 +40,11 @@ def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: 
     # A compiler that traces this call compiles PyTorch's function itself.
     eager = isinstance(query, Tensor) and query.device.type == "cuda" and not torch.compiler.is_compiling()
     function: Any = compiled_flex(dynamic=None) if eager else module.flex_attention
-    words = scale, enable_gqa, return_lse, kernel_options
-    found: Tensor | tuple[Tensor, Any] = function(query, key, value, score_mod, block_mask, *words, return_aux=return_aux)
-    return found
+    words = scale, enable_gqa, False, kernel_options
+    # PyTorch gives up return_lse.
+    aux = module.AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
+    found: Any = function(query, key, value, score_mod, block_mask, *words, return_aux=aux)
+    return (found[0], found[1].lse) if return_lse and return_aux is None else found
 
 
 def _listed_mod(block_mask: Any, query: Any, key: Any) -> Mod | None:

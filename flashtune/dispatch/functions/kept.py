@@ -25,7 +25,7 @@ _lists_of = attrgetter(*OWN)
 def versions_of(mask: Any) -> tuple[Any, ...]:
     """A BlockMask's own lists, held weakly, and their versions: all that it holds beside what its mask_mod reads.
 
-    Writes to lists of inference mode aren't seen: these have no versions.
+    Writes to lists of inference mode aren't seen: these have no versions. Nor are those through `.data`, NumPy or DLPack.
     """
     try:
         return tuple([(WeakIdRef(x), x._version) for x in _lists_of(mask) if x is not None])

@@ -10,7 +10,7 @@ from flashtune.core.problems.config import Config, KernelSpec, Variant, settles
 from flashtune.core.problems.problem import DECODE_ROWS, Problem, ProblemKey
 from flashtune.core.records.results import Fate, Outcome, Source, TuningRecord
 from flashtune.core.system.errors import InputError
-from flashtune.dispatch.policy.records import Pool, differences, group_of, same_features, unaligned, valid_config
+from flashtune.dispatch.policy.records import Pool, differences, group_of, same_features, time_of, unaligned, valid_config
 from flashtune.dispatch.policy.torch_times import calls_tie, slower_reading, step_ratio, torch_has
 from flashtune.templates.expected import LOG_HOST, logs_us
 from flashtune.templates.family import Family
@@ -371,7 +371,7 @@ class Ranking:
             unlike = ", ".join(differences(record, key)) or "the same sizes"
             place = f"on {other.gpu}" + (f" in place of {key.gpu}" if other.gpu != key.gpu else "") + f", for another problem ({unlike})"
         adapted = ((fit.changed, "keep the constraints"), (fit.resized, "fill its tiles"))
-        return f"{verb} {place}: {record.median_us:.1f} us" + "".join(f", with {axes} to {why}" for axes, why in adapted if axes)
+        return f"{verb} {place}: {time_of(record)}" + "".join(f", with {axes} to {why}" for axes, why in adapted if axes)
 
 
 def kind_by(record: TuningRecord, key: ProblemKey, *, alike: bool = True) -> Kind:

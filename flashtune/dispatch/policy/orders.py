@@ -11,6 +11,7 @@ from flashtune.core.problems.problem import Features, Problem, ProblemKey
 from flashtune.core.records.nearness import FEATURE, distance
 from flashtune.core.records.results import Source, TuningRecord
 from flashtune.dispatch.policy.choose import Choice, Fit, Kind, Pool, Ranking, Refusal, choose
+from flashtune.dispatch.policy.records import time_of
 from flashtune.templates.family import Family
 from flashtune.templates.mods import known
 
@@ -119,7 +120,7 @@ def rank_coded(
         if fit is None or fit.changed:
             continue
         record, verb = fit.record, "measured" if source == "measured" else "predicted, not measured,"
-        origin = f"{_of(record)}, {verb} with these functions: {record.median_us:.1f} us"
+        origin = f"{_of(record)}, {verb} with these functions: {time_of(record)}"
         if framework_serves and record.relative_time is not None and record.relative_time > 1:
             note = f"the config {origin}, and there PyTorch was faster: {record.framework_us:.1f} us"
             yield Choice(kind="framework", spec=spec, note=note, record=record)

@@ -17,6 +17,7 @@ from flashtune.core.records.nearness import OTHER_16_BIT_DTYPE, coordinates, fea
 from flashtune.core.records.results import Outcome, TuningRecord
 from flashtune.core.system.errors import InputError
 from flashtune.db.preference import Findings, by_key, claimed, preference, raced_for_same_bits, refutation
+from flashtune.templates.expected import likely
 from flashtune.templates.family import ConstraintCache, Family, Refit
 
 Rows = Mapping[ProblemKey, Sequence[TuningRecord]]
@@ -215,6 +216,13 @@ def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
         mine, wanted = (Features.from_json(json.loads(key.features)).label() for key in (theirs, ours))
         found.insert(0, f"{mine} for {wanted}")
     return tuple(found)
+
+
+def time_of(record: TuningRecord) -> str:
+    """Time of a record's kernel in words: the measured one, or the range for which a predicted one stands."""
+    if record.outcome.source == "measured":
+        return f"{record.median_us:.1f} us"
+    return str(likely(record.outcome.template, record.key.direction, record.median_us))
 
 
 def _rows(records: Iterable[TuningRecord]) -> Rows:

@@ -36,7 +36,7 @@ def by_sequence(
     outs, lses = [], []
     for b, ((start, stop), (first, end)) in enumerate(zip(itertools.pairwise(of_q), itertools.pairwise(of_k), strict=True)):
         if stop > start:
-            keys = slice(first, min(end, first + some[b]))
+            keys = slice(first, min(end, first + max(0, some[b])))
             tensors = [x.transpose(0, 1)[None] for x in (query[start:stop], key[keys], value[keys])]
             with part_of_packed():
                 out, lse = of_sequence(tensors, numbers, seed, b, None if slopes is None else slopes[b], sinks)

@@ -14,6 +14,7 @@ from flashtune.core.problems.problem import Problem, next_power_of_two
 from flashtune.core.pytorch import devices
 from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
+from flashtune.core.system.errors import InputError
 from flashtune.dispatch.call.sequences import Numbers, Packed, octaves_of, problem_of, rows_last
 from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.plans.launch import Code
@@ -166,7 +167,12 @@ def gathered(packed: Packed) -> Packed:
     """A packed call over copies of the used keys and values; copies of float8 caches are float32. Lengths are read by the host."""
     assert packed.table is not None and packed.used is not None, "pages have a table and lengths"
     table, page = packed.table, packed.key.shape[1]
-    lengths = packed.used.clamp(0, table.shape[1] * page).tolist()
+    used = packed.used.clamp(0, table.shape[1] * page)
+    wrong = (torch.arange(table.shape[1], device=table.device) * page < used[:, None]) & ((table < 0) | (table >= len(packed.key)))
+    if wrong.any():
+        found, blocks = int(table[wrong][0]), len(packed.key)
+        raise InputError(f"block_table names block {found}, and the caches have {blocks}: give 0 to {blocks - 1} for pages with used keys")
+    lengths = used.tolist()
 
     def all_of(cache: Tensor, factor: Tensor | None) -> Tensor:
         factor = None if factor is None else factor.expand(len(table), factor.shape[-1])
