@@ -43,7 +43,7 @@ def closed(
         raced, conditions = evaluation.race(candidates, pytorch=picked is None) if candidates else (None, None)
     baseline, behind = None, None
     if isinstance(raced, Raced):
-        baseline, behind = raced.baseline, raced.standing.behind
+        baseline, behind = raced.baseline, raced.behind
         for candidate, measurement in zip(candidates, raced.times, strict=True):
             outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
     medians = {candidate: time_of(outcomes[candidate]).median_us for candidate in candidates}
