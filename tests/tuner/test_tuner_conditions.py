@@ -6,12 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import optuna
 import pytest
@@ -155,6 +154,9 @@ class _Watch(GpuWatch):
         super().__init__("0")
         self._found = found
 
+    def __enter__(self) -> Self:
+        return self
+
     def between(self, start: float, end: float, own: int) -> Conditions | None:
         return next(self._found)
 
@@ -163,8 +165,8 @@ def conditions(throttled_by: str = "", others: int = 0) -> Conditions:
     return Conditions(samples=9, throttled_by=throttled_by, other_processes=others)
 
 
-def told(*found: Conditions | None) -> AbstractContextManager[GpuWatch]:
-    return nullcontext(_Watch(iter(found)))
+def told(*found: Conditions | None) -> GpuWatch:
+    return _Watch(iter(found))
 
 
 def races(*fates: Fate) -> Iterator[Raced | Failed]:

@@ -1,8 +1,7 @@
 """Evaluations that turn a compiled candidate into a time: measured on the local GPU, or predicted for an absent one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from flashtune.core.gpu.target import Target
@@ -162,7 +161,12 @@ class MeasuredEvaluation(Evaluation):
         """Race all of them in one process, until each is decided, while the GPU is watched."""
         self._wait()
         sources = [self._source(candidate) for candidate in candidates]
-        return race_undisturbed(lambda: self._raced(sources, pytorch), self._watching())
+        self.expect_race()
+        assert self._watch is not None, "it was begun"
+        try:
+            return race_undisturbed(lambda: self._raced(sources, pytorch), self._watch.result())
+        finally:
+            self._unwatch()
 
     def expect_race(self) -> None:
         """Start the tool that watches the GPU, which takes as long as some trials; its process supplies the GPU's id."""
@@ -180,15 +184,6 @@ class MeasuredEvaluation(Evaluation):
         watch, self._watch = self._watch, None
         if watch is not None and watch.exception() is None:
             watch.result().__exit__(None, None, None)
-
-    @contextmanager
-    def _watching(self) -> Iterator[GpuWatch]:
-        self.expect_race()
-        assert self._watch is not None, "it was begun"
-        try:
-            yield self._watch.result()
-        finally:
-            self._unwatch()
 
     def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
         """Time whole calls in the same process, after the races; a fault costs these times alone."""

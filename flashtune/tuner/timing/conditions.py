@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
@@ -135,7 +134,7 @@ def _number(text: str) -> float | None:
 
 
 def race_undisturbed(
-    race: Callable[[], Raced | Failed], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
+    race: Callable[[], Raced | Failed], watch: GpuWatch, *, pause_s: float = PAUSE_S
 ) -> tuple[Raced | Failed, Conditions | None]:
     """Race, and repeat while heat, hardware or another process disturbed it, up to `RACES` times; returns the least disturbed reply, with
     its conditions.
@@ -143,19 +142,18 @@ def race_undisturbed(
     The power limit lowers clocks under any sustained load, and ratios within a round hold: it alone is no reason for another race.
     """
     best: tuple[Raced, Conditions | None] | None = None
-    with watch as watched:
-        for attempt in range(RACES):
-            if attempt:
-                time.sleep(pause_s)
-            reply = race()
-            if isinstance(reply, Failed):
-                return best or (reply, None)
-            found = watched.between(reply.began, reply.ended, reply.pid)
-            # A race too short for a reading can't be known to be undisturbed.
-            if best is None or (found is not None and _disturbances(found) < _disturbances(best[1])):
-                best = reply, found
-            if not _disturbances(found):
-                break
+    for attempt in range(RACES):
+        if attempt:
+            time.sleep(pause_s)
+        reply = race()
+        if isinstance(reply, Failed):
+            return best or (reply, None)
+        found = watch.between(reply.began, reply.ended, reply.pid)
+        # A race too short for a reading can't be known to be undisturbed.
+        if best is None or (found is not None and _disturbances(found) < _disturbances(best[1])):
+            best = reply, found
+        if not _disturbances(found):
+            break
     assert best is not None, "there is at least one race"
     return best
 
