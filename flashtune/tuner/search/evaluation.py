@@ -49,11 +49,10 @@ def begin_compiling(
 class Evaluation:
     """Source of times for one problem's compiled candidates; this one has no preparations, no races and no calls.
 
-    `spent` are seconds of the GPU's process by purpose, `waited` those that this process waits for its preparations.
+    `spent` are seconds of the GPU's process by purpose.
     """
 
     spent: Spent
-    waited: Spent
 
     def prepare(self) -> None:
         """Start preparing `evaluate` and `race`, unless that was begun, without waiting.
@@ -91,7 +90,8 @@ class Evaluation:
 
 @dataclass(slots=True, kw_only=True)
 class MeasuredEvaluation(Evaluation):
-    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
+    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there, and
+    `waited` gets the seconds that this process waits for its preparations."""
 
     problem: Problem
     target: Target
@@ -244,7 +244,6 @@ class PredictedEvaluation(Evaluation):
     seed: int
     verdicts: Verdicts
     spent: Spent = field(default_factory=Spent)
-    waited: Spent = field(default_factory=Spent)
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """The interpreter's verdict on the candidate's code path, then the cost model's time."""
