@@ -138,7 +138,7 @@ def race_problem(problem: Problem, checked: list[Checked], target: Target, seed:
     torch.cuda.synchronize()
     marks.append(time.perf_counter())
     began = time.time()
-    times = tasks._stopwatch(target.l2_bytes).race(runs, budget_s=seconds, least=15)
+    times = tasks.stopwatch(target.l2_bytes).race(runs, budget_s=seconds, least=15)
     ended = time.time()
     marks.append(time.perf_counter())
     # Three rounds at least: of whole training steps, that is what there is time for.

@@ -147,7 +147,7 @@ def raced(problem: Problem, target: Target, outcomes: Sequence[Outcome], seconds
         if isinstance(answer, Failed):
             return [], answer.reason
         contest.add(racers, answer.times[: len(racers)])
-    return list(contest.standing().behind), ""
+    return list(contest.behind()), ""
 
 
 def run(problem: Problem, target: Target, folder: Path, options: argparse.Namespace) -> None:

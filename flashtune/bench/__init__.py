@@ -1,16 +1,17 @@
 """Costs of attention: what its steps have to move and compute, and what they and whole calls take on a GPU."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashtune.core.records.results import Measurement
-from flashtune.core.system.errors import FlashtuneError
+from flashtune.core.system.errors import FlashtuneError, first_line
 
 if TYPE_CHECKING:
     from flashtune.core.gpu.target import Target
     from flashtune.core.problems.problem import Problem
     from flashtune.tuner.children.tasks import Source
-    from flashtune.tuner.replies import Beside, Called, Failed
+    from flashtune.tuner.replies import Beside, Called, Compared, Failed
 
 
 def time_calls(
@@ -46,3 +47,31 @@ def time_calls(
         backend="" if beside == "none" or (own := pytorch_call(inputs, step=True)) is None else backend_name(own),
         spent=spent.take(),
     )
+
+
+def bench_problem(source: "Source", problem: "Problem", target: "Target", seed: int, budget_s: float) -> "Compared | Failed":
+    """Task that times a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
+    from flashtune.core.pytorch.attention import BACKENDS
+    from flashtune.tuner.children import tasks
+    from flashtune.tuner.replies import Compared
+    from flashtune.tuner.timing.baseline import pytorch_call
+
+    try:
+        inputs, _ = tasks.inputs_on_device(problem, target, seed)
+        runs: dict[str, Callable[[], object]] = {"tuned": tasks.launch_of(source, inputs)}
+        runs["tuned"]()
+    except Exception as error:
+        return tasks.failed_on_device(error)
+    left_out = {}
+    for name in ("default", *BACKENDS):
+        call = pytorch_call(inputs, None if name == "default" else name)
+        if call is None:
+            left_out[name] = "can't express this problem"
+            continue
+        try:
+            call()
+            runs[name] = call
+        except (RuntimeError, ValueError) as error:
+            left_out[name] = first_line(error)
+    times = tasks.stopwatch(target.l2_bytes).race(list(runs.values()), budget_s=budget_s, least=11)
+    return Compared(times=dict(zip(runs, times, strict=True)), left_out=left_out)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from flashtune.bench.judging import RefusedError, judged
 from flashtune.bench.whole_calls import attention_call, training_step
 from flashtune.core.pytorch import devices
 from flashtune.core.records.results import PROVIDERS, Fate
@@ -20,7 +21,6 @@ from flashtune.dispatch.state.settings import Settings
 from flashtune.tuner.children.tasks import failed_on_device
 from flashtune.tuner.replies import Failed, Judged, Spent
 from flashtune.tuner.timing.baseline import backend_name, pytorch_call
-from flashtune.tuner.verify.calls import RefusedError, judged
 from flashtune.tuner.verify.correctness import Verifier
 from flashtune.tuner.verify.inputs import Inputs
 

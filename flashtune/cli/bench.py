@@ -65,7 +65,7 @@ def bench(*, requested: ProblemOptions, seconds: float, seed: int, plot: Path | 
 
 def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, seconds: float) -> dict[str, Any] | str:
     """One entry of `rows` in `--json`, or the reason why the problem has none."""
-    from flashtune.bench import time_calls
+    from flashtune.bench import bench_problem, time_calls
     from flashtune.dispatch import explain_problem
     from flashtune.templates import family
     from flashtune.templates.rendering import variant_of
@@ -82,7 +82,7 @@ def _timed(problem: Problem, target: Target, workers: "Workers", *, seed: int, s
     # PyTorch's compiler, too, runs within it.
     limit_s = workers.limits.prepare_s + 20 * seconds
     if isinstance(reply, Ready):
-        reply = workers.submit("device", tasks.bench_problem, source, problem, target, seed, seconds, limit_s=limit_s).reply()
+        reply = workers.submit("device", bench_problem, source, problem, target, seed, seconds, limit_s=limit_s).reply()
     if isinstance(reply, Failed):
         return f"{reply.fate}: {reply.reason}"
     calls: dict[str, float] = {}

@@ -44,7 +44,7 @@ def local_gpu() -> LocalGpu | None:
 
 def local_gpus() -> tuple[LocalGpu, ...]:
     """GPUs of this machine, in PyTorch's order."""
-    return tuple(LocalGpu(name=name, target=_target_of(name)) for name in gpu_names())
+    return tuple(LocalGpu(name=name, target=target_of(name)) for name in gpu_names())
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -90,7 +90,8 @@ def _built_for() -> int | None:
     return int(cuda.partition(".")[0]) if cuda else None
 
 
-def _target_of(name: str) -> Target | None:
+def target_of(name: str) -> Target | None:
+    """The GPU of a name; None for one that neither the table nor this machine has."""
     try:
         return find_target(name)
     except InputError:
@@ -121,14 +122,14 @@ def devices_of(which: str, target: Target) -> tuple[str, ...]:
     if chosen is None:
         chosen = range(count)
     elif isinstance(chosen, range) and len(chosen) <= max(1, count):
-        fitting = [index for index in range(count) if _target_of(found[index]) == target]
+        fitting = [index for index in range(count) if target_of(found[index]) == target]
         chosen = fitting[: len(chosen)] if len(fitting) >= len(chosen) else chosen
         if list(chosen) == [0]:
             return ()
     if (missing := next((index for index in chosen if index >= count), None)) is not None:
         raise InputError(f"--gpus {which} asks for GPU {missing}, and this machine has {count}, counted from 0: ask for fewer")
     for index in chosen:
-        if _target_of(found[index]) != target:
+        if target_of(found[index]) != target:
             raise EnvironmentProblem(f"GPU {index} of this machine is {found[index]}, not {target.name}: name those that are with --gpus")
     # A container or job may hide some GPUs; the others keep their names.
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -89,23 +89,12 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Final candidates' distances behind the fastest (0.01 is 1 %), in their order, and ties with it."""
-
-    behind: tuple[float, ...]
-    tied: tuple[bool, ...]
-    races: int
-    settled: bool
-    """True where every decision has its confidence; False where the races ended before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Raced:
-    """Result of all races: the final candidates' times, in their order, all in one scale, their standing, and PyTorch's time where it has
-    the problem; `began` of the first race and `ended` of the last."""
+    """Result of all races: the final candidates' times, in their order, all in one scale, their distances `behind` the fastest as shares,
+    and PyTorch's time where it has the problem; `began` of the first race and `ended` of the last."""
 
     times: tuple[Measurement, ...]
-    standing: Standing
+    behind: tuple[float, ...]
     baseline: Baseline | None
     began: float
     ended: float

@@ -66,9 +66,8 @@ def pick(finalists: Sequence[Outcome], dice: random.Random) -> Pick:
     contest = Contest(len(finalists))
     while racers := contest.racers():
         contest.add(racers, race(finalists, racers, dice))
-    standing = contest.standing()
     by_place: Any = list(enumerate(finalists))
-    return Pick(place=cast(int, ranked(by_place, behind=standing.behind)[0]), races=standing.races)
+    return Pick(place=cast(int, ranked(by_place, behind=contest.behind())[0]), races=contest.races)
 
 
 def repeated(finalists: Sequence[Outcome], times: int, seed: int = 0) -> tuple[float, float, float]:

@@ -6,12 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import optuna
 import pytest
@@ -25,10 +24,10 @@ from flashtune.tuner import searching
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Limits
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Standing, Timed
+from flashtune.tuner.replies import Compiled, Failed, Raced, Ready, Rounds, Timed
 from flashtune.tuner.search import evaluation
 from flashtune.tuner.search.plan import SearchPlan
-from flashtune.tuner.timing.conditions import PAUSE_S, POWER_PAUSE_S, RACES, GpuWatch, conditions_of, race_undisturbed
+from flashtune.tuner.timing.conditions import PAUSE_S, RACES, GpuWatch, conditions_of, race_undisturbed
 
 QUIET = "1755, 3201, 640.50, 61, 0x0000000000000000"
 CAPPED = "1410, 3201, 699.00, 71, 0x0000000000000004"
@@ -155,6 +154,9 @@ class _Watch(GpuWatch):
         super().__init__("0")
         self._found = found
 
+    def __enter__(self) -> Self:
+        return self
+
     def between(self, start: float, end: float, own: int) -> Conditions | None:
         return next(self._found)
 
@@ -163,8 +165,8 @@ def conditions(throttled_by: str = "", others: int = 0) -> Conditions:
     return Conditions(samples=9, throttled_by=throttled_by, other_processes=others)
 
 
-def told(*found: Conditions | None) -> AbstractContextManager[GpuWatch]:
-    return nullcontext(_Watch(iter(found)))
+def told(*found: Conditions | None) -> GpuWatch:
+    return _Watch(iter(found))
 
 
 def races(*fates: Fate) -> Iterator[Raced | Failed]:
@@ -174,11 +176,11 @@ def races(*fates: Fate) -> Iterator[Raced | Failed]:
 
 
 def raced(times: tuple[Measurement, ...], baseline: Baseline | None = None) -> Raced:
-    even = Standing(behind=(0.0,) * len(times), tied=(True,) * len(times), races=1, settled=True)
-    return Raced(times=times, standing=even, baseline=baseline, began=1.0, ended=2.0, pid=7)
+    return Raced(times=times, behind=(0.0,) * len(times), baseline=baseline, began=1.0, ended=2.0, pid=7)
 
 
-BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPowerCap"), conditions("", 2), conditions()
+BOTH, THROTTLED, SHARED, FREE = conditions("HwSlowdown", 1), conditions("HwSlowdown"), conditions("", 2), conditions()
+LIMITED = conditions("SwPowerCap")
 
 
 @pytest.mark.parametrize(
@@ -188,63 +190,34 @@ BOTH, THROTTLED, SHARED, FREE = conditions("SwPowerCap", 1), conditions("SwPower
         ((None,), 0),
         ((THROTTLED, FREE), 1),
         ((SHARED, SHARED, FREE), 2),
-        ((BOTH, THROTTLED), 1),
+        ((BOTH, THROTTLED, THROTTLED), 1),
         ((SHARED,) * RACES, 0),
-        ((THROTTLED, THROTTLED), 0),
+        ((THROTTLED,) * RACES, 0),
+        ((LIMITED,), 0),
+        ((SHARED, LIMITED), 1),
         ((THROTTLED, None), 0),
     ],
 )
 def test_a_disturbed_race_is_run_again_and_the_least_disturbed_counts(found: tuple[Conditions | None, ...], chosen: int) -> None:
     run = races(*[Fate.CORRECT] * len(found))
-    reply, kept = race_undisturbed(lambda _: next(run), told(*found), pause_s=0.0)
+    reply, kept = race_undisturbed(lambda: next(run), told(*found), pause_s=0.0)
     assert isinstance(reply, Raced) and (reply.times[0].median_us, kept) == (chosen, found[chosen])
     assert next(run, None) is None, "no race beyond the first quiet one"
 
 
-def test_a_power_cap_alone_is_waited_for_less_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_rests_before_another_race(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("flashtune.tuner.timing.conditions.time.sleep", pauses.append)
-    for found in ((THROTTLED, FREE), (conditions("SwPowerCap, HwSlowdown"), FREE), (SHARED, FREE), (BOTH, FREE)):
-        run = races(*[Fate.CORRECT] * 2)
-        race_undisturbed(lambda _, run=run: next(run), told(*found))  # type: ignore[misc]
-    assert pauses == [POWER_PAUSE_S, PAUSE_S, PAUSE_S, PAUSE_S]
-
-
-def test_only_a_race_that_was_throttled_and_not_shared_is_what_the_next_one_begins_with() -> None:
-    given: list[Raced | None] = []
     run = races(*[Fate.CORRECT] * 3)
-
-    def race(before: Raced | None) -> Raced | Failed:
-        given.append(before)
-        return next(run)
-
-    race_undisturbed(race, told(SHARED, THROTTLED, FREE), pause_s=0.0)
-    assert [before.times[0].median_us if before else None for before in given] == [None, None, 1.0]
-
-
-def test_who_doesnt_race_again_stays_as_far_behind_in_the_new_scale() -> None:
-    """The first and the third were tied; at the higher clock the third is ahead by 0.2 %."""
-    earlier = Standing(behind=(0.0, 0.02, 0.001), tied=(True, False, True), races=2, settled=True)
-    before = Raced(times=microseconds(200.0, 204.0, 200.2), standing=earlier, baseline=None, began=1.0, ended=2.0, pid=7)
-    later = Standing(behind=(0.002, 0.0), tied=(True, True), races=1, settled=True)
-    yardstick = Baseline(backend="cudnn", measurement=Measurement.of([150.0]))
-    after = Raced(times=microseconds(100.2, 100.0), standing=later, baseline=yardstick, began=3.0, ended=4.0, pid=7)
-    found = evaluation.joined(before, [0, 2], after)
-    assert [time.median_us for time in found.times] == pytest.approx([100.2, 204.0 * 100.2 / 200.0, 100.0])
-    assert found.standing.behind == pytest.approx((0.002, 1.002 * 1.02 - 1, 0.0))
-    assert (found.standing.tied, found.standing.races, found.standing.settled) == ((True, False, True), 3, True)
-    assert (found.baseline, found.began) == (yardstick, 3.0)
-
-
-def microseconds(*times: float) -> tuple[Measurement, ...]:
-    return tuple(Measurement.of([time]) for time in times)
+    race_undisturbed(lambda: next(run), told(BOTH, SHARED, FREE))
+    assert pauses == [PAUSE_S] * 2
 
 
 def test_a_race_that_fails_ends_it_and_an_earlier_one_counts() -> None:
-    reply, kept = race_undisturbed(lambda _: next(races(Fate.RUNTIME)), told(), pause_s=0.0)
+    reply, kept = race_undisturbed(lambda: next(races(Fate.RUNTIME)), told(), pause_s=0.0)
     assert isinstance(reply, Failed) and (reply.fate, kept) == (Fate.RUNTIME, None)
     run = races(Fate.CORRECT, Fate.TIMEOUT)
-    reply, kept = race_undisturbed(lambda _: next(run), told(SHARED), pause_s=0.0)
+    reply, kept = race_undisturbed(lambda: next(run), told(SHARED), pause_s=0.0)
     assert isinstance(reply, Raced) and kept == SHARED
 
 

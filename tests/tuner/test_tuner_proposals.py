@@ -3,7 +3,8 @@
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from flashtune.core.problems.problem import Features
 from flashtune.core.records.results import Fate
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.replies import Failed, Ready
+from flashtune.tuner.search import trials
 from flashtune.tuner.search.plan import Schedule
 from flashtune.tuner.search.problem import ProblemSearch
 from flashtune.tuner.search.trials import OVERTAKEN, Proposals
@@ -78,6 +80,32 @@ def test_who_is_compiled_goes_before_who_is_not_and_nobody_is_overtaken_for_ever
     assert taken == [*range(1, OVERTAKEN + 1), 0]
     assert proposals.left > 1, "what is left is what was expected when the sampler was last asked"
     assert proposals.left_in_all == pytest.approx(proposals.left + 0.1)
+
+
+def test_the_first_candidates_are_made_before_a_compiler_is_asked_for_also_under_python_o() -> None:
+    """The first compiler waits for the fork server's imports, during which they are made."""
+    without_asserts = ModuleType(trials.__name__)
+    exec(compile(Path(trials.__file__).read_bytes(), trials.__file__, "exec", optimize=1), vars(without_asserts))
+    begun: list[str] = []
+
+    class Made(SimpleNamespace):
+        """Stands in for a sampler."""
+
+        @property
+        def initial_candidates(self) -> list[Any]:
+            begun.append("candidates")
+            return []
+
+    def compiling(candidate: Any) -> Any:
+        begun.append("compiler")
+        return Failed(fate=Fate.COMPILE, reason="no")
+
+    study: Any = Asked()
+    study.sampler, study.predicted_next = Made(warm_up=lambda: None), lambda count: []
+    proposals = without_asserts.Proposals(study, compiling, ahead=1, limit=None, beside=True, compile_ahead=True)
+    assert proposals.next() is not None
+    proposals.close()
+    assert begun[:2] == ["candidates", "compiler"]
 
 
 def test_nobody_waits_for_a_compiler_once_enough_is_tried() -> None:

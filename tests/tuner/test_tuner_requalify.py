@@ -29,7 +29,7 @@ from flashtune.tuner import machine
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate, record_of
-from flashtune.tuner.replies import Called, Failed, Raced, Standing, Timed
+from flashtune.tuner.replies import Called, Failed, Raced, Timed
 from flashtune.tuner.search import evaluation
 from flashtune.tuner.search.evaluation import Evaluation
 from flashtune.tuner.search.requalify import _contenders, elsewhere, worst_first
@@ -76,7 +76,7 @@ class Planted(Evaluation):
         behind = tuple(us / min(times) - 1 for us in times)
         return Raced(
             times=tuple(Measurement.of([us] * 20) for us in times),
-            standing=Standing(behind=behind, tied=tuple(b < 0.0075 for b in behind), races=1, settled=True),
+            behind=behind,
             baseline=Baseline(backend="cudnn", measurement=Measurement.of([PYTORCH_US] * 20)),
             began=0.0,
             ended=1.0,

@@ -197,7 +197,7 @@ def taking(kernel: Any, manifest: Manifest | None) -> Iterator[list[Binary]]:
 
     active: Any = driver.active
     # The JIT sets its compile function up on the first look at a device's cache.
-    assert kernel.device_caches[active.get_current_device()]
+    _ = kernel.device_caches[active.get_current_device()]
     compile_one = kernel.compile
 
     def compiled(source: Any, target: Any = None, options: Any = None, **kwargs: Any) -> Any:

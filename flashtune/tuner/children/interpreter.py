@@ -1,15 +1,12 @@
-"""Triton 3.6's interpreter without its repeated work: otherwise it replaces its language at every call of a device function, reads the text
-of each function twice, and makes new tuples, names and constants of a shape for every tensor. Numbers stay the same.
+"""Triton 3.6's interpreter without its repeated work: otherwise it replaces its language at every call of a device function, and
+makes new tuples, names and constants of a shape for every tensor. Numbers stay the same.
 """
 
-import ast
 import functools
 import importlib
 import inspect
-import itertools
-import linecache
 import math
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 
@@ -22,7 +19,6 @@ def quicken() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     _keep_numpys_types(interpreter)
     _replace_the_language_once(interpreter)
-    _rewrite_equal_texts_once(interpreter)
     _keep_shapes()
     _compare_quickly()
     _take_operands_quickly()
@@ -88,35 +84,6 @@ def _replace_the_language_once(interpreter: Any) -> None:
         return scope
 
     interpreter._patch_builtin, interpreter._patch_lang = patch, patch_languages
-
-
-def _rewrite_equal_texts_once(interpreter: Any) -> None:
-    """Rewrite functions of one text once, wherever they stand: kernels of other configs have most functions in common."""
-    rewriter = interpreter.FunctionRewriter
-    rewrite = rewriter.rewrite_ast
-
-    @functools.cache
-    def compiled(text: str) -> CodeType:
-        return compile(ast.fix_missing_locations(rewriter.ast_transformer.visit(ast.parse(text))), "rewritten", "exec")
-
-    def rewritten(self: Any) -> Any:
-        path, scope, names = self.fn.__code__.co_filename, self.fn.__globals__, {**self.kwargs}
-        lines = linecache.getlines(path, scope)
-        # The code begins with its decorators.
-        first = next((at for at in range(self.fn.__code__.co_firstlineno - 1, len(lines)) if lines[at].startswith("def ")), len(lines))
-        try:
-            code = compiled("".join([*lines[first : first + 1], *itertools.takewhile(lambda line: line[0] in " \n)", lines[first + 1 :])]))
-        except SyntaxError:
-            return rewrite(self)
-        here = [
-            x.replace(co_filename=path, co_firstlineno=x.co_firstlineno + first) if isinstance(x, CodeType) else x for x in code.co_consts
-        ]
-        for name, value in vars(interpreter).items():
-            scope.setdefault(name, value)
-        exec(code.replace(co_consts=tuple(here)), scope, names)
-        return names.get(self.fn.__name__) or rewrite(self)
-
-    rewriter.rewrite_ast = rewritten
 
 
 def _builtins(package: Any) -> list[str]:

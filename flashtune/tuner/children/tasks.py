@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashtune.core.gpu.target import Target
@@ -21,7 +21,7 @@ from flashtune.core.system.errors import EnvironmentProblem, environment_fault, 
 from flashtune.core.system.threads import begun
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
-from flashtune.tuner.replies import Checked, Compared, Compiled, Failed, Ready, Rounds, Spent, Timed
+from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds, Spent, Timed
 
 if TYPE_CHECKING:
     from flashtune.core.code.launching import LoadedKernel
@@ -110,15 +110,26 @@ class _Bench:
     verifier: "Verifier"
     stopwatch: "Stopwatch"
 
+    @cached_property
+    def pytorch(self) -> tuple[Callable[[], object], str] | None:
+        """PyTorch's default call on the inputs and the name of its backend; None where it can't express the problem or fails (out of
+        memory, say). Raises errors that leave the process unusable."""
+        from flashtune.tuner.timing.baseline import backend_name, pytorch_call
+
+        try:
+            call = pytorch_call(self.inputs)
+            # A compiled function isn't run under the mode that looks for a backend.
+            return None if call is None else (call, "flex" if self.inputs.mods is not None else backend_name(call))
+        except Exception as error:
+            if failed_on_device(error).poisoned:
+                raise
+            return None
+
 
 MOST_ROUNDS = 400
 """Most rounds of one race: short kernels have time for many, and ties are decided by a tenth of a percent."""
 
-_TorchCall = tuple[Callable[[], object], str] | None
-"""PyTorch's call and the name of its backend; None where it can't express a problem."""
-
 _bench: list[_Bench] = []
-_torch_call_of: list[tuple["Inputs", _TorchCall]] = []
 _small: dict[Hashable, "SmallCases"] = {}
 """Small cases of the last problem's spec, which the next problem usually shares."""
 _spent = Spent()
@@ -134,7 +145,6 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
 
     if not _bench or _bench[0].problem != problem:
         _bench.clear()
-        _torch_call_of.clear()
         with _spent.on("inputs"):
             inputs = make_inputs(problem, device="cuda", seed=seed)
         serving = SmallCases.serving(problem, seed)
@@ -144,35 +154,14 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
                 _small[serving] = SmallCases(problem, device="cuda", seed=seed, thorough=True)
         with _spent.on("oracles"):
             verifier = Verifier(problem, device="cuda", seed=seed, full_size=inputs, small=_small[serving])
-            _bench.append(_Bench(problem, inputs, verifier, _stopwatch(target.l2_bytes)))
+            _bench.append(_Bench(problem, inputs, verifier, stopwatch(target.l2_bytes)))
             torch.cuda.synchronize()
     return _bench[0]
 
 
-def _torch_call(inputs: "Inputs") -> _TorchCall:
-    """PyTorch's default call on these inputs and the name of its backend, cached."""
-    from flashtune.tuner.timing.baseline import backend_name, pytorch_call
-
-    if not _torch_call_of or _torch_call_of[0][0] is not inputs:
-        call = pytorch_call(inputs)
-        # A compiled function isn't run under the mode that looks for a backend.
-        _torch_call_of[:] = [(inputs, None if call is None else (call, "flex" if inputs.mods is not None else backend_name(call)))]
-    return _torch_call_of[0][1]
-
-
-def _torch_call_if_it_runs(inputs: "Inputs") -> _TorchCall:
-    """PyTorch's default call, or None where it fails (out of memory, say), from then on; raises errors that leave the process unusable."""
-    try:
-        return _torch_call(inputs)
-    except Exception as error:
-        if failed_on_device(error).poisoned:
-            raise
-        _torch_call_of[:] = [(inputs, None)]
-        return None
-
-
 @cache
-def _stopwatch(l2_bytes: int) -> "Stopwatch":
+def stopwatch(l2_bytes: int) -> "Stopwatch":
+    """The stopwatch of this process."""
     import torch
 
     from flashtune.tuner.timing.stopwatch import Stopwatch
@@ -290,7 +279,7 @@ def race_finalists(
     try:
         runs: list[Any] = [launch_of(source, bench.inputs) for source in sources]
         with _spent.on("pytorch"):
-            pytorch = _torch_call_if_it_runs(bench.inputs) if beside_pytorch else None
+            pytorch = bench.pytorch if beside_pytorch else None
         began = time.time()
         with _spent.on("rounds"):
             racers = [*runs, *([pytorch[0]] if pytorch else [])]
@@ -325,32 +314,6 @@ def _inconclusive(error: BaseException) -> bool:
     said = f"{type(error).__name__}: {error}".lower()
     missing = isinstance(error, (EnvironmentProblem, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
     return missing or environment_fault(error) is not None or any(part in said for part in _OF_MACHINES)
-
-
-def bench_problem(source: Source, problem: Problem, target: Target, seed: int, budget_s: float) -> Compared | Failed:
-    """Time a kernel interleaved with PyTorch's default and each of its backends, on the same inputs."""
-    from flashtune.core.pytorch.attention import BACKENDS
-    from flashtune.tuner.timing.baseline import pytorch_call
-
-    bench = _ready(problem, target, seed)
-    try:
-        runs: dict[str, Any] = {"tuned": launch_of(source, bench.inputs)}
-        runs["tuned"]()
-    except Exception as error:
-        return failed_on_device(error)
-    left_out = {}
-    for name in ("default", *BACKENDS):
-        call = pytorch_call(bench.inputs, None if name == "default" else name)
-        if call is None:
-            left_out[name] = "can't express this problem"
-            continue
-        try:
-            call()
-            runs[name] = call
-        except (RuntimeError, ValueError) as error:
-            left_out[name] = first_line(error)
-    times = bench.stopwatch.race(list(runs.values()), budget_s=budget_s, least=11)
-    return Compared(times=dict(zip(runs, times, strict=True)), left_out=left_out)
 
 
 def recheck_on_device(source: Source, problem: Problem, target: Target, seed: int) -> Checked | Failed:

@@ -16,17 +16,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from flashtune import __version__
-from flashtune.core.gpu.target import Target, find_target, plain_words
+from flashtune.core.gpu.target import plain_words
 from flashtune.core.problems.config import Variant
 from flashtune.core.problems.problem import Features
 from flashtune.core.records.faults import FAULTS
 from flashtune.core.records.results import TuningRecord
 from flashtune.core.standalone import FORMAT, module_of
-from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, InputError, NoKernelFound
+from flashtune.core.system.errors import DatabaseError, EnvironmentProblem, NoKernelFound
 from flashtune.core.system.files import aside_of, read_json
 from flashtune.core.system.words import canonical, counted
 from flashtune.templates import family, unservable
 from flashtune.templates.rendering import render
+from flashtune.tuner.machine import target_of
 from flashtune.tuner.publish.copied_modules import copies
 from flashtune.tuner.publish.winners import variant_for
 
@@ -81,7 +82,7 @@ def write_hub(folder: Path, records: Sequence[TuningRecord], *, licence: str | N
             predicted=sum(record.outcome.source == "predicted" for record in told),
             kernels=len(variants),
             inexpressible=len(records) - len(told),
-            by_name=tuple(slug for slug in _gpus(told) if _known(slug) is None),
+            by_name=tuple(slug for slug in _gpus(told) if target_of(slug) is None),
             bytes=sum(len(text.encode()) for text in files.values()),
         )
         _write(folder, files, {"README.md": _readme(summary, told, licence), MARK: _json({"format": FORMAT, **asdict(summary)})})
@@ -171,17 +172,9 @@ def _gpus(records: Iterable[TuningRecord]) -> list[str]:
     return sorted({record.key.gpu for record in records})
 
 
-def _known(slug: str) -> Target | None:
-    """The GPU of a slug; None for a card that neither the table nor this machine has."""
-    try:
-        return find_target(slug)
-    except InputError:
-        return None
-
-
 def _gpu(slug: str) -> dict[str, Any]:
     """Names by which the launcher tells a GPU; a card that is unknown here only by its slug, which its driver's name gives."""
-    target = _known(slug)
+    target = target_of(slug)
     names = (slug,) if target is None else (target.slug, target.name, *target.aliases, *target.driver_names)
     plain = {"".join(plain_words(name)) for name in names}
     return {"arch": None if target is None else target.arch, "names": sorted(plain)}
@@ -192,7 +185,7 @@ def _readme(summary: HubFolder, records: Iterable[TuningRecord], licence: str | 
     parts += f" (PyTorch won {summary.torch} of them)" if summary.torch else ""
     if summary.predicted:
         parts += f", {summary.predicted} of the records predicted by a cost model and never measured,"
-    gpus = ", ".join(sorted(slug if (target := _known(slug)) is None else target.name for slug in _gpus(records)))
+    gpus = ", ".join(sorted(slug if (target := target_of(slug)) is None else target.name for slug in _gpus(records)))
     closing = f"\nThe code is under Apache-2.0, the records under {licence}.\n" if licence else "\nApache-2.0.\n"
     return _rendered("hub_readme.md.jinja", version=__version__, summary=parts, gpus=gpus, variant=VARIANT, licence=closing)
 

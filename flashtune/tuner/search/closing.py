@@ -36,14 +36,14 @@ def closed(
     """Race of correct final candidates, with their ranks; `known` is the stored record's, which wins ties. `picked` gets the winner before
     PyTorch and other providers, which may compile for seconds and don't change it, are timed; without it PyTorch races with all."""
     if not finalists and wide_heads(problem.d, problem.d_v):
-        return _of_providers_alone(evaluation, problem, spent)
+        return providers_alone(evaluation, problem, spent)
     outcomes, candidates = dict(finalists), list(finalists)
     wide = max(problem.d, problem.d_v)
     with spent.on("race"):
         raced, conditions = evaluation.race(candidates, pytorch=picked is None) if candidates else (None, None)
     baseline, behind = None, None
     if isinstance(raced, Raced):
-        baseline, behind = raced.baseline, raced.standing.behind
+        baseline, behind = raced.baseline, raced.behind
         for candidate, measurement in zip(candidates, raced.times, strict=True):
             outcomes[candidate] = replace(outcomes[candidate], measurement=measurement, finalist=True)
     medians = {candidate: time_of(outcomes[candidate]).median_us for candidate in candidates}
@@ -87,8 +87,8 @@ def _beside_winner(evaluation: Evaluation, winner: Candidate, time: Measurement)
     return replace(raced.baseline, measurement=raced.baseline.measurement.scaled(time.median_us / raced.times[0].median_us))
 
 
-def _of_providers_alone(evaluation: Evaluation, problem: Problem, spent: Spent) -> Closing:
-    """Whole calls of the other providers and PyTorch, of a problem that no kernel takes."""
+def providers_alone(evaluation: Evaluation, problem: Problem, spent: Spent) -> Closing:
+    """Whole calls of the other providers and PyTorch, of a problem that no kernel takes; nothing where these fail."""
     with spent.on("whole calls"):
         called = evaluation.call([], beside=True)
     if called is None or called.pytorch is None:

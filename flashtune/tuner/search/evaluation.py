@@ -1,8 +1,7 @@
 """Evaluations that turn a compiled candidate into a time: measured on the local GPU, or predicted for an absent one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from flashtune.core.gpu.target import Target
@@ -14,9 +13,9 @@ from flashtune.templates.cost import predict_us
 from flashtune.tuner.children import tasks
 from flashtune.tuner.children.workers import Pending, Workers
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Beside, Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Standing, Timed, logger
+from flashtune.tuner.replies import Beside, Called, Checked, Compiled, Failed, Raced, Ready, Rounds, Spent, Timed, logger
 from flashtune.tuner.timing.conditions import GpuWatch, race_undisturbed
-from flashtune.tuner.timing.racing import RACES, TIE, Contest
+from flashtune.tuner.timing.racing import Contest
 
 CallsTask = Callable[[list[tasks.Source], Problem, Target, int, float, Beside], Called | Failed]
 """Task that times whole calls of some sources, for so many seconds, on the GPU of its process, and of others beside them; dispatch defines
@@ -50,11 +49,10 @@ def begin_compiling(
 class Evaluation:
     """Source of times for one problem's compiled candidates; this one has no preparations, no races and no calls.
 
-    `spent` are seconds of the GPU's process by purpose, `waited` those that this process waits for its preparations.
+    `spent` are seconds of the GPU's process by purpose.
     """
 
     spent: Spent
-    waited: Spent
 
     def prepare(self) -> None:
         """Start preparing `evaluate` and `race`, unless that was begun, without waiting.
@@ -92,7 +90,8 @@ class Evaluation:
 
 @dataclass(slots=True, kw_only=True)
 class MeasuredEvaluation(Evaluation):
-    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there."""
+    """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there, and
+    `waited` gets the seconds that this process waits for its preparations."""
 
     problem: Problem
     target: Target
@@ -162,7 +161,12 @@ class MeasuredEvaluation(Evaluation):
         """Race all of them in one process, until each is decided, while the GPU is watched."""
         self._wait()
         sources = [self._source(candidate) for candidate in candidates]
-        return race_undisturbed(lambda before: self._raced(sources, before, pytorch), self._watching())
+        self.expect_race()
+        assert self._watch is not None, "it was begun"
+        try:
+            return race_undisturbed(lambda: self._raced(sources, pytorch), self._watch.result())
+        finally:
+            self._unwatch()
 
     def expect_race(self) -> None:
         """Start the tool that watches the GPU, which takes as long as some trials; its process supplies the GPU's id."""
@@ -180,15 +184,6 @@ class MeasuredEvaluation(Evaluation):
         watch, self._watch = self._watch, None
         if watch is not None and watch.exception() is None:
             watch.result().__exit__(None, None, None)
-
-    @contextmanager
-    def _watching(self) -> Iterator[GpuWatch]:
-        self.expect_race()
-        assert self._watch is not None, "it was begun"
-        try:
-            yield self._watch.result()
-        finally:
-            self._unwatch()
 
     def call(self, candidates: Sequence[Candidate], *, beside: bool = False) -> Called | None:
         """Time whole calls in the same process, after the races; a fault costs these times alone."""
@@ -208,18 +203,10 @@ class MeasuredEvaluation(Evaluation):
         self.spent.add(reply.spent)
         return reply
 
-    def _raced(self, sources: list[tasks.Source], before: Raced | None, beside_pytorch: bool) -> Raced | Failed:
-        """Race until each is decided; after a throttled race, one short race of those tied `before` suffices."""
-        if before is not None:
-            places = [place for place, tied in enumerate(before.standing.tied) if tied]
-            again = self._decided([sources[place] for place in places], beside_pytorch, most=1, race_s=self.race_s / 2)
-            return again if isinstance(again, Failed) else joined(before, places, again)
-        return self._decided(sources, beside_pytorch, most=RACES, race_s=self.race_s)
-
-    def _decided(self, sources: list[tasks.Source], beside_pytorch: bool, *, most: int, race_s: float) -> Raced | Failed:
-        limit_s = (PROVIDERS_S if beside_pytorch else self.workers.limits.device_s) + 10 * race_s
-        fixed = (self.problem, self.target, self.seed, race_s, beside_pytorch)
-        contest, pytorch = Contest(len(sources), most=most), len(sources)
+    def _raced(self, sources: list[tasks.Source], beside_pytorch: bool) -> Raced | Failed:
+        limit_s = (PROVIDERS_S if beside_pytorch else self.workers.limits.device_s) + 10 * self.race_s
+        fixed = (self.problem, self.target, self.seed, self.race_s, beside_pytorch)
+        contest, pytorch = Contest(len(sources)), len(sources)
         races: list[Rounds] = []
         while racers := contest.racers():
             raced = [sources[place] for place in racers]
@@ -236,7 +223,7 @@ class MeasuredEvaluation(Evaluation):
         backend = races[0].backend
         return Raced(
             times=tuple(contest.measurement(place) for place in range(len(sources))),
-            standing=contest.standing(),
+            behind=contest.behind(),
             baseline=Baseline(backend=backend, measurement=contest.measurement(pytorch)) if backend else None,
             began=races[0].began,
             ended=races[-1].ended,
@@ -245,27 +232,6 @@ class MeasuredEvaluation(Evaluation):
 
     def _source(self, candidate: Candidate) -> tasks.Source:
         return tasks.Source.of(candidate.family, candidate.variant(self.problem.spec()))
-
-
-def joined(before: Raced, places: Sequence[int], after: Raced) -> Raced:
-    """Merge a race of some final candidates, by their `places`, into the one before: their times and order are the later race's, the others
-    keep their distance to the fastest, in the scale of the new times."""
-    fastest = before.standing.behind.index(0.0)
-    anchor, place_in = list(places).index(fastest), {place: index for index, place in enumerate(places)}
-    pace = after.times[anchor].median_us / before.times[fastest].median_us
-    lag = 1 + after.standing.behind[anchor]
-    count = range(len(before.times))
-    behind = tuple(after.standing.behind[place_in[p]] if p in place_in else lag * (1 + before.standing.behind[p]) - 1 for p in count)
-    return replace(
-        after,
-        times=tuple(after.times[place_in[p]] if p in place_in else before.times[p].scaled(pace) for p in count),
-        standing=Standing(
-            behind=behind,
-            tied=tuple(number <= TIE for number in behind),
-            races=before.standing.races + after.standing.races,
-            settled=before.standing.settled and after.standing.settled,
-        ),
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,7 +244,6 @@ class PredictedEvaluation(Evaluation):
     seed: int
     verdicts: Verdicts
     spent: Spent = field(default_factory=Spent)
-    waited: Spent = field(default_factory=Spent)
 
     def evaluate(self, candidate: Candidate, facts: CompileFacts, incumbent: tuple[Candidate, Measurement] | None) -> Timed | Failed:
         """The interpreter's verdict on the candidate's code path, then the cost model's time."""

@@ -15,7 +15,6 @@ from flashtune.core.problems.problem import Problem, ProblemKey
 from flashtune.core.records.results import (
     PROVIDERS,
     REQUALIFIED,
-    Baseline,
     CompileFacts,
     Ending,
     Fate,
@@ -31,7 +30,7 @@ from flashtune.templates import family, written_here
 from flashtune.templates.rendering import text_hash
 from flashtune.tuner.propose.space import Candidate, record_of
 from flashtune.tuner.replies import Failed, Spent, Timed
-from flashtune.tuner.search.closing import closed, verdicts
+from flashtune.tuner.search.closing import closed, providers_alone
 from flashtune.tuner.search.evaluation import Evaluation
 
 RUNNERS_UP = 3
@@ -190,8 +189,8 @@ def _contenders(record: TuningRecord, results: Sequence[SearchResult]) -> list[t
             most_us = (1 + WITHIN_WINNER) * min(times.values(), default=0.0)
             behind += [(us / most_us, timed[place], result.provenance.triton) for place, us in times.items() if us <= most_us]
     behind.sort(key=lambda one: (one[0], one[1].variant_id))
-    own = [(outcome, record.provenance.triton) for outcome in (record.outcome, record.fallback, record.in_graphs) if outcome is not None]
-    return own + [(outcome, triton) for _, outcome, triton in behind]
+    own = [one for one in (record.outcome, record.fallback, record.in_graphs) if one is not None and one.template not in PROVIDERS]
+    return [(outcome, record.provenance.triton) for outcome in own] + [(outcome, triton) for _, outcome, triton in behind]
 
 
 def _candidate(outcome: Outcome, spec: KernelSpec, target: Target) -> Candidate | str:
@@ -211,13 +210,16 @@ def _failure(outcome: Outcome, fate: Fate, reason: str, error: float | None = No
 
 
 def _judged(entry: _Entry, here: Provenance) -> Requalified:
-    """The verdict of a race of these on the GPU; kernels that are wrong or fail there don't take part."""
+    """The verdict of a race of these on the GPU; kernels that are wrong or fail there don't take part. Of a record without a kernel
+    providers are checked and timed beside PyTorch again."""
     record, timing = entry.record, entry.timing
     failed, right = list(entry.failed), dict[Candidate, Outcome]()
     reason = f"{failed[0].fate}: {failed[0].reason}" if failed else ""
+
+    def undecided(why: str, result: SearchResult | None = None) -> Requalified:
+        return Requalified(record=record, verdict="undecided", was=record.relative_time, result=result, reason=why)
+
     timing.prepare()
-    if record.outcome.template in PROVIDERS:
-        return _providers_alone(entry, here)
     for candidate, outcome in entry.racing.items():
         reply, found = _timed(candidate, outcome, record, timing)
         if not isinstance(reply, Failed):
@@ -229,10 +231,10 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
         if not reply.inconclusive:
             failed.append(_failure(found, reply.fate, reply.reason, reply.error))
         elif outcome is record.outcome:
-            why = f"no verdict on its kernel: {reply.reason}"
-            return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)
+            return undecided(f"no verdict on its kernel: {reply.reason}")
     known = next((candidate for candidate, outcome in entry.racing.items() if outcome is record.outcome), None)
-    closing = closed(timing, record.problem, right, Spent(), known=known)
+    provider = record.outcome.template if record.outcome.template in PROVIDERS else None
+    closing = providers_alone(timing, record.problem, Spent()) if provider else closed(timing, record.problem, right, Spent(), known=known)
     result = SearchResult(
         gpu=record.key.gpu,
         problem=record.problem,
@@ -240,42 +242,19 @@ def _judged(entry: _Entry, here: Provenance) -> Requalified:
         provenance=replace(here, conditions=closing.conditions),
         ending=Ending(reason=REQUALIFIED),
     )
-    if closing.baseline is not None:
-        timed = replace(result, outcomes=(*closing.outcomes.values(), *result.outcomes), baseline=closing.baseline)
-        return _compared(record, timed, next(iter(closing.outcomes)) == known, reason)
+    timed = replace(result, outcomes=(*closing.outcomes.values(), *result.outcomes), baseline=closing.baseline)
+    if provider is not None:
+        if closing.baseline is None:
+            return undecided(f"its run had no kernel, and whole calls of {provider} could not be timed")
+        reason = next((f"{provider}: {one.fate}: {one.reason}" for one in closing.providers if one.template == provider and one.reason), "")
+    if closing.baseline is not None and timed.best is not None:
+        same = timed.best.template == provider if provider else next(iter(closing.outcomes)) == known
+        return _compared(record, timed, same, reason)
     if known not in right:
         return Requalified(record=record, verdict="failed", was=record.relative_time, result=result, reason=reason)
     why = closing.failed.reason if closing.failed is not None else "PyTorch could not be timed beside it"
     # Other kernels that failed still don't serve.
-    more = result if failed else None
-    return Requalified(record=record, verdict="undecided", was=record.relative_time, result=more, reason=f"no verdict on its kernel: {why}")
-
-
-def _providers_alone(entry: _Entry, here: Provenance) -> Requalified:
-    """The verdict on a record without a kernel, whose providers are checked and timed beside PyTorch again."""
-    record = entry.record
-    called = entry.timing.call((), beside=True)
-    if called is None:
-        why = f"its run had no kernel, and whole calls of {record.outcome.template} could not be timed"
-        return Requalified(record=record, verdict="undecided", was=record.relative_time, reason=why)
-    outcomes = verdicts(called, record.problem)
-    baseline = None
-    if record.baseline is not None and called.pytorch is not None:
-        baseline = Baseline(backend=record.baseline.backend, measurement=called.pytorch, call_us=called.pytorch.median_us)
-    result = SearchResult(
-        gpu=record.key.gpu,
-        problem=record.problem,
-        outcomes=(*outcomes, *entry.kept(outcomes)),
-        provenance=here,
-        baseline=baseline,
-        ending=Ending(reason=REQUALIFIED),
-    )
-    reason = next(
-        (f"{one.template}: {one.fate}: {one.reason}" for one in outcomes if one.template == record.outcome.template and one.reason), ""
-    )
-    if result.best is None or baseline is None:
-        return Requalified(record=record, verdict="failed", was=record.relative_time, result=result, reason=reason)
-    return _compared(record, result, result.best.template == record.outcome.template, reason)
+    return undecided(f"no verdict on its kernel: {why}", result if failed else None)
 
 
 def _timed(candidate: Candidate, outcome: Outcome, record: TuningRecord, timing: Evaluation) -> tuple[Timed | Failed, Outcome]:

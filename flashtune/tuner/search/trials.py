@@ -145,7 +145,7 @@ class Proposals:
         try:
             if self._compile_ahead:
                 # Before any compiler is asked for: the first one waits for the fork server's imports.
-                assert self._study.sampler.initial_candidates is not None
+                _ = self._study.sampler.initial_candidates
             self._ask()
             if self._compile_ahead:
                 self._study.sampler.warm_up()

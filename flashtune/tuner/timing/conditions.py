@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
@@ -18,13 +17,10 @@ from flashtune.core.records.results import POWER_CAP, Conditions
 from flashtune.tuner.replies import Failed, Raced
 
 RACES = 3
-"""Most attempts at a race while each is throttled or shared."""
+"""Most attempts at a race while each is disturbed."""
 
 PAUSE_S = 0.5
 """Seconds of pause before another race: the GPU cools, or another process ends."""
-
-POWER_PAUSE_S = 0.1
-"""Seconds of pause after throttling by the power cap alone: power falls as soon as the GPU rests."""
 
 _READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 _EVERY_MS = 20
@@ -138,39 +134,33 @@ def _number(text: str) -> float | None:
 
 
 def race_undisturbed(
-    race: Callable[[Raced | None], Raced | Failed], watch: AbstractContextManager[GpuWatch], *, pause_s: float = PAUSE_S
+    race: Callable[[], Raced | Failed], watch: GpuWatch, *, pause_s: float = PAUSE_S
 ) -> tuple[Raced | Failed, Conditions | None]:
-    """Race, and repeat while the GPU was throttled or shared, up to `RACES` times; returns the least doubtful reply, with its conditions.
+    """Race, and repeat while heat, hardware or another process disturbed it, up to `RACES` times; returns the least disturbed reply, with
+    its conditions.
 
-    `race` receives the race before where that was only throttled: its ratios hold, and only tied candidates need race again. A GPU that is
-    throttled twice for the same reason is so by the kernels themselves: a third race would be no different.
+    The power limit lowers clocks under any sustained load, and ratios within a round hold: it alone is no reason for another race.
     """
     best: tuple[Raced, Conditions | None] | None = None
-    last: Raced | None = None
-    before: Conditions | None = None
-    with watch as watched:
-        for attempt in range(RACES):
-            if attempt:
-                power_alone = _doubts(before) == ("throttled",) and before is not None and before.power_limited
-                time.sleep(min(pause_s, POWER_PAUSE_S) if power_alone else pause_s)
-            reply = race(last if _doubts(before) == ("throttled",) else None)
-            if isinstance(reply, Failed):
-                return best or (reply, None)
-            last = reply
-            found = watched.between(reply.began, reply.ended, reply.pid)
-            # A race too short for a reading can't be known to be undisturbed.
-            if best is None or (found is not None and len(_doubts(found)) < len(_doubts(best[1]))):
-                best = reply, found
-            throttled_again = before is not None and found is not None and before.throttled_by == found.throttled_by
-            if not _doubts(found) or (throttled_again and _doubts(found) == ("throttled",)):
-                break
-            before = found
+    for attempt in range(RACES):
+        if attempt:
+            time.sleep(pause_s)
+        reply = race()
+        if isinstance(reply, Failed):
+            return best or (reply, None)
+        found = watch.between(reply.began, reply.ended, reply.pid)
+        # A race too short for a reading can't be known to be undisturbed.
+        if best is None or (found is not None and _disturbances(found) < _disturbances(best[1])):
+            best = reply, found
+        if not _disturbances(found):
+            break
     assert best is not None, "there is at least one race"
     return best
 
 
-def _doubts(found: Conditions | None) -> tuple[str, ...]:
-    return found.doubts if found is not None else ()
+def _disturbances(found: Conditions | None) -> int:
+    """Number of doubts that another race may not have."""
+    return 0 if found is None else len(found.doubts) - found.power_limited
 
 
 def gpu_id() -> str:

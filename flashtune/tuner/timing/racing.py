@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from flashtune.core.problems.config import lost_where_misled, settles
 from flashtune.core.records.results import Measurement, Outcome
 from flashtune.tuner.propose.space import Candidate
-from flashtune.tuner.replies import Standing
 
 TIE = 0.0075
 """Largest slowdown that counts as a tie with the fastest, as a share; a fixed rule then chooses, so that repeated searches agree."""
@@ -31,16 +30,16 @@ _TRIMMED = 0.1
 class Contest:
     """Races of some final candidates: schedules them, and collects their times."""
 
-    def __init__(self, count: int, *, most: int = RACES) -> None:
-        self._count, self._most = count, most
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._rounds: list[Mapping[int, float]] = []
-        self._races = 0
+        self.races = 0
 
     def racers(self) -> list[int]:
         """Places of the candidates to race next; empty when all is decided or the races are at an end."""
-        if not self._races:
+        if not self.races:
             return list(range(self._count))
-        if self._races >= self._most:
+        if self.races >= RACES:
             return []
         first = self._fastest()
         open_ones = [place for place in range(self._count) if place != first and self._open(place, first)]
@@ -49,19 +48,12 @@ class Contest:
     def add(self, racers: Sequence[int], times: Sequence[Sequence[float]]) -> None:
         """Add a race: for each of `racers` its time in every round, in microseconds."""
         self._rounds += [dict(zip(racers, times_of, strict=True)) for times_of in zip(*times, strict=True)]
-        self._races += 1
+        self.races += 1
 
-    def standing(self) -> Standing:
-        """Distances behind the fastest, by all rounds."""
+    def behind(self) -> tuple[float, ...]:
+        """Distances behind the fastest, as shares, by all rounds."""
         first = self._fastest()
-        behind = [0.0 if place == first else self._ratio(place, first)[0] for place in range(self._count)]
-        settled = not any(self._open(place, first) for place in range(self._count) if place != first)
-        return Standing(
-            behind=tuple(math.expm1(log) for log in behind),
-            tied=tuple(log <= math.log1p(TIE) for log in behind),
-            races=self._races,
-            settled=settled,
-        )
+        return tuple(0.0 if place == first else math.expm1(self._ratio(place, first)[0]) for place in range(self._count))
 
     def times(self, place: int) -> list[float]:
         """All times of a final candidate, in microseconds."""

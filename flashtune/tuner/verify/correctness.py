@@ -296,7 +296,7 @@ class SmallCases:
     """Small problems that candidates of a spec are checked on, at any N, with their expected values.
 
     Remembers the texts that passed, so that none is checked again at another N. `of_calls` are the cases as whole calls compute them
-    (flashtune.tuner.verify.calls).
+    (flashtune.bench.judging).
     """
 
     def __init__(self, problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> None:
