@@ -329,15 +329,16 @@ def test_pytorchs_backend_is_told_by_what_it_runs() -> None:
 
 def test_final_candidates_race_without_a_pytorch_whose_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its math backend holds all scores, so that memory may be too small for it alone; what broke the process is told."""
-    stopwatch = SimpleNamespace(samples=lambda runs, **_: [[1.0] * 15 for _ in runs])
-    monkeypatch.setattr(tasks, "_ready", lambda *_: SimpleNamespace(inputs=None, stopwatch=stopwatch))
+    stopwatch: Any = SimpleNamespace(samples=lambda runs, **_: [[1.0] * 15 for _ in runs])
+    nothing: Any = None
+    monkeypatch.setattr(tasks, "_ready", lambda *_: tasks._Bench(PROBLEM, nothing, nothing, stopwatch))
     monkeypatch.setattr(tasks, "launch_of", lambda *_: lambda: None)
 
     def failing(error: Exception) -> Any:
         def fail(_: object) -> None:
             raise error
 
-        monkeypatch.setattr(tasks, "_torch_call", fail)
+        monkeypatch.setattr("flashtune.tuner.timing.baseline.pytorch_call", fail)
         return tasks.race_finalists([Any, Any], PROBLEM, find_target("h200"), 0, 0.1)
 
     raced = failing(RuntimeError("CUDA out of memory. Tried to allocate 64.00 GiB"))
@@ -354,7 +355,8 @@ def test_preparations_neither_call_pytorch_nor_blame_a_candidate_for_a_broken_gp
     def ready(*_: object) -> Any:
         if broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return SimpleNamespace(inputs=None)
+        nothing: Any = None
+        return tasks._Bench(PROBLEM, nothing, nothing, nothing)
 
     def called(_: object) -> None:
         raise AssertionError("PyTorch isn't called before there is a winner")
@@ -362,7 +364,7 @@ def test_preparations_neither_call_pytorch_nor_blame_a_candidate_for_a_broken_gp
     monkeypatch.setattr(tasks, "_start_triton", lambda: None)
     monkeypatch.setattr(tasks, "_ready", ready)
     monkeypatch.setattr(tasks, "_rehearse", lambda _: None)
-    monkeypatch.setattr(tasks, "_torch_call", called)
+    monkeypatch.setattr("flashtune.tuner.timing.baseline.pytorch_call", called)
     monkeypatch.setattr(conditions, "gpu_id", lambda: "0")
     hashed: list[bool] = []
     monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: hashed.append(True))
