@@ -98,7 +98,7 @@ class _Held(NamedTuple):
 
 
 class _Items(NamedTuple):
-    """What is in a tuple, which would hold it."""
+    """Items of a tuple, which itself would hold them."""
 
     held: tuple[Any, ...]
 
@@ -205,7 +205,7 @@ class Snapshot:
 
 
 def _like(x: Tensor) -> Callable[[Tensor], bool]:
-    """Whether a tensor has the metadata that this one has."""
+    """Check of tensors for the metadata of this one."""
     if has_guards:
         return check_of([x])
     state = _state(x)
