@@ -27,7 +27,7 @@ from flashtune.dispatch.call.inspection import (
     prepared,
     why_torch_now,
 )
-from flashtune.dispatch.call.parse import Arguments, Options, parse, unwrapped
+from flashtune.dispatch.call.parse import Arguments, Options, check_window, parse, seed_bits, settled, unwrapped
 from flashtune.dispatch.decisions import by_plan, resolve
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.decisions.resolve import Candidate
@@ -173,10 +173,6 @@ def attention(
             attn_mask = None
         elif has_torch_function_unary(attn_mask):
             return inspection.overridden(attention, **locals())
-    if scale is not None and type(scale) is not float:
-        scale = unwrapped(scale)
-    if type(dropout_p) is not float:
-        dropout_p = unwrapped(dropout_p)
     per_head = None
     if alibi_slopes is not None or sinks is not None or q_descale is not None or k_descale is not None or v_descale is not None:
         per_head = PerHead(alibi_slopes, q_descale, k_descale, v_descale, sinks)
@@ -186,7 +182,17 @@ def attention(
     if implementation is not None:
         options = (*options, implementation)
     if torch.compiler.is_compiling():
-        return operators.traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*options))
+        return operators.traced(Arguments(query, key, value, attn_mask, seed, per_head), Options(*settled(options)))
+    if not (
+        is_causal.__class__ is enable_gqa.__class__ is return_lse.__class__ is allow_tf32.__class__ is deterministic.__class__ is bool
+        and dropout_p.__class__ is softcap.__class__ is float
+        and (scale is None or scale.__class__ is float)
+    ):
+        options = settled(options)
+    if window is not None:
+        check_window(window)
+    if seed is not None:
+        seed_bits(seed)
     signature: tuple[Any, ...] | None = None
     direct: Callable[..., torch.Tensor] | None = None
     plans = STACK.get().plans

@@ -15,7 +15,7 @@ from flashtune.dispatch import api
 from flashtune.dispatch.call.parse import check_flags, check_implementation, number, unwrapped, wants_lse
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions import traced as flex_functions
-from flashtune.dispatch.functions.blocks import sizes_of
+from flashtune.dispatch.functions.blocks import FlexCall, sizes_of
 from flashtune.dispatch.functions.by_torch import flex_by_torch, lacks
 from flashtune.dispatch.functions.decided import call_of
 from flashtune.dispatch.functions.documents import PackedCall, attend_packed, explained_packed
@@ -111,9 +111,9 @@ def flex_attention(
     search measured them; FLASHTUNE_UNMEASURED=1 or `use(unmeasured=True)` allows unmeasured kernels there. Gradients on a CPU, which
     PyTorch's function lacks, are computed by matrices of all scores. `explain_flex` says what runs a call.
     """
-    with_lse = wants_lse(return_lse, return_aux)
-    if scale is not None and type(scale) is not float:
-        scale = unwrapped(scale)
+    with_lse = return_lse if return_aux is None and type(return_lse) is bool else wants_lse(return_lse, return_aux)
+    if type(enable_gqa) is not bool or kernel_options is not None or not (scale is None or type(scale) is float):
+        scale = _settled(scale, enable_gqa, kernel_options)
     options: tuple[Any, ...] = (scale, enable_gqa, with_lse, return_aux)
     if implementation is not None:
         check_implementation(implementation)
@@ -134,7 +134,7 @@ def flex_attention(
             if (refused := _untraceable(query, key, score_mod, block_mask)) is not None:
                 raise refused from None
             raise
-    if key.shape[0] != query.shape[0]:
+    if call.__class__ is not FlexCall and key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     out: Tensor
     lse: Any
@@ -144,7 +144,9 @@ def flex_attention(
     else:
         try:
             tensors = query, key, value
-            out, lse = attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend_by_kernels(*tensors, call)
+            out, lse = (
+                attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend_by_kernels(*tensors, call, with_lse=with_lse)
+            )
         except NotBuilt:
             # From now on another kernel runs such calls, or PyTorch.
             current().plans.flex.clear()
@@ -159,13 +161,20 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
+def _settled(scale: Any, enable_gqa: object, kernel_options: object) -> Any:
+    """The scale as Python's float; raises as `parse.settled` does, and for options that are no dictionary."""
+    check_flags({"enable_gqa": enable_gqa})
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise InputTypeError(f"kernel_options must be a dictionary or None, not {type(kernel_options).__name__}: pass {{name: value}}")
+    scale = unwrapped(scale)
+    return scale if scale is None or torch.compiler.is_compiling() else number("scale", scale, wide=True)
+
+
 def _checked_call(
     query: Any, key: Any, value: Any, scale: float | None, enable_gqa: bool, kernel_options: Any = None
 ) -> tuple[Any, Any, Any]:
     """Query, key and value without lazy negations; raises for what is no tensor, finite number, bool or dictionary."""
-    check_flags({"enable_gqa": enable_gqa})
-    if kernel_options is not None and not isinstance(kernel_options, Mapping):
-        raise InputTypeError(f"kernel_options must be a dictionary or None, not {type(kernel_options).__name__}: pass {{name: value}}")
+    _settled(scale, enable_gqa, kernel_options)
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not hasattr(x, "__torch_function__"):

@@ -5,13 +5,14 @@ from dataclasses import replace
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from flashtune.core.pytorch.flex import Mod
 from flashtune.core.system.errors import InputError
 from flashtune.dispatch import varlen_flex as coded
 from flashtune.dispatch.call.call import Returned
-from flashtune.dispatch.call.parse import Options, unwrapped, wants_lse
+from flashtune.dispatch.call.parse import Options, check_window, settled, unwrapped, wants_lse
 from flashtune.dispatch.call.sequences import Packed
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions.traced import check_functions, refuse_beside_functions
@@ -139,43 +140,50 @@ def attention_varlen(
     Kernels take float16, bfloat16 and float32 with head sizes up to 512, over pages 576, and up to 256 compute gradients of query, key,
     value and sinks. Elsewhere each sequence is a call of `attention`, whose lengths the host reads. `explain_varlen` says which.
     """
-    with_lse = wants_lse(return_lse, return_aux)
-    if scale is not None and type(scale) is not float:
-        scale = unwrapped(scale)
-    if type(dropout_p) is not float:
-        dropout_p = unwrapped(dropout_p)
+    with_lse = return_lse if return_aux is None and type(return_lse) is bool else wants_lse(return_lse, return_aux)
+    compiling = torch.compiler.is_compiling()
     if score_mod is not None or mask_mod is not None:
         beside = (softcap, dropout_p, alibi_slopes, sinks, block_table, k_descale, v_descale)
-        refuse_beside_functions(
-            dict(zip(_NOT_BESIDE_FUNCTIONS, beside, strict=True)), _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions"
-        )
-        check_functions(score_mod, mask_mod, "mask_mod")
-    num_splits = splits_of(num_splits)
+        if compiling or not all(map(is_, beside, _NOT_BESIDE_FUNCTIONS.values())):
+            named = dict(zip(_NOT_BESIDE_FUNCTIONS, map(unwrapped, beside), strict=True))
+            refuse_beside_functions(named, _NOT_BESIDE_FUNCTIONS, "mask_mod", "call without functions")
+    if num_splits is not None:
+        num_splits = splits_of(num_splits)
     # A plain tuple: a named one takes several times as long to make.
     options: tuple[Any, ...]
     options = (dropout_p, is_causal, scale, enable_gqa, window_size, softcap, causal_alignment, with_lse, allow_tf32, deterministic)
     if implementation is not None:
         options = (*options, implementation)
+    # Compilers can't trace comparisons of classes.
+    if compiling or not (
+        is_causal.__class__ is enable_gqa.__class__ is allow_tf32.__class__ is deterministic.__class__ is bool
+        and dropout_p.__class__ is softcap.__class__ is float
+        and (scale is None or scale.__class__ is float)
+    ):
+        options = settled(options)
+    if window_size is not _UNBOUNDED and not compiling:
+        check_window(window_size)
     if block_table is not None:
         cu_seqlens_k, seqused_k = lists_of_pages(cu_seqlens_q, cu_seqlens_k, seqused_k)
     elif k_descale is not None or v_descale is not None:
         raise InputError(NO_CACHES)
-    else:
-        # Models' positions leave queries and keys in float32 under autocast, and values in its dtype; caches stay in theirs.
-        query, key, value = cast(query, key, value)
-    given: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
+    given: tuple[Any, ...]
+    given = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, block_table, k_descale, v_descale
     if score_mod is not None or mask_mod is not None:
-        out, lse = _with_functions(given, options, (max_seqlen_q, max_seqlen_k), score_mod, mask_mod, implementation)
-        return (out, lse) if with_lse else out
-    if block_table is not None:
-        given = (*given, block_table, k_descale, v_descale)
+        out, lse = _with_functions(given, options, (with_lse, max_seqlen_q, max_seqlen_k), score_mod, mask_mod, implementation)
+        return (out, lse) if with_lse else out  # type: ignore[return-value]
     if implementation is not None and implementation != OURS:
+        if block_table is None:
+            given = (*cast(query, key, value), *given[3:])
         read = Options(*options)._replace(return_lse=with_lse)
         found = attend_named(*parsed(Packed(*given), read, max_seqlen_q, max_seqlen_k, num_splits), read, seed)
         return found if with_lse else found[0]  # type: ignore[return-value]
-    served = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits)
+    served = attend(given, options, max_seqlen_q, max_seqlen_k, seed, num_splits, compiling=compiling)
     return served if with_lse else served[0]  # type: ignore[return-value]
 
+
+_UNBOUNDED = inspect.signature(attention_varlen).parameters["window_size"].default
+"""The window of calls without one."""
 
 _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
     "softcap": 0.0, "dropout_p": 0.0, "alibi_slopes": None, "sinks": None, "block_table": None, "k_descale": None, "v_descale": None,
@@ -184,15 +192,24 @@ _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
 
 
 def _with_functions(
-    given: tuple[Any, ...], options: tuple[Any, ...], longest: tuple[int, int], score_mod: Any, mask_mod: Any, implementation: str | None
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call with a mask or a score as code."""
-    if (again := coded.again(given, (options, longest), score_mod, mask_mod)) is not None:
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    wanted: tuple[bool, int, int],
+    score_mod: Any,
+    mask_mod: Any,
+    implementation: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE, whether it is `wanted`, of a call with a mask or a score as code, whose bounds of lengths stand behind."""
+    if (again := coded.again(given, (*wanted, options), score_mod, mask_mod)) is not None:
         return again
-    packed, numbers = parsed(Packed(*given), Options(*options), *longest)
+    check_functions(score_mod, mask_mod, "mask_mod")
+    rows = cast(*given[:3])
+    if not all(map(is_, rows, given)):
+        return _with_functions((*rows, *given[3:]), options, wanted, score_mod, mask_mod, implementation)
+    packed, numbers = parsed(Packed(*given), Options(*options), *wanted[1:])
     call = coded.call_of(packed, numbers, score_mod, mask_mod, implementation)
     if not isinstance(call, (dict, str)) and all(map(is_, packed[:6], given[:6])):
-        coded.keep(call, given, (options, longest), score_mod, mask_mod)
+        coded.keep(call, given, (*wanted, options), score_mod, mask_mod)
     if isinstance(call, dict):
         out, lse = attention_varlen(*packed[:5], numbers.max_q, numbers.max_k, return_lse=True, **call)
         return out, lse

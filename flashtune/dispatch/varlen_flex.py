@@ -21,13 +21,14 @@ from flashtune.dispatch.functions import decided as flex_decided
 from flashtune.dispatch.functions import traced as flex_functions
 from flashtune.dispatch.functions.blocks import FlexCall, Functions
 from flashtune.dispatch.functions.by_torch import in_band, of_sequence, zero_of
-from flashtune.dispatch.functions.kernels import Sequences, explained_kernel
+from flashtune.dispatch.functions.kernels import Sequences, distinct, explained_kernel
 from flashtune.dispatch.functions.recent import keep_recent, recent_call
 from flashtune.dispatch.functions.trained import attend_by_kernels
 from flashtune.dispatch.policy.offers import TORCHS
 from flashtune.dispatch.rows.by_sequence import by_sequence
 from flashtune.dispatch.rows.kernel import Kernel, NotBuilt
 from flashtune.dispatch.rows.paged import gathered_whole
+from flashtune.dispatch.rows.read import integers
 from flashtune.templates.mods import structure
 from flashtune.templates.mods.scores import slopes_of
 
@@ -109,34 +110,30 @@ def _arguments_of(functions: Functions, captured: tuple[Tensor, ...], packed: Pa
     }
 
 
-def again(given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor] | None:
-    """Output and LSE of a call like one that kernels served before, of tensors as in Packed; None of others."""
+def again(given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Output and LSE, as the first of the options wants it, of a call like one that kernels served before, of tensors as in Packed; None
+    of others. Bounds of lengths stand between."""
+    query, key, value, cu_q, cu_k, used, *_ = given
+    with_lse, max_q, max_k, _ = options
     try:
-        call = recent_call(_distinct(given), score_mod, mask_mod, ("packed", options, _pattern(given)), given[3:6])
+        call = recent_call(distinct(*given[:6]), score_mod, mask_mod, ("packed", options, cu_k is cu_q, used is None), given[3:6])
+        if call is not None and not max_q.__class__ is max_k.__class__ is int:
+            integers(max_q, max_k)
     except (AttributeError, TypeError, RuntimeError):
         # What is no tensor, or has no memory, is looked at more closely.
         return None
-    query, key, value, *_ = given
+    if call is None:
+        return None
     try:
-        return None if call is None else attend_by_kernels(query, key, value, call)
+        return attend_by_kernels(query, key, value, call, with_lse=with_lse)
     except NotBuilt:
         return None
 
 
 def keep(call: FlexCall, given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask_mod: Any) -> None:
     """Keep a decided call of kernels for others like it."""
-    keep_recent(call, _distinct(given), score_mod, mask_mod, ("packed", options, _pattern(given)))
-
-
-def _distinct(given: tuple[Any, ...]) -> list[Any]:
-    """The tensors of a call with functions, each once."""
-    query, key, value, cu_q, cu_k, used, *_ = given
-    return [query, key, value, cu_q, *([] if cu_k is cu_q else [cu_k]), *([] if used is None else [used])]
-
-
-def _pattern(given: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Which of these tensors there are."""
-    return given[4] is given[3], given[5] is None
+    words = "packed", options, given[4] is given[3], given[5] is None
+    keep_recent(call, distinct(*given[:6]), score_mod, mask_mod, words)
 
 
 def attend_with_functions(
@@ -146,7 +143,7 @@ def attend_with_functions(
     score_mod: Mod | None,
     mask_mod: Mod | None,
     implementation: str | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Output (T_q, Hq, D_v) and LSE (Hq, T_q) by kernels or, for a reason, by `flex_attention`: a call for each sequence, or one for all in
     the graph of a compiler."""
     if isinstance(call, FlexCall):

@@ -82,7 +82,7 @@ def test_a_call_draws_once_wherever_its_device_is(generator: Generator, monkeypa
     values = {name: getattr(call, name) for name in call.__slots__} | {"device": GPU}
     plan.call = SimpleNamespace(**values)  # type: ignore[assignment]
     runs: list[tuple[int, ...]] = []
-    plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(bits))  # type: ignore[assignment]
+    plan.program = SimpleNamespace(run=lambda addresses, bits: runs.append(bits))  # type: ignore[assignment]
     plan._like_query = True
     plan.run(Q, Q, Q, None, None, None)
     generator.offset = 40

@@ -78,11 +78,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Decoding:
 
     monkeypatch.setattr(driver, "library", lambda: library)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
+    monkeypatch.setattr(driver, "STREAM_MEMORY", driver.StreamMemory())
+    monkeypatch.setattr(driver, "resident", lambda device, data: 1 << 40)
     monkeypatch.setattr(launch, "_function", function)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5)):
+    for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5), ("_cuda_isCurrentStreamCapturing", False)):
         monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
     return library
 
@@ -163,12 +165,8 @@ def test_gradients_of_a_bias_and_of_slopes_lie_where_the_recorded_launches_write
     plan = GradientPlan(call, Code(module))
     plan.build(one)
     met: list[list[int]] = []
-    plan.program = types.SimpleNamespace(run=lambda addresses, *_: met.append(addresses))  # type: ignore[assignment]
-    plan._temporaries, plan._scratch = (0,), 1
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("_cuda_getDevice", None), ("_cuda_getCurrentRawStream", 5)):
-            patch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
-        *_, dbias, dslopes = plan.run(one)
+    plan.program = types.SimpleNamespace(run=lambda addresses, *_: met.append([*addresses, 0]))  # type: ignore[assignment]
+    *_, dbias, dslopes = plan.run(one)
     planned = launch.planned(module, plan._operands(one), one.parameters(call))
     assert planned is not None and dbias is not None and dslopes is not None
     assert dbias.shape == bias.shape and dslopes.shape == slopes.shape and len(met[0]) == len(planned.tensors) + 1

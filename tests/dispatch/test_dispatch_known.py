@@ -133,7 +133,7 @@ class Vague:
 def test_what_cannot_be_compared_is_left_to_parsing(plans: Plans) -> None:
     attend()
     attend()
-    assert plans.recent is not None and attend(scale=Vague()) is None
+    assert plans.recent is not None and attend(causal_alignment=Vague()) is None
 
 
 def test_prepared_launches_know_the_strides_of_what_is_given_per_head(plans: Plans) -> None:

@@ -4,6 +4,7 @@ import itertools
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launched
@@ -22,7 +23,8 @@ from flashtune.dispatch.call.parse import Arguments, Options, parse
 from flashtune.dispatch.decisions import resolve
 from flashtune.dispatch.plans import driver, kernels, launch
 from flashtune.dispatch.plans.forward import KernelPlan
-from flashtune.dispatch.plans.launch import Code, Program
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.state.context import Memo
 from flashtune.templates import family
 from flashtune.templates.loading import load_kernel
@@ -51,10 +53,11 @@ ARGUMENTS = (
     Varying.of(0, 2**64 - 1), Varying.of(1, 7), 2**40,
 )  # fmt: skip
 PLAN = Plan([Launch("forward", (132,), ARGUMENTS, {})], [], [])
+GPU = torch.device("cuda", 0)
 
 
 def program() -> Program:
-    return Program(PLAN, [BINARY], [77], 0, [1 << 20, 1 << 21])
+    return Program(PLAN, [BINARY], [77], GPU, [1 << 20, 1 << 21])
 
 
 def given(base: int, numbers: tuple[int, int]) -> list[Any]:
@@ -67,7 +70,7 @@ def test_a_launch_is_given_what_the_host_code_said_at_the_calls_own_addresses(li
     library.opaque = opaque
     prepared = program()
     for base, numbers in ((1 << 33, (2**64 - 3, 2**32 - 1)), (1 << 34, (1, 2)), (1 << 33, (0, 0))):
-        prepared.run([base, base + 2**30], 4660, numbers)
+        prepared.launch([base, base + 2**30], 4660, numbers)
     maps = {tuple(words[0][1]) for _, _, words in library.launched}
     assert len(maps) == 1, "sizes, strides and box of a map don't change"
     for (config, function, words), base, numbers in zip(
@@ -81,9 +84,45 @@ def test_a_launch_is_given_what_the_host_code_said_at_the_calls_own_addresses(li
         assert config.attribute_count == 1 and (attribute.id, attribute.value[0]) == (6, 1)
 
 
+def test_a_call_gets_the_memory_of_the_stream_that_it_is_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[int] = []
+    for name, value in (("_cuda_getDevice", lambda: 0), ("_cuda_getCurrentRawStream", lambda _: streams[-1])):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, size, **__: 4096 * stream + size)
+    monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
+    temporaries = [Operand(6, (100,), (1,), "fp32"), Operand(7, (9,), (1,), "bf16")]
+    prepared = Program(PLAN._replace(scratch=temporaries, counts=8, lse_bytes=40), [BINARY], [77], GPU, [1 << 20, 1 << 21])
+    runs: list[list[int]] = []
+    monkeypatch.setattr(Program, "launch", lambda _, addresses, stream, numbers: runs.append([stream, *addresses]))
+    for stream in (7, 7, 9, 7):
+        streams.append(stream)
+        for lse in (0, 5, 0):
+            prepared.run([1, 2, 3, 4, lse, 0])
+            start = 4096 * stream + 768 + 256 * (not lse)
+            assert runs[-1] == [stream, 1, 2, 3, 4, lse or start + 768, 1000 * stream, start, start + 512]
+
+
+def test_a_call_of_one_launch_writes_no_memory_that_launches_of_another_call_hand_on(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread's only launch may come between two launches of another thread's call, whose turn it doesn't wait for."""
+    for name, value in (("_cuda_getDevice", 0), ("_cuda_getCurrentRawStream", 7), ("_cuda_isCurrentStreamCapturing", False)):
+        monkeypatch.setattr(torch._C, name, lambda *_, value=value: value, raising=False)
+    monkeypatch.setattr(driver, "STREAM_MEMORY", driver.StreamMemory())
+    monkeypatch.setattr(driver, "resident", lambda device, data: 1 << 40)
+    runs: list[list[int]] = []
+    monkeypatch.setattr(Program, "launch", lambda _, addresses, *__: runs.append(addresses))
+    several = PLAN._replace(launches=PLAN.launches * 2, scratch=[Operand(6, (100,), (1,), "fp32")])
+    for plan, count in ((several, 2), (PLAN._replace(lse_bytes=400), 1)):
+        Program(plan, [BINARY] * count, [77] * count, GPU, [1 << 20, 1 << 21]).run([1, 2, 3, 4, 0, 0])
+    (*_, handed_on), (*_, unread, _) = runs
+    assert abs(handed_on - unread) >= 512
+
+
 def test_an_empty_grid_is_not_launched(library: Library) -> None:
     empty = Plan([Launch("forward", (0,), ARGUMENTS, {})], [], [])
-    Program(empty, [BINARY], [77], 0, [1 << 20, 1 << 21]).run([0, 0], 0, (0, 0))
+    Program(empty, [BINARY], [77], GPU, [1 << 20, 1 << 21]).launch([0, 0], 0, (0, 0))
     assert library.launched == []
 
 
@@ -96,7 +135,7 @@ def test_sixteen_threads_share_a_program_and_never_each_others_addresses(library
         barrier.wait()
         for turn in range(25):
             base = (thread + 1) << 36 | turn << 20
-            prepared.run([base, base + 2**30], thread + 1, (base, thread))
+            prepared.launch([base, base + 2**30], thread + 1, (base, thread))
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(16)]
     for thread in threads:
@@ -113,13 +152,13 @@ def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(library
     prepared = program()
     before = library.contexts
     library.codes = [201]
-    prepared.run([0, 0], 0, (0, 0))
+    prepared.launch([0, 0], 0, (0, 0))
     assert library.contexts == before + 1 and len(library.launched) == 1
     library.codes = [201, 700]
     with pytest.raises(driver.DriverError, match="CUDA error 700 in cuLaunchKernelEx") as caught:
-        prepared.run([0, 0], 0, (0, 0))
+        prepared.launch([0, 0], 0, (0, 0))
     assert caught.value.code == 700
-    prepared.run([1 << 33, (1 << 33) + 2**30], 0, (3, 4))
+    prepared.launch([1 << 33, (1 << 33) + 2**30], 0, (3, 4))
     assert library.launched[-1][2][1:] == given(1 << 33, (3, 4))
 
 

@@ -18,9 +18,10 @@ from flashtune.core.pytorch.dtypes import TORCH_DTYPES
 from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call.call import PerHead
 from flashtune.dispatch.call.parse import Arguments, Options, parse
-from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans import launch
 from flashtune.dispatch.plans.forward import KernelPlan
 from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.plans.program import MASK, OUT
 from flashtune.templates import family
 from flashtune.templates.loading import host_of, load_kernel
 from flashtune.templates.rendering import render, variant_of
@@ -133,14 +134,14 @@ def test_a_plan_hands_over_the_addresses_of_what_each_call_gives_per_head(monkey
     given: dict[str, Any] = {"alibi_slopes": torch.zeros(4), "k_descale": torch.zeros(2, 4), "v_descale": 2.0, "sinks": torch.zeros(8)[::2]}
     plan = KernelPlan(parse(Arguments(q, q, q, per_head=PerHead(**given)), Options()), Code(LoadedKernel(None)), q.stride())  # type: ignore[arg-type]
     runs: list[list[int]] = []
-    plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
+    plan.program = SimpleNamespace(run=lambda addresses, bits: runs.append(addresses))  # type: ignore[assignment]
     plan._plain, plan._heads = False, [0, 101, 102, 103, 0]
     for _ in range(2):
         given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         plan.run(q, q, q, None, None, PerHead(**given))
         wanted = {name: x.data_ptr() for name, x in given.items() if isinstance(x, torch.Tensor)} | {"q_descale": 101, "v_descale": 103}
-        assert runs[-1][: launch.OUT] == [q.data_ptr()] * 3
-        heads = launch.MASK + 1
+        assert runs[-1][:OUT] == [q.data_ptr()] * 3
+        heads = MASK + 1
         assert runs[-1][heads:] == [*(wanted[name] for name in PER_HEAD), *[0] * (len(Tensors._fields) - heads - len(PER_HEAD))]
 
 
@@ -185,25 +186,3 @@ def test_a_bias_that_the_copy_engine_takes_is_handed_over_as_it_is() -> None:
     assert launching.bias_copy(host, aligned[..., 1:22]) is not None
     by_pointer = host_of(family("flash_fwd"), host.spec, family("flash_fwd").default(host.spec, find_target("h200")))
     assert launching.bias_copy(by_pointer, aligned[..., 1:22]) is None
-
-
-def test_a_plan_hands_over_the_memory_of_the_stream_that_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: list[int] = []
-    for name, value in (("_cuda_getDevice", lambda: None), ("_cuda_getCurrentRawStream", lambda _: streams[-1])):
-        monkeypatch.setattr(torch._C, name, value, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    taken = SimpleNamespace(counters=lambda _, stream, *__: 1000 * stream, scratch=lambda _, stream, __: 4096 * stream)
-    monkeypatch.setattr(driver, "STREAM_MEMORY", taken)
-    q, k, v = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)
-    plan = KernelPlan(parse(Arguments(q, k, v), Options(enable_gqa=True)), Code(LoadedKernel(None)), q.stride())  # type: ignore[arg-type]
-    runs: list[list[int]] = []
-    plan.program = SimpleNamespace(run=lambda addresses, stream, bits: runs.append(addresses))  # type: ignore[assignment]
-    plan._plain, plan._counters, plan._scratch, plan._lse_offset, plan._temporaries = False, 8, 1024, 768, (0, 512)
-    for stream in (7, 7, 9, 7):
-        streams.append(stream)
-        # What is given per head takes the long way to the same addresses.
-        for per_head in (None, PerHead(), None):
-            plan.run(q, k, v, None, None, per_head)
-            place = 4096 * stream
-            assert runs[-1][:3] == [x.data_ptr() for x in (q, k, v)]
-            assert runs[-1][launch.LSE :] == [place + 768, 1000 * stream, *[0] * (len(Tensors._fields) - launch.MASK), place, place + 512]

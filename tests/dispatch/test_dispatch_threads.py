@@ -33,7 +33,7 @@ def plan_of(x: torch.Tensor, mask: torch.Tensor) -> KernelPlan:
     operands, parameters = plan._given(x, x, x, mask, None)
     plan.program = plan.code.program(lambda kernel: launch.planned(kernel, operands, parameters))
     assert plan.program is not None and [one.kernel for one in plan.program.planned] == ["pack_mask", "flash_fwd_hopper"]
-    plan._take_memory_for(plan.program)
+    plan._plain = False
     return plan
 
 

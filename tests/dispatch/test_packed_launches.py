@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Driven, drive, serve_by
+from driven import Driven, config_of, drive, serve_by
 from launched import RECORDS
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 from test_dispatch_misled import PROGRAMS, Counts
@@ -21,6 +21,7 @@ from flashtune.core.pytorch import devices
 from flashtune.core.system.errors import InputTypeError
 from flashtune.dispatch.plans import kernels
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows import packed as packed_calls
 from flashtune.dispatch.rows.kernel import Kernel
@@ -225,10 +226,10 @@ def test_a_fallback_serves_packed_calls_from_when_on_their_softmax_was_mispredic
     def kernels_of(rows: int) -> list[Any]:
         made: list[Any] = []
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(Kernel, "run_at", lambda kernel, *_: made.append(kernel))
+            patch.setattr(Program, "run", lambda program, *_: made.append(program))
             for _ in range(rows):
                 dispatch.attention_varlen(*given, **words)
-        return [one.config for one in made]
+        return [config_of(one) for one in made]
 
     settled, fallback = said().config, dispatch.explain_varlen(*given, **plain).twin
     assert settles(settled) and fallback is not None and not settles(fallback)

@@ -1,6 +1,8 @@
 """Repeated calls that are found again by their arguments alone, against a stand-in for the driver: their launches get their own tensors."""
 
+import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -8,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from driven import Driven, drive
+from test_alike import TAKES
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 from torch.nn.attention.flex_attention import BlockMask
+from ways import WAYS, doubled, tensors
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError, InputTypeError
@@ -66,15 +70,104 @@ def test_a_repeated_call_parses_nothing_and_writes_its_own_tensors(driven: Drive
         assert (out.shape, out.stride()) == (given["q"].shape, given["q"].stride())
 
 
+EQUALS: dict[str, tuple[Any, ...]] = {
+    "is_causal": (False, 0, 0.0, Decimal(0), np.bool_(False)),
+    "allow_tf32": (True, 1),
+    "deterministic": (False, 0, 0.0),
+    "return_lse": (True, 1, np.bool_(True)),
+    "enable_gqa": (True, 1, Decimal(1)),
+    "scale": (2.0, Decimal(2), 2 + 0j),
+    "softcap": (2.0, Decimal(2)),
+    "dropout_p": (0.0, Decimal(0)),
+}
+"""A value of each argument, and others that are equal to it and aren't of its type."""
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in EQUALS for way in TAKES[name]])
+def test_what_equals_an_argument_of_a_repeated_call_and_is_of_another_type_is_refused_as_at_a_first_call(
+    driven: Driven, name: str, way: str
+) -> None:
+    right, *wrong = EQUALS[name]
+    faces = {"dense": dispatch.attention, "functions": dispatch.flex_attention}
+    face = faces.get(way, dispatch.attention_varlen)
+
+    def call(value: Any) -> None:
+        # Ways set enable_gqa themselves.
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad(), dispatch.use(unmeasured=True):
+            patch.setattr(dispatch, face.__name__, lambda *x, **words: face(*x, **{**words, name: value}))
+            WAYS[way](given)
+
+    given = tensors()
+    for _ in range(3):
+        call(right)
+    for value in wrong:
+        with pytest.raises(InputTypeError, match=rf"^{name} must be "):
+            call(value)
+    call(right)
+
+
+@pytest.mark.parametrize("way", ["dense", "packed", "paged"])
+def test_a_window_of_a_repeated_call_that_is_none_is_refused_again(driven: Driven, way: str) -> None:
+    given, name = tensors(), "window" if way == "dense" else "window_size"
+    with torch.no_grad():
+        for window in ((3, 0), (3, 0), (3, 0), [3, 0]):
+            WAYS[way](given, **{name: window})
+        for window in ((3.0, 0), (3, False), (3, 0, 1)):
+            with pytest.raises(InputTypeError, match=r"^window="):
+                WAYS[way](given, **{name: window})
+
+
+@pytest.mark.parametrize("way", ["dense", "packed", "paged"])
+def test_a_seed_that_is_none_is_refused_where_nothing_is_dropped_too(driven: Driven, way: str) -> None:
+    given = tensors()
+    with torch.no_grad():
+        for seed in (3, 3, 3, 4):
+            WAYS[way](given, seed=seed)
+        with pytest.raises(InputTypeError, match="seed must be an integer"):
+            WAYS[way](given, seed="3")
+
+
+def operations(call: Callable[[], Any]) -> int:
+    """Functions that a repeated call calls, Python's and C's."""
+    for _ in range(3):
+        call()
+    met: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: met.append(event) if event in ("call", "c_call") else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return len(met)
+
+
+def test_repeated_calls_take_little_more_operations_than_a_dense_one(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driven.library, "cuLaunchKernelEx", lambda *_: 0)
+    q, k, v = halves(1, 4, 240, 64), halves(1, 4, 240, 64), halves(1, 4, 240, 64)
+    calls = {"dense": partial(dispatch.attention, q, k, v), "functions": partial(dispatch.flex_attention, q, k, v, doubled)}
+    calls |= {"packed": packed_rows(240)[1], "paged": pages(8)[1]}
+    calls["packed functions"] = partial(calls["packed"], score_mod=doubled)
+    with torch.no_grad(), dispatch.use(unmeasured=True):
+        found = {name: operations(call) for name, call in calls.items()}
+    most = {"dense": 1.0, "packed": 1.2, "paged": 1.3, "functions": 2.0, "packed functions": 2.2}
+    assert {name: count for name, count in found.items() if count > most[name] * found["dense"]} == {}
+
+
 def test_growing_lengths_share_a_plan_and_a_wrong_bound_is_refused_again(driven: Driven) -> None:
     _, call = pages(8)
     plans = context.current().plans
     for longest in (120, 121, 122, 122, 100):
         call(longest)
     assert len(plans) == 1
-    for wrong in (-1, "8", 122.0):
-        with pytest.raises((InputError, InputTypeError), match="max_seqlen_k"):
-            call(wrong)
+    given, _ = packed_rows(240)
+    coded = lambda longest: dispatch.attention_varlen(*given.values(), 130, longest, enable_gqa=True, score_mod=doubled)  # noqa: E731
+    with torch.no_grad():
+        for _ in range(3):
+            coded(122)
+        for wrong in (-1, "8", 122.0):
+            for one in (call, coded):
+                with pytest.raises((InputError, InputTypeError), match="max_seqlen_k"):
+                    one(wrong)
 
 
 def test_numpys_bounds_find_the_plan_of_equal_ones(driven: Driven) -> None:

@@ -1,5 +1,6 @@
 """Whole calls on CPU tensors whose kernels are launched through a stand-in for the driver: the addresses that each launch was given."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ from test_dispatch_gradient_plans import Decoding
 from flashtune.core.code import launching
 from flashtune.core.code.binaries import Binary, Parameter, TensorMap
 from flashtune.core.gpu.target import find_target
+from flashtune.core.problems.config import Config
 from flashtune.core.pytorch import devices
 from flashtune.dispatch.plans import driver, launch
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.rows import packed
+from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.dispatch.state import context
 from flashtune.templates import family
 
@@ -88,6 +92,11 @@ def drive(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Driven:
 
 def _outlives(*_: Any) -> None:
     pytest.fail("memory of PyTorch's outlives the call: within a graph's pool others would reuse it")
+
+
+def config_of(program: Program) -> Config:
+    """The config of the kernel whose launches these are."""
+    return next(one.config for one in gc.get_objects() if isinstance(one, Kernel) and program in one._prepared.values())
 
 
 def serve_by(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

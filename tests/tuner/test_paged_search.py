@@ -14,7 +14,7 @@ import db_samples as samples
 import pytest
 import torch
 from click.testing import CliRunner
-from driven import Driven, drive
+from driven import Driven, config_of, drive
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
 from test_dispatch_misled import PROGRAMS, Counts
 from test_packed_launches import over_pages
@@ -36,8 +36,8 @@ from flashtune.core.records.results import Source
 from flashtune.core.system.errors import InputError
 from flashtune.db.store import Store
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.policy.records import comparable
-from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.dispatch.state import context
 from flashtune.dispatch.state.context import Memo
 from flashtune.dispatch.state.recorded import CALLS
@@ -376,8 +376,8 @@ def test_a_record_of_hoppers_kernel_serves_chunks_where_its_copies_can(
         assert (said.kind, said.template, said.config, said.twin) == ("exact", kind.name, frozen, running)
         assert dispatch.explain_varlen(*tensors, **words, deterministic=True).twin is None
         made: list[Config] = []
-        launch = Kernel.run_at
-        monkeypatch.setattr(Kernel, "run_at", lambda kernel, *given: (made.append(kernel.config), launch(kernel, *given))[1])
+        launch = Program.run
+        monkeypatch.setattr(Program, "run", lambda program, *given: (made.append(config_of(program)), launch(program, *given))[1])
         for _ in range(2):
             _, launches = driven.since(partial(dispatch.attention_varlen, *tensors, **words))
             assert [name for name, _ in launches] == ["flash_fwd_hopper"]

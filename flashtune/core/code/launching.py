@@ -101,6 +101,8 @@ class Plan(NamedTuple):
     scratch: list[Operand]
     counts: int = 0
     """Elements of `counts` that the launches may take."""
+    lse_bytes: int = 0
+    """Bytes of the LSE that a forward writes, whether or not a caller wants it."""
 
 
 def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numbers: Any) -> Plan:
@@ -130,7 +132,8 @@ def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numb
     places["mods"] = tuple(operand(len(tensors) + i, x) for i, x in enumerate(mods))
     scratch = Scratch(len(everything))
     inputs = LaunchInputs(**places | numbers, scale=scale)
-    return Plan(host.launches(inputs, scratch), everything, scratch.operands, 0 if tensors.counts is None else tensors.counts.numel())
+    counts, lse_bytes = 0 if tensors.counts is None else tensors.counts.numel(), 4 * tensors.lse.numel() * (tensors.dout is None)
+    return Plan(host.launches(inputs, scratch), everything, scratch.operands, counts, lse_bytes)
 
 
 def keyword_plan(host: Host, operands: Sequence[torch.Tensor | None], keywords: Mapping[str, Any]) -> Plan:

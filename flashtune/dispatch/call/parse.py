@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.core.problems.band import ALIGNMENTS, Sides, Window
+from flashtune.core.problems.band import ALIGNMENTS, Sides, Window, parse_window
 from flashtune.core.problems.parameters import FACTORS, PER_HEAD, PER_HEAD_FLAGS
 from flashtune.core.problems.problem import DECODE_ROWS, LARGEST_HEAD, Features, MaskKind, Problem, wide_heads
 from flashtune.core.pytorch.attention import in_columns
@@ -139,6 +139,26 @@ def unwrapped(number: Any) -> Any:
     """Number in a 0-D tensor without requires_grad, which PyTorch accepts as a number; any other argument unchanged."""
     plain = isinstance(number, Tensor) and number.dim() == 0 and not number.requires_grad
     return number.item() if plain else number
+
+
+def settled(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options in their order, with numbers as Python's floats; for calls whose options aren't of the usual types.
+
+    Raises InputTypeError for what is no bool, number or window: plans are found by equal options, and 1 == True == Decimal(1).
+    """
+    found = dict(zip(Options._fields, options, strict=False))
+    found |= {name: unwrapped(found[name]) for name in ("dropout_p", "scale")}
+    if not torch.compiler.is_compiling():
+        check_flags({name: found[name] for name in TRUTH_VALUES})
+        given = {name: found[name] for name in ("dropout_p", "softcap", "scale") if name != "scale" or found[name] is not None}
+        found |= {name: number(name, x, wide=True) for name, x in given.items()}
+    return tuple(found.values())
+
+
+def check_window(window: Any) -> None:
+    """Refuse what is no window, likewise."""
+    if window.__class__ is not int and not (window.__class__ is tuple and all([side.__class__ is int for side in window])):
+        parse_window(window)
 
 
 def seed_bits(seed: int) -> int:

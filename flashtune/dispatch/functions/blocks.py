@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtune.dispatch.functions.kept import kept, known_at
+from flashtune.dispatch.functions.kept import kept, known_at, stream_of
 from flashtune.dispatch.functions.kernels import Launched, Sequences, lists_of_kinds, lists_of_mask, tile_kinds
 from flashtune.dispatch.functions.listed import HIDDEN, PARTIAL, VISIBLE, Listed, as_counted, kinds_of_lists, kinds_of_tiles, own_lists
 from flashtune.dispatch.rows.kernel import Kernel
@@ -66,6 +66,8 @@ class FlexCall(NamedTuple):
     sequences: Sequences | None = None
     launched: Launched | None = None
     """What calls like it launched, where their tensors are compared."""
+    found: Sequence[int] = ()
+    """Addresses of its tensors then (flashtune.dispatch.functions.kernels.distinct)."""
 
     def of(self, bounds: Sequence[Any], captured: tuple[Tensor, ...]) -> "FlexCall":
         """The call with these tensors in place of its own."""
@@ -98,8 +100,11 @@ def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return query.shape[0], query.shape[1], query.shape[2], key.shape[2]
 
 
-def blocks(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False) -> Tensor:
-    """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for each batch and head."""
+def blocks(
+    call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False
+) -> tuple[Tensor, bool]:
+    """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for batches and heads, of which
+    all may share one; and whether they are kept with the mask."""
     sizes, listed = sizes_of(query, key), isinstance(call.mask_of, Listed)
 
     mask = None if listed else _lists_in(call.mask_of, tile, of_keys=of_keys)
@@ -116,8 +121,9 @@ def blocks(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tup
         return lists_of_kinds(kernel, tile_kinds(kernel, call.mods, call.captured, sizes, tile), of_keys=of_keys)
 
     place = call.mods.hash, sizes, tile, of_keys, query.device
-    found: Tensor = make() if mask is None and call.functions.reads and not listed else kept(call.mask_of, place, make)
-    return found.expand(*sizes[:2], -1, -1)
+    if mask is None and call.functions.reads and not listed:
+        return make(), False
+    return kept(call.mask_of, place, make), not stream_of()[1]
 
 
 def _lists_in(mask: Any, tile: tuple[int, int], *, of_keys: bool) -> list[Tensor] | None:

@@ -182,7 +182,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, call: PackedCall) -
     """Output (B, Hq, N, D_v), whose heads lie in memory as the query's do, and LSE (B, Hq, N)."""
     batch, heads, n, _ = query.shape
     _, (bounds, longest), into_heads, options, slopes = call
-    given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, None)
+    given = (*_folded(call, (query, key, value)), bounds, bounds, None, slopes, *[None] * 4)
     out, lse = attend(given, options, longest, longest, None, heads_outside=into_heads or query.stride(1) > query.stride(2))
     assert lse is not None, "the options want it"
     if into_heads:

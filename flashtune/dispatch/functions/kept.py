@@ -1,8 +1,9 @@
 """Results that are kept with a mask for as long as it lives: lists of blocks, and whether a BlockMask's are those of its mask_mod."""
 
+import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
@@ -32,6 +33,34 @@ def versions_of(mask: Any) -> tuple[Any, ...]:
     except (AttributeError, RuntimeError):
         lists = [getattr(mask, name, None) for name in OWN]
         return tuple((WeakIdRef(x), None if x.is_inference() else x._version) for x in lists if x is not None)
+
+
+class Lists(NamedTuple):
+    """A BlockMask and its own lists, held weakly, with their versions (-1 of inference mode's, which have none): to know in a microsecond
+    that it lists the same."""
+
+    mask: "weakref.ref[Any]"
+    lists: tuple[tuple["weakref.ref[torch.Tensor] | None", int], ...]
+
+    @classmethod
+    def of(cls, mask: Any) -> "Lists":
+        """The lists of a mask as they are."""
+        return cls(
+            weakref.ref(mask),
+            tuple([(None, 0) if x is None else (weakref.ref(x), -1 if x.is_inference() else x._version) for x in _lists_of(mask)]),
+        )
+
+    def same(self, mask: Any) -> bool:
+        """True for that mask, if nothing was written to its lists, or put in their place."""
+        if self.mask() is not mask:
+            return False
+        for (was, version), x in zip(self.lists, _lists_of(mask), strict=True):
+            if x is None or was is None:
+                if was is not x:
+                    return False
+            elif (version >= 0 and x._version != version) or was() is not x:
+                return False
+        return True
 
 
 def stream_of() -> tuple[int, bool]:

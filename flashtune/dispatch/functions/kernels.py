@@ -1,5 +1,6 @@
 """Kernels of a mask and a score as code: compiled where they are first called, kept in the user's cache, launched by plans."""
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ from flashtune.dispatch.call.sequences import Numbers, Packed, rows_last, viewed
 from flashtune.dispatch.call.sequences import problem_of as packed_problem
 from flashtune.dispatch.decisions.explanation import Explanation, explanation_by
 from flashtune.dispatch.plans import launch as launches
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.policy.choose import Choice, Refusal, kind_by
 from flashtune.dispatch.policy.orders import UNMEASURED, rank_coded
 from flashtune.dispatch.policy.records import differences
-from flashtune.dispatch.rows.kernel import Kernel, Prepared, layout, loaded_kernel, note
+from flashtune.dispatch.rows.kernel import Kernel, Repeat, layout, loaded_kernel, note
 from flashtune.dispatch.state.context import current
 from flashtune.dispatch.state.recorded import meet_coded
 from flashtune.templates import families
@@ -185,28 +187,58 @@ def lists_of_mask(kernel: Kernel, mask: Sequence[Tensor], blocks: tuple[int, int
 class Launched:
     """Launches of a forward with functions, kept for calls of it whose rows and lists of lengths lie alike."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ("_lists", "kept")
 
     def __init__(self) -> None:
         # One tuple, to be read atomically.
-        self._kept: tuple[Kernel, Prepared, list[bool]] | None = None
+        self.kept: tuple[Kernel, Repeat, list[bool]] | None = None
+        self._lists: list[weakref.ref[Tensor]] | None = None
 
-    def keep(self, kernel: Kernel, prepared: Prepared | None, more: Sequence[Tensor]) -> None:
+    def keep_lists(self, lists: Sequence[Tensor]) -> None:
+        """Keep lists of blocks for as long as these are kept with their mask."""
+        self._lists = [weakref.ref(x) for x in lists]
+
+    def lists(self) -> list[Tensor] | None:
+        """Lists of blocks; None where they are made, or looked for, anew."""
+        # Read once: another thread may keep others.
+        if (kept := self._lists) is None:
+            return None
+        found = []
+        for ref in kept:
+            if (x := ref()) is None:
+                return None
+            found.append(x)
+        return found
+
+    def keep(
+        self, kernel: Kernel, program: Program, operands: Sequence[Tensor], bounds: Sequence[Tensor | None], more: Sequence[Tensor]
+    ) -> None:
         """Keep what a call launched, with tensors of functions like these."""
-        self._kept = None if prepared is None else (kernel, prepared, [x.data_ptr() % 16 == 0 for x in more])
+        query, key, value, out, lse = operands
+        own = {id(x): source for source, x in enumerate(distinct(query, key, value, *bounds))}
+        places = [
+            *zip(range(3), range(3), strict=True),
+            *((place, own[id(x)]) for place, x in zip(_BOUNDS, bounds, strict=False) if x is not None),
+        ]
+        self.kept = kernel, Repeat.of(program, query, out, lse, places), [x.data_ptr() % 16 == 0 for x in more]
 
-    def again(self, kernel: Kernel, operands: Sequence[Tensor], more: Sequence[Tensor], bounds: Sequence[Tensor | None]) -> bool:
-        """Launch it for a call's tensors, those of functions with the sizes and strides that they had; False where nothing fits."""
-        kept, mods = self._kept, [x.data_ptr() for x in more]
-        if kept is None or kept[0] is not kernel or [at % 16 == 0 for at in mods] != kept[2]:
-            return False
-        addresses = [0] * len(Tensors._fields)
-        addresses[: len(operands)] = [x.data_ptr() for x in operands]
-        for place, x in zip(_BOUNDS, bounds, strict=False):
-            if x is not None:
-                addresses[place] = x.data_ptr()
-        kernel.run_at(kept[1], addresses, mods)
-        return True
+    def again(
+        self, kernel: Kernel, query: Tensor, found: Sequence[int], more: Sequence[Tensor], *, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Output and LSE of a call whose `distinct` tensors were `found` at these addresses, and whose tensors of functions have the sizes
+        and strides that they had; None where nothing fits."""
+        kept, mods = self.kept, [*map(Tensor.data_ptr, more)]
+        if kept is None or kept[0] is not kernel or (mods and [at % 16 == 0 for at in mods] != kept[2]):
+            return None
+        return kept[1].run(query, found, mods, with_lse=with_lse)
+
+
+def distinct(query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor | None) -> list[Tensor]:
+    """The tensors of a call with functions, each once."""
+    if not bounds:
+        return [query, key, value]
+    cu_q, cu_k, used = bounds
+    return [x for x in (query, key, value, cu_q, None if cu_k is cu_q else cu_k, used) if x is not None]
 
 
 _BOUNDS = tuple(map(Tensors._fields.index, ("cu_q", "cu_k", "used")))
@@ -215,7 +247,7 @@ _BOUNDS = tuple(map(Tensors._fields.index, ("cu_q", "cu_k", "used")))
 
 def launch(
     kernel: Kernel, operands: Sequence[Tensor | None], more: Sequence[Tensor], scale: float, sequences: Sequences | None = None
-) -> Prepared | None:
+) -> Program | None:
     """Launch a pass: its operands in the order of flashtune.core.problems.passes, then the tensors of functions (LaunchInputs.mods).
 
     Returns its prepared launches, or None where Triton launched.

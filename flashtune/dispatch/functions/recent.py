@@ -3,6 +3,8 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from flashtune.core.pytorch.private import FORWARD_AD, C, check_of
 from flashtune.dispatch.call.inspection import flash_attention_on
 from flashtune.dispatch.functions.blocks import FlexCall, Functions, Passes, varies
 from flashtune.dispatch.functions.documents import PackedCall
-from flashtune.dispatch.functions.kept import stream_of, versions_of
+from flashtune.dispatch.functions.kept import Lists, stream_of
 from flashtune.dispatch.functions.kernels import Launched, Sequences
 from flashtune.dispatch.functions.listed import Listed
 from flashtune.dispatch.functions.traced import Snapshot
@@ -29,8 +31,9 @@ class RecentCall:
 
     check: Callable[..., bool]
     state: tuple[Any, ...]
-    mask: "tuple[weakref.ref[Any], tuple[int, ...]] | None"
-    snapshots: tuple[Snapshot | None, Snapshot | None]
+    mask: Lists | None
+    score: Snapshot | None
+    mask_mod: Snapshot | None
     call: Any
     functions: Functions | None
     captured: tuple["weakref.ref[Tensor]", ...]
@@ -44,8 +47,11 @@ def _settings(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Settings that a decision depends on beside arguments that are tensors and functions."""
     return (
         options, torch.is_grad_enabled(), torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"), stream_of(),
-        flash_attention_on(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(),
+        flash_attention_on(), torch.get_float32_matmul_precision(), C._get_deterministic_algorithms(), torch.get_default_dtype(),
     )  # fmt: skip
+
+
+_ADDRESS = Tensor.data_ptr
 
 
 def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options: tuple[Any, ...], bounds: Any = None) -> Any:
@@ -60,24 +66,24 @@ def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options
         or recent.state != _settings(options)
         or FORWARD_AD._current_level >= 0
         or C._len_torch_dispatch_stack()
-        or any([x.data_ptr() % 16 for x in tensors])
-        or (recent.mask is not None and (recent.mask[0]() is not block_mask or recent.mask[1] != versions_of(block_mask)))
+        or reduce(or_, found := [*map(_ADDRESS, tensors)]) % 16
     ):
         return None
-    for snapshot, function in zip(recent.snapshots, (score_mod, getattr(block_mask, "mask_mod", block_mask)), strict=True):
-        if function is not None and not snapshot.same(function):
-            return None
-    if isinstance(recent.call, PackedCall) and not recent.call.read.holds():
+    score, mask, call = recent.score, recent.mask_mod, recent.call
+    if (score is not None and not score.same(score_mod)) or (recent.mask is not None and not recent.mask.same(block_mask)):
         return None
-    if not isinstance(recent.call, Passes):
-        return recent.call
-    if recent.call.failed:
+    if mask is not None and not mask.same(getattr(block_mask, "mask_mod", block_mask)):
+        return None
+    if call.__class__ is not Passes:
+        return None if isinstance(call, PackedCall) and not call.read.holds() else call
+    launched = recent.launched
+    if (launched is None or launched.kept is None) and call.failed:
         return None
     captured, mask_of = tuple([ref() for ref in recent.captured]), block_mask if recent.listed is None else recent.listed()
     if mask_of is None and recent.listed is not None:
         return None
     sequences = None if bounds is None else Sequences(bounds, recent.numbers)
-    return FlexCall(recent.functions, captured, recent.call, recent.scale, mask_of, sequences, recent.launched)
+    return FlexCall(recent.functions, captured, call, recent.scale, mask_of, sequences, launched, found)
 
 
 def keep_recent(
@@ -107,9 +113,9 @@ def keep_recent(
         listed = weakref.ref(call.mask_of) if isinstance(call.mask_of, Listed) else None
         numbers = None if call.sequences is None else call.sequences.numbers
         kept = call.kernels, call.functions, tuple(weakref.ref(x) for x in call.captured), call.scale, listed, numbers, Launched()
-    mask = None if mask_mod is block_mask else (weakref.ref(block_mask), versions_of(block_mask))
+    mask = None if mask_mod is block_mask else Lists.of(block_mask)
     recent = current().plans.flex
     if len(recent) >= MOST:
         recent.clear()
     # Guards of other numbers of tensors can't be asked.
-    recent[id(score_mod), id(block_mask), len(tensors)] = RecentCall(check_of(tensors), _settings(options), mask, snapshots, *kept)  # type: ignore[arg-type]
+    recent[id(score_mod), id(block_mask), len(tensors)] = RecentCall(check_of(tensors), _settings(options), mask, *snapshots, *kept)  # type: ignore[arg-type]

@@ -3,13 +3,14 @@
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtune.core.pytorch.flex import Mod
+from flashtune.core.pytorch.private import check_of, has_guards
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch.functions.blocks import Functions
 from flashtune.dispatch.functions.listed import Listed
@@ -90,14 +91,47 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
 
 
 class _Held(NamedTuple):
+    """A tensor or a function, held weakly, and what of a tensor matters beside its values."""
+
     it: "weakref.ref[Any]"
-    state: Hashable
+    like: Callable[[Tensor], bool] | None
+
+
+class _Items(NamedTuple):
+    """Items of a tuple, which itself would hold them."""
+
+    held: tuple[Any, ...]
+
+
+class _Reads(NamedTuple):
+    """A function, and the values that it reads: of its closure, and of names of its module, absent ones too."""
+
+    it: "weakref.ref[types.FunctionType]"
+    code: types.CodeType
+    defaults: Any
+    closure: tuple[Any, ...]
+    names: tuple[tuple[str, Any], ...]
+
+
+_ABSENT = object()
 
 
 def _held(x: Any) -> Any:
+    if type(x) is tuple:
+        return _Items(tuple(map(_held, x)))
     if isinstance(x, types.FunctionType):
         return _Held(weakref.ref(x), None)
-    return _Held(weakref.ref(x), _state(x)) if isinstance(x, Tensor) else x
+    return _Held(weakref.ref(x), _like(x)) if isinstance(x, Tensor) else x
+
+
+def _is(x: Any, was: Any) -> bool:
+    """True if a value is the one that was held."""
+    kind = was.__class__
+    if kind is _Held:
+        return was.it() is x and (was.like is None or (was.like(x) and not x.__dict__))
+    if kind is _Items:
+        return type(x) is tuple and len(x) == len(was.held) and all(map(_is, x, was.held))
+    return was is x
 
 
 _MOST_READ = 64
@@ -105,64 +139,81 @@ _MOST_READ = 64
 
 
 class Snapshot:
-    """Values that a function reads beside its arguments, by identity: to know in microseconds that a function is the same.
+    """Values that a function reads beside its arguments, by identity: to know in a microsecond that a function is the same.
 
     Tensors and functions are held weakly; metadata of tensors are part of it, values aren't. `make` is None for functions that read other
     things than tensors, numbers and modules of PyTorch's, of which something may change unseen.
     """
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_reads",)
 
-    def __init__(self, seen: list[Any]) -> None:
-        self._seen = [_held(x) for x in seen]
+    def __init__(self, reads: list[_Reads]) -> None:
+        self._reads = reads
 
     @classmethod
     def make(cls, function: Any) -> "Snapshot | None":
         """The snapshot of a function, where it is a plain one, as are those that it calls."""
-        seen = _read_tensor(function) if type(function) is types.FunctionType else None
-        return None if seen is None or not all(_simple(x) for x in seen) else cls(seen)
+        if type(function) is not types.FunctionType:
+            return None
+        found: list[_Reads] = []
+        count = 1
+        waiting: list[Any] = [function]
+        while waiting:
+            x = waiting.pop()
+            if type(x) is tuple:
+                values: list[Any] = list(x)
+            elif type(x) is not types.FunctionType or is_torchs(x):
+                continue
+            else:
+                if x.__dict__ or x.__kwdefaults__ is not None or reads_elsewhere(x.__code__):
+                    return None
+                try:
+                    closure = [cell.cell_contents for cell in x.__closure__ or ()]
+                except ValueError:
+                    # One isn't set yet.
+                    return None
+                named = [(name, x.__globals__.get(name, _ABSENT)) for name in names_of(x.__code__)]
+                names = tuple((name, _held(one)) for name, one in named)
+                found.append(_Reads(weakref.ref(x), x.__code__, _held(x.__defaults__), tuple(map(_held, closure)), names))
+                values = [x.__defaults__, *closure, *(one for _, one in named if one is not _ABSENT)]
+            count += len(values)
+            if count > _MOST_READ or not all(map(_simple, values)):
+                return None
+            waiting += values
+        return cls(found)
 
     def same(self, function: types.FunctionType) -> bool:
         """True if a function is that one, and reads the same."""
-        now = _read_tensor(function)
-        if now is None or len(now) != len(self._seen):
+        if self._reads[0].it() is not function:
             return False
-        for x, was in zip(now, self._seen, strict=True):
-            if type(was) is _Held:
-                if was.it() is not x or (was.state is not None and was.state != _state(x)):
-                    return False
-            elif was is not x:
+        for it, code, defaults, closure, names in self._reads:
+            x = it()
+            if x is None or x.__code__ is not code or x.__dict__ or x.__kwdefaults__ is not None or not _is(x.__defaults__, defaults):
                 return False
+            if closure:
+                try:
+                    for cell, was in zip(x.__closure__ or (), closure, strict=True):
+                        if not _is(cell.cell_contents, was):
+                            return False
+                except ValueError:
+                    return False
+            within = x.__globals__
+            for name, was in names:
+                if within.get(name, _ABSENT) is not was and not _is(within.get(name, _ABSENT), was):
+                    return False
         return True
 
 
-def _read_tensor(function: types.FunctionType) -> list[Any] | None:
-    """Values that a function reads, and those that functions and tuples among them hold; None where it is too much, isn't set yet,
-    or where a function imports or has attributes."""
-    found: list[Any] = []
-    waiting: list[Any] = [function]
-    while waiting:
-        x = waiting.pop()
-        # A tuple would hold what is in it.
-        found.append(len(x) if type(x) is tuple else x)
-        if type(x) is tuple:
-            waiting += x
-        elif type(x) is types.FunctionType and not is_torchs(x):
-            if x.__dict__ or reads_elsewhere(x.__code__):
-                return None
-            try:
-                waiting += [cell.cell_contents for cell in x.__closure__ or ()]
-            except ValueError:
-                return None
-            within = x.__globals__
-            waiting += (x.__code__, x.__defaults__, x.__kwdefaults__, *(within[name] for name in names_of(x.__code__) if name in within))
-        if len(found) > _MOST_READ:
-            return None
-    return found
+def _like(x: Tensor) -> Callable[[Tensor], bool]:
+    """Check of tensors for the metadata of this one."""
+    if has_guards:
+        return check_of([x])
+    state = _state(x)
+    return lambda y: _state(y) == state
 
 
-def _state(x: Any) -> Hashable:
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, bool(x.__dict__)
+def _state(x: Tensor) -> Hashable:
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
 def _simple(x: Any) -> bool:
@@ -170,8 +221,10 @@ def _simple(x: Any) -> bool:
         return type(x) in (Tensor, torch.nn.Parameter) and not x.__dict__
     if isinstance(x, types.BuiltinFunctionType):
         return is_pure(x) and x not in LOOKING
-    return isinstance(x, (*PLAIN, types.CodeType, types.FunctionType)) or (
-        isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch"
+    return (
+        type(x) is tuple
+        or isinstance(x, (*PLAIN, types.FunctionType))
+        or (isinstance(x, types.ModuleType) and x.__name__.partition(".")[0] == "torch")
     )
 
 

@@ -24,30 +24,46 @@ def types_of(captured: Sequence[Tensor], trains: Sequence[bool]) -> tuple[Captur
     return tuple(Captured(x.dtype, x.dim(), trained and x.is_floating_point()) for x, trained in zip(captured, trains, strict=True))
 
 
-def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a call, with its gradients where it has a backward."""
+def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE, which may be None without `with_lse`, of a call, with its gradients where it has a backward."""
     if call.kernels.backward is None:
-        with torch.no_grad():
-            return _forward(query, key, value, call)
+        return _forward(query, key, value, call, with_lse=with_lse)
+    query, key, value = _whole(query, key, value, call)
     bounds = (None, None, None) if call.sequences is None else call.sequences.bounds
     out, lse = apply(FunctionsPlan(call), None, query, key, value, *bounds, *call.captured)
     return out, lse
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    launched, kernel = call.launched, call.kernels.forward
+    lists = None if launched is None else launched.lists()
+    if lists is None:
+        lists, lasting = _lists(call, kernel, query, key)
+        if launched is not None and lasting:
+            launched.keep_lists(lists)
+    if launched is not None:
+        found = launched.again(kernel, query, call.found, [*call.captured, *lists], with_lse=with_lse)
+        if found is not None:
+            return found
+    query, key, value = _whole(query, key, value, call)
     if call.sequences is None and query.transpose(1, 2).is_contiguous():
         # The output has the queries' memory layout.
         out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
     else:
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     lse = query.new_empty(query.shape[:3] if call.sequences is None else query.shape[1::-1], dtype=torch.float32)
-    operands, more = (query, key, value, out, lse), [*call.captured, *_lists(call, call.kernel, query, key)]
-    bounds = () if call.sequences is None else call.sequences.bounds
-    if call.launched is None or not call.launched.again(call.kernel, operands, more, bounds):
-        prepared = launch(call.kernel, operands, more, call.scale, call.sequences)
-        if call.launched is not None:
-            call.launched.keep(call.kernel, prepared, more)
+    operands, more = (query, key, value, out, lse), [*call.captured, *_of_all(lists, query)]
+    program = launch(kernel, operands, more, call.scale, call.sequences)
+    if launched is not None and program is not None:
+        launched.keep(kernel, program, operands, () if call.sequences is None else call.sequences.bounds, more)
     return out, lse
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with key and value of all batches, which may share theirs."""
+    if call.sequences is None and key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    return query, key, value
 
 
 class FunctionsPlan:
@@ -61,7 +77,9 @@ class FunctionsPlan:
 
     def outputs(self, seed: int | None, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, int]:
         """Output and LSE; nothing is dropped."""
-        return *_forward(query, key, value, self.call.of(others[:3], others[3:])), 0
+        out, lse = _forward(query, key, value, self.call.of(others[:3], others[3:]))
+        assert lse is not None, "it is wanted"
+        return out, lse, 0
 
     def gradients(self, requested: Sequence[bool], bits: int, *given: Any) -> list[Tensor | None]:
         """Requested gradients, by a kernel or matrices of all scores."""
@@ -76,7 +94,7 @@ class FunctionsPlan:
             sums = {place: torch.zeros(captured[place].shape, dtype=torch.float32, device=query.device) for place in mods.trained}
             # Its next kernel, where one can't be built.
             with suppress(NotBuilt):
-                more = [*captured, *_lists(now, kernel, query, key, backward=True), *sums.values()]
+                more = [*captured, *_of_all(_lists(now, kernel, query, key, backward=True)[0], query), *sums.values()]
                 launch(kernel, operands, more, call.scale, call.sequences)
                 of_captured = [sums[place].to(x.dtype) if place in sums else None for place, x in enumerate(captured)]
                 of_rows = [x if needed else None for x, needed in zip(gradients, requested, strict=False)]
@@ -112,10 +130,17 @@ def _of_gradients(
     return kernel, mods
 
 
-def _lists(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, *, backward: bool = False) -> list[Tensor]:
-    """The lists of blocks that a kernel walks, in its order."""
+def _lists(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, *, backward: bool = False) -> tuple[list[Tensor], bool]:
+    """The lists of blocks that a kernel walks, in its order, for batches and heads that may share one, and whether all are kept with their
+    mask."""
     if not call.mods.listed(kernel.spec):
-        return []
+        return [], True
     # Of keys come first, where there are both.
     places = enumerate(kernel.tiles[: 2 if backward else 1])
-    return [blocks(call, kernel, query, key, tile, of_keys=backward and place == 0) for place, tile in places]
+    found = [blocks(call, kernel, query, key, tile, of_keys=backward and place == 0) for place, tile in places]
+    return [lists for lists, _ in found], all(lasting for _, lasting in found)
+
+
+def _of_all(lists: Sequence[Tensor], query: Tensor) -> list[Tensor]:
+    """Lists of blocks for each batch and head."""
+    return [x.expand(*query.shape[:2], -1, -1) for x in lists]

@@ -10,9 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtune.core.problems.problem import next_power_of_two
-from flashtune.core.pytorch.private import C
 from flashtune.dispatch.plans import driver, launch
-from flashtune.dispatch.plans.launch import Program
+from flashtune.dispatch.plans.program import Program
 
 _ELEMENTS = 2048
 """Elements of a part that a program holds."""
@@ -163,15 +162,6 @@ def _launch(kernel: Any, like: Tensor, *tensors: Any) -> Program | None:
         if len(_PROGRAMS) >= _MOST_PROGRAMS:
             _PROGRAMS.clear()
         with torch.cuda.device(device):
-            _PROGRAMS[layout] = program = launch.program_of(kernel, grid, arguments, {"num_warps": WARPS}, device.index)
-    run(program, device.index, addresses)
+            _PROGRAMS[layout] = program = launch.program_of(kernel, grid, arguments, {"num_warps": WARPS}, device)
+    program.run(addresses)
     return program
-
-
-def run(program: Program, index: int, addresses: Sequence[int]) -> None:
-    """Launch on the current stream of a GPU."""
-    if C._cuda_getDevice() == index:
-        program.run(addresses, C._cuda_getCurrentRawStream(index))
-    else:
-        with torch.cuda.device(index):
-            program.run(addresses, C._cuda_getCurrentRawStream(index))

@@ -87,7 +87,7 @@ def _again(parts: Any, packed: bool) -> Pair | None:
         return None
     program, like = recent.plan
     out, lse = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in like]
-    _kernel().run(program, out.device.index, [x.data_ptr() for x in (*tensors, out, lse)])
+    program.run([x.data_ptr() for x in (*tensors, out, lse)])
     return out, lse
 
 

@@ -171,9 +171,9 @@ class StreamMemory:
         """Address of at least `size` int32 counters."""
         return self._address("counters", device, stream, capture_id(stream) if capturing else 0, 4 * size)
 
-    def scratch(self, device: int, stream: int, size: int) -> int:
-        """Address of at least `size` bytes, a multiple of 256."""
-        return self._address("scratch", device, stream, 0, size)
+    def scratch(self, device: int, stream: int, size: int, *, in_turn: bool = False) -> int:
+        """Address of at least `size` bytes, a multiple of 256; calls of one launch, which take no turn, get others than those `in_turn`."""
+        return self._address("scratch of turns" if in_turn else "scratch", device, stream, 0, size)
 
     def turn(self, device: int, stream: int) -> threading.Lock:
         """Lock around launches on a stream that no other thread's may interleave with."""

@@ -15,11 +15,10 @@ from flashtune.core.problems import reference
 from flashtune.core.problems.parameters import CallParameters
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.attention import out_strides, readable
-from flashtune.core.pytorch.private import C
 from flashtune.dispatch.call.call import Call
 from flashtune.dispatch.plans import autograd, driver, launch
-from flashtune.dispatch.plans.launch import Code, Program
-from flashtune.dispatch.plans.plan import placed
+from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.plans.pytorch import no_autocast
 
 _Maybe = Tensor | None
@@ -93,15 +92,13 @@ class Layout:
 class GradientPlan:
     """Plan that launches a backward's kernels."""
 
-    __slots__ = ("_all", "_copies_mask", "_layout", "_scratch", "_temporaries", "call", "code", "program")
+    __slots__ = ("_all", "_copies_mask", "_layout", "call", "code", "program")
 
     def __init__(self, call: Call, code: Code) -> None:
         self.call, self.code = call, code
         self.program: Program | None = None
         # True where all gradients are computed, requested or not: machine code is shipped for that alone.
         self._all = self._copies_mask = False
-        self._temporaries: tuple[int, ...] = ()
-        self._scratch = 0
 
     def build(self, inputs: BackwardInputs) -> None:
         """Load or compile machine code for calls like this one; an exception here is the kernels' own fault."""
@@ -124,23 +121,14 @@ class GradientPlan:
             if self.program is None and self.code.load():
                 self._all = False
                 self.program = self.code.prepared(planned)
-        if self.program is not None:
-            self._temporaries, self._scratch = placed(self.program.temporaries)
 
     def run(self, inputs: BackwardInputs) -> Gradients:
         """Requested gradients; on the tensors' device and its current stream."""
         program, call = self.program, self.call
         if program is None:
             return self._through_triton(inputs)
-        index = call.device.index
-        if C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                return self.run(inputs)
         operands = self._operands(inputs)
         mask, slopes, sinks = inputs.mask, inputs.slopes, inputs.sinks
-        # Allocated per call, from a graph's pool under capture: nothing is shared, and nothing outlives the call.
-        scratch = torch.empty(self._scratch, dtype=torch.uint8, device=call.device)
-        start = scratch.data_ptr()
         bias = None
         if self._copies_mask and self.code.module.host is not None:
             bias = launching.bias_copy(self.code.module.host, call.full_mask(mask))
@@ -149,10 +137,7 @@ class GradientPlan:
         places = dout, dlse, dq, dk, dv, *_more(inputs, operands)
         query, key, value, out, lse = inputs[:5]
         tensors = Tensors(query, key, value, out, lse, None, mask, slopes, None, None, None, sinks, bias, *places)
-        addresses = launching.addresses(tensors)
-        for offset in self._temporaries:
-            addresses.append(start + offset)
-        program.run(addresses, C._cuda_getCurrentRawStream(index), (inputs.seed, 0))
+        program.run(launching.addresses(tensors), (inputs.seed, 0))
         return self._requested(inputs, operands)
 
     def _operands(self, inputs: BackwardInputs) -> tuple[Any, ...]:

@@ -1,216 +1,25 @@
-"""Prepared launches: planned once, then a call writes addresses and launches, nothing else."""
+"""From a kernel and a call to its prepared launches: the host's plan, with machine code or what Triton compiles."""
 
-import ctypes
 import functools
 import itertools
-import math
 import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flashtune.core.code import launching
-from flashtune.core.code.binaries import (
-    INTERLEAVE_NONE,
-    L2_PROMOTION_128B,
-    OUTSIDE_IS_ZERO,
-    STRUCT_FORMATS,
-    Binary,
-    Manifest,
-    Parameter,
-    machine_arch,
-)
-from flashtune.core.code.launches import Descriptor, Launch, Operand, Resident, Varying
-from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
+from flashtune.core.code.binaries import Binary, Manifest, machine_arch
+from flashtune.core.code.launches import Launch, Resident, Varying
+from flashtune.core.code.launching import LoadedKernel, Plan
 from flashtune.core.problems.parameters import CallParameters
 from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.core.system.folders import let_triton_write
 from flashtune.dispatch.plans import driver
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS
-
-_MAP_BYTES = 128
-_MAP_ALIGNMENT = 64
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _Layout:
-    """Layout of the parameters of all launches in one allocation, and their initial contents."""
-
-    image: bytearray = field(default_factory=bytearray)
-    places: list[list[int]] = field(default_factory=list)
-    addresses: list[tuple[int, int]] = field(default_factory=list)
-    maps: list[tuple[int, Descriptor, Parameter]] = field(default_factory=list)
-    numbers: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def add(self, launch: Launch, binary: Binary) -> None:
-        """Append the parameters of one launch, each at its alignment."""
-        places: list[int] = []
-        self.places.append(places)
-        for parameter in binary.parameters:
-            value = launch.arguments[parameter.position]
-            if isinstance(value, Descriptor):
-                assert parameter.tensor_map is not None, "a descriptor goes to a tensor map"
-                places.append(self._take(_MAP_BYTES, _MAP_ALIGNMENT))
-                self.maps.append((places[-1], value, parameter))
-                places.extend(self._number("i32", size) for size in value.shape)
-                places.extend(self._number("i64", stride) for stride in value.strides)
-            elif isinstance(value, Operand):
-                places.append(self._take(8, 8))
-                self.addresses.append((places[-1], value.source))
-            elif isinstance(value, Resident):
-                places.append(self._number(parameter.kind, value.address))
-            else:
-                places.append(self._number(parameter.kind, value))
-                if isinstance(value, Varying):
-                    self.numbers.append((places[-1], value.source, struct.calcsize(STRUCT_FORMATS[parameter.kind])))
-        # Triton's two pointers to scratch memory, which our kernels don't use.
-        places.extend((self._number("u64", 0), self._number("u64", 0)))
-
-    def _take(self, size: int, alignment: int) -> int:
-        start = -(-len(self.image) // alignment) * alignment
-        self.image.extend(bytes(start + size - len(self.image)))
-        return start
-
-    def _number(self, kind: str, value: float) -> int:
-        # Eight bytes each, so that a varying number can be written as a 64-bit word.
-        start = self._take(8, 8)
-        struct.pack_into("<" + STRUCT_FORMATS[kind], self.image, start, value)
-        return start
-
-
-class _Block:
-    """Parameter block of one call in progress."""
-
-    __slots__ = ("_held", "bound", "configs", "launches", "stream", "words")
-
-    def __init__(self, program: "Program", addresses: Sequence[int]) -> None:
-        layout = program.layout
-        raw = ctypes.create_string_buffer(len(layout.image) + _MAP_ALIGNMENT)
-        start = -(-ctypes.addressof(raw) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        ctypes.memmove(start, bytes(layout.image), len(layout.image))
-        self.words = (ctypes.c_uint64 * (len(layout.image) // 8)).from_address(start)
-        self.configs: list[driver.LaunchConfig] = []
-        self.launches: list[tuple[int, int, int]] = []
-        self.stream: int | None = None
-        held: list[Any] = [raw]
-        for planned, binary, function, places in zip(program.planned, program.binaries, program.functions, layout.places, strict=True):
-            parameters = (ctypes.c_void_p * len(places))(*[start + place for place in places])
-            attributes = driver.attributes(pdl=binary.launch_pdl, cooperative=binary.cooperative, cluster=binary.cluster)
-            x, y, z = (*planned.grid, 1, 1)[:3]
-            config = driver.LaunchConfig(
-                x * binary.cluster, y, z, binary.threads, 1, 1, binary.shared_bytes, None, ctypes.addressof(attributes), len(attributes)
-            )
-            held += [parameters, attributes, config]
-            self.configs.append(config)
-            if x * y * z > 0:
-                self.launches.append((ctypes.addressof(config), function, ctypes.addressof(parameters)))
-        # Where the address is the map's first word, as on every driver so far, it is written like any other parameter.
-        plain = [_address_is_first_word(start + place, what, parameter, addresses) for place, what, parameter in layout.maps]
-        self.bound = [] if all(plain) else [(start + place, what.base.source) for place, what, _ in layout.maps]
-        self._held = held
-
-
-def _address_is_first_word(place: int, descriptor: Descriptor, parameter: Parameter, addresses: Sequence[int]) -> bool:
-    """Encode a tensor map; True where its first word is the address, and another address changes nothing else."""
-    words = (ctypes.c_uint64 * (_MAP_BYTES // 8)).from_address(place)
-    address = addresses[descriptor.base.source]
-    encode(place, descriptor, parameter, address + 4096)
-    first = list(words)
-    encode(place, descriptor, parameter, address)
-    return first[0] == address + 4096 and words[0] == address and first[1:] == list(words)[1:]
-
-
-class Program:
-    """Prepared launches of a plan, for any number of concurrent calls."""
-
-    def __init__(self, plan: Plan, binaries: Sequence[Binary], functions: Sequence[int], device: int, addresses: Sequence[int]) -> None:
-        """`functions` are the binaries' handles on GPU `device`; `addresses` are those of a first call.
-
-        Raises DriverError where the driver refuses a tensor map.
-        """
-        self.planned, self.binaries, self.functions = plan.launches, tuple(binaries), tuple(functions)
-        self.layout = _Layout()
-        for planned, binary in zip(self.planned, self.binaries, strict=True):
-            self.layout.add(planned, binary)
-        self.counts = plan.counts
-        self.temporaries = tuple(math.prod(x.shape) * x.item_bytes for x in plan.scratch)
-        self._pool: list[_Block] = []
-        pointers = [(place // 8, source) for place, source in self.layout.addresses]
-        maps = [(place // 8, what.base.source) for place, what, _ in self.layout.maps]
-        self._pointers, self._slots = pointers, pointers + maps
-        self.last_source = max(source for _, source in self._slots)
-        self._numbers = [(place // 8, source, (1 << 8 * size) - 1) for place, source, size in self.layout.numbers]
-        self._launch = driver.library().cuLaunchKernelEx
-        self._device = device
-        driver.use_context(device)
-        self._pool.append(_Block(self, addresses))
-
-    @property
-    def programs(self) -> int:
-        """Number of programs of the largest launch."""
-        return max(math.prod(planned.grid) for planned in self.planned)
-
-    def run(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
-        """Launch on a stream. `addresses` are those of the call's tensors, temporaries last; `numbers` are the varying ones.
-
-        Raises DriverError where a launch fails.
-        """
-        try:
-            block = self._pool.pop()
-        except IndexError:
-            driver.use_context(self._device)
-            block = _Block(self, addresses)
-        words = block.words
-        for at, source in block.bound:
-            driver.checked("cuTensorMapReplaceAddress", at, addresses[source])
-        for place, source in self._pointers if block.bound else self._slots:
-            words[place] = addresses[source]
-        for place, source, mask in self._numbers:
-            words[place] = numbers[source] & mask
-        if block.stream != stream:
-            for config in block.configs:
-                config.stream = stream
-            block.stream = stream
-        launch = self._launch
-        for config_at, function, parameters in block.launches:
-            code = launch(config_at, function, parameters, None)
-            if code in driver.NO_CONTEXT:
-                # The thread has no current context before its first call.
-                driver.use_context(self._device)
-                code = launch(config_at, function, parameters, None)
-            if code:
-                raise driver.DriverError("cuLaunchKernelEx", code)
-        self._pool.append(block)
-
-
-def encode(place: int, descriptor: Descriptor, parameter: Parameter, address: int) -> None:
-    """Write the tensor map of a descriptor, as Triton 3.6 encodes it, to 128 aligned bytes; raises DriverError."""
-    tensor_map = parameter.tensor_map
-    assert tensor_map is not None, "only descriptors have tensor maps"
-    rank = tensor_map.rank
-    strides = [stride * tensor_map.element_bytes for stride in reversed(descriptor.strides[:-1])]
-    driver.checked(
-        "cuTensorMapEncodeTiled",
-        ctypes.c_void_p(place),
-        tensor_map.element_type,
-        rank,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*reversed(descriptor.shape)),
-        (ctypes.c_uint64 * max(1, rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*reversed(tensor_map.box)),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        INTERLEAVE_NONE,
-        tensor_map.swizzle,
-        L2_PROMOTION_128B,
-        OUTSIDE_IS_ZERO,
-    )
-
-
-OUT, LSE, COUNTS, MASK = (Tensors._fields.index(name) for name in ("out", "lse", "counts", "mask"))
-"""Places in a call's addresses, which begin with those of a forward without features."""
+from flashtune.dispatch.plans.program import Program
 
 SEED, OFFSET = range(2)
 """Indices of the numbers that change from call to call."""
@@ -308,7 +117,8 @@ class Code:
             return self._program(planned)
 
     def _program(self, planned: Plan) -> Program | None:
-        index = next(x for x in planned.tensors if x is not None).device.index
+        device = next(x for x in planned.tensors if x is not None).device
+        index = device.index
         major, minor = torch.cuda.get_device_capability(index)
         arch = machine_arch(10 * major + minor)
         binaries: list[Binary] = []
@@ -333,7 +143,7 @@ class Code:
         addresses = launching.addresses(planned.tensors)
         # Temporaries have no address yet; any aligned one will do for encoding.
         addresses += [next(x for x in addresses if x) // 256 * 256] * len(planned.scratch)
-        return Program(planned, binaries, functions, index, addresses)
+        return Program(planned, binaries, functions, device, addresses)
 
     def _code(self, binary: Binary) -> bytes:
         """The code of a binary of the manifest, or that was compiled in this process."""
@@ -350,7 +160,7 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opt
     return from_compiled(kernel.warmup(*arguments, grid=grid, **launching.compiler_options(options)))
 
 
-def program_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any], device: int) -> Program:
+def program_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any], device: torch.device) -> Program:
     """Prepared launches of a kernel of Triton's that no family has; sources are its tensors in order, those in tuples among them.
 
     Raises EnvironmentProblem and DriverError.
@@ -365,7 +175,7 @@ def program_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], o
         else:
             flat.append(one)
     plan = Plan([Launch(binary.kernel, grid, tuple(flat), dict(options))], given, [])
-    return Program(plan, (binary,), (_function(binary, lambda: code, device),), device, launching.addresses(given))
+    return Program(plan, (binary,), (_function(binary, lambda: code, device.index),), device, launching.addresses(given))
 
 
 def resident_factors(device: torch.device, factors: tuple[float, float, float]) -> tuple[int, int, int]:

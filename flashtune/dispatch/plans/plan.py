@@ -1,7 +1,6 @@
 """Parts that plans share: their interface, the cache in which a call finds its own, memory layouts, and the seed of dropout's mask."""
 
 import functools
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -48,7 +47,8 @@ class Recent:
     `check` is True where tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served, under the modes, transforms and autocast of this thread. The need for a gradient depends on the grad mode, too: `grad_mode`
     is the one in which the plan served, None where no tensor requires a gradient. `check` doesn't see the dtype to which autocast casts:
-    `cast_to` is the one under which the plan served, None without autocast. `places` are those of the tensors among a packed call's.
+    `cast_to` is the one under which the plan served, None without autocast. `places` are those of the tensors among a packed call's, which
+    are `picked` from these; `device` is the type of theirs.
     """
 
     options: tuple[Any, ...]
@@ -58,11 +58,14 @@ class Recent:
     check: Callable[..., bool]
     plan: Any
     places: tuple[int, ...] = ()
+    picked: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
+    device: str = ""
 
     def unchanged(self, addresses: Sequence[int]) -> bool:
         """True where all else is as when the plan served, and every tensor begins at a multiple of 16 bytes."""
         return (
             (self.grad_mode is None or self.grad_mode is torch.is_grad_enabled())
+            and (self.cast_to is None or self.cast_to is torch.get_autocast_dtype(self.device))
             and FORWARD_AD._current_level < 0
             and not C._len_torch_dispatch_stack()
             and flash_attention_on()
@@ -124,7 +127,10 @@ class Plans(dict[Hashable, Plan]):
             if latent:
                 check = functools.partial(_also_in_columns, check)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-            made = self._made[signature] = Recent(options, seeded, grad_mode, cast_to, check, plan, places)
+            made = self._made[signature] = Recent(
+                options, seeded, grad_mode, cast_to, check, plan, places, operator.itemgetter(*places) if places else tuple,
+                tensors[0].device.type,
+            )  # fmt: skip
         if places:
             self.packed[options] = made
         else:
@@ -137,17 +143,6 @@ class Plans(dict[Hashable, Plan]):
 def _also_in_columns(check: Callable[..., bool], query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True where a check passes, and values still begin where keys do, whose strides it has compared."""
     return check(query, key, value) and key.data_ptr() == value.data_ptr()
-
-
-def padded(size: int) -> int:
-    """Size rounded up to a multiple of 256 bytes, the alignment of PyTorch's allocator."""
-    return -(-size // 256) * 256
-
-
-def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Offsets of tensors of these bytes in one allocation, and its size."""
-    ends = tuple(itertools.accumulate(map(padded, sizes), initial=0))
-    return ends[:-1], ends[-1]
 
 
 _MASK64 = 2**64 - 1

@@ -3,27 +3,27 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtune.core.code import launching
 from flashtune.core.code.launches import Host
-from flashtune.core.code.launching import LoadedKernel, Plan
+from flashtune.core.code.launching import LoadedKernel, Plan, Tensors
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec, Variant
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
 from flashtune.core.pytorch.dtypes import KERNEL_DTYPES
-from flashtune.core.pytorch.private import C
 from flashtune.core.records.plans import Place
 from flashtune.core.records.results import TuningRecord
 from flashtune.dispatch.call.sequences import Packed
-from flashtune.dispatch.plans import driver, kernels, launch
-from flashtune.dispatch.plans.launch import Code, Program
+from flashtune.dispatch.plans import driver, kernels
+from flashtune.dispatch.plans.launch import Code
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, Latch
-from flashtune.dispatch.plans.plan import placed
+from flashtune.dispatch.plans.program import LSE, OUT, Program
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.state.context import Memo, current
 from flashtune.templates.family import Family
@@ -40,12 +40,37 @@ class NotBuilt(Exception):
     """A kernel that failed on this machine, as at a first call of a plan (`Kernels.tried`); who chooses passes over it from then on."""
 
 
-class Prepared(NamedTuple):
-    """Launches that are prepared for tensors of one layout, and places in their scratch memory."""
+class Repeat(NamedTuple):
+    """Launches of a call with the layout of what it returns, for calls whose tensors lie alike: nothing else is done for these."""
 
     program: Program
-    offsets: tuple[int, ...]
-    scratch: int
+    like_query: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    of_lse: tuple[int, ...]
+    addresses: Callable[[tuple[int, ...]], tuple[int, ...]]
+    """Addresses in the order of a launch's tensors, from 0, those of the output and of the LSE, and those of the call's own tensors."""
+
+    @classmethod
+    def of(cls, program: Program, query: Tensor, out: Tensor, lse: Tensor, places: Sequence[tuple[int, int]]) -> "Repeat":
+        """`places` are those of the call's tensors among a launch's, each with its own in the order in which `run` gets them."""
+        sources = [0] * len(Tensors._fields)
+        sources[OUT], sources[LSE] = 1, 2
+        for place, source in places:
+            sources[place] = 3 + source
+        like_query = (out.shape, out.stride()) == (query.shape, query.stride())
+        return cls(program, like_query, tuple(out.shape), out.stride(), tuple(lse.shape), itemgetter(*sources))
+
+    def run(self, query: Any, found: Sequence[int], mods: Sequence[int] = (), *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Output and LSE, None without `with_lse`, of tensors `found` at these addresses, and of those of functions."""
+        program, like_query, shape, strides, of_lse, addresses = self
+        out = torch.empty_like(query) if like_query else torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
+        lse, lse_at = None, 0
+        if with_lse:
+            lse = torch.empty(of_lse, dtype=torch.float32, device=query.device)
+            lse_at = lse.data_ptr()
+        program.run([*addresses((0, out.data_ptr(), lse_at, *found)), *mods])
+        return out, lse
 
 
 class Kernel:
@@ -58,7 +83,7 @@ class Kernel:
 
     def __init__(self, memo: Memo, variant: Variant | None, code: Code, device: torch.device, choice: Choice | None = None) -> None:
         self.memo, self.variant, self.code, self.device, self.choice = memo, variant, code, device, choice
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._prepared: dict[Hashable, Program] = {}
         self.latch: Latch[Kernel] | None = None
         steps = [step for step in ("", "DQ_") if f"{step}BLOCK_M" in self.config.as_dict()]
         self.tiles = [(self.config.number(f"{step}BLOCK_M"), self.config.number(f"{step}BLOCK_N")) for step in steps]
@@ -124,7 +149,7 @@ class Kernel:
         plan: Callable[[LoadedKernel], Plan | None],
         mods: Sequence[Tensor] = (),
         numbers: Sequence[int] = (),
-    ) -> Prepared | None:
+    ) -> Program | None:
         """Launch on the tensors' device and its current stream; returns what `run` takes for tensors of this layout.
 
         `words` are all that a plan takes from a call beside layouts of its tensors. `tensors`, then `mods`, come in the order of the plan's
@@ -140,38 +165,10 @@ class Kernel:
                     self._tried(lambda: None, lambda: self._through_triton(plan, numbers))
                     return None
                 known = self._built(key, plan)
-        self.run(known, tensors, mods, numbers)
+        known.run(launching.addresses((*tensors, *mods)), numbers)
         return known
 
-    def run(self, known: Prepared, tensors: Sequence[Tensor | None], mods: Sequence[Tensor] = (), numbers: Sequence[int] = ()) -> None:
-        """Launch what is prepared for tensors of this layout, on their device and its current stream."""
-        self.run_at(known, launching.addresses(tensors), launching.addresses(mods), numbers)
-
-    def run_at(
-        self, known: Prepared, addresses: list[int], mods: Sequence[int] = (), numbers: Sequence[int] = (), lse_bytes: int = 0
-    ) -> None:
-        """The same by addresses, to which those of counts, functions and scratch memory are added. With `lse_bytes` the LSE, which nobody
-        reads, goes to so much scratch memory."""
-        index = self.device.index
-        if C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                return self.run_at(known, addresses, mods, numbers, lse_bytes)
-        stream = C._cuda_getCurrentRawStream(index)
-        if known.program.counts:
-            in_graph = C._cuda_isCurrentStreamCapturing()
-            addresses[launch.COUNTS] = driver.STREAM_MEMORY.counters(index, stream, known.program.counts, in_graph)
-        addresses += mods
-        if known.scratch or lse_bytes:
-            # From a graph's pool under capture: nothing outlives the call.
-            scratch = torch.empty(known.scratch + lse_bytes, dtype=torch.uint8, device=self.device)
-            start = scratch.data_ptr()
-            if lse_bytes:
-                addresses[launch.LSE] = start + known.scratch
-            addresses += [start + offset for offset in known.offsets]
-        known.program.run(addresses, stream, numbers)
-        return None
-
-    def _built(self, key: Hashable, plan: Callable[[LoadedKernel], Plan | None]) -> Prepared:
+    def _built(self, key: Hashable, plan: Callable[[LoadedKernel], Plan | None]) -> Program:
         def build() -> None:
             if key in self._prepared:
                 return
@@ -182,7 +179,7 @@ class Kernel:
             if (state := None if self.latch is None else self.latch.state) is not None:
                 # Launches of more programs need more mispredicting ones.
                 state.programs = max(state.programs, program.programs)
-            self._prepared[key] = Prepared(program, *placed(program.temporaries))
+            self._prepared[key] = program
 
         with self.memo.lock:
             return self._tried(build, lambda: self._prepared[key])

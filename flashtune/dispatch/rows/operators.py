@@ -86,6 +86,9 @@ class TrainedPlan(PackedPlan):
     __slots__ = ()
     returns_lse = True
 
+    def again(self, *_: Any, **__: Any) -> None:
+        """None: a call is part of autograd's graph."""
+
     def outputs(self, seed: int | None, *tensors: Any) -> tuple[Tensor, Tensor, int]:
         """Output, LSE and dropout's bits."""
         packed = Packed(*tensors)

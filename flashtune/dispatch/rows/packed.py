@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from flashtune.dispatch.decisions.explanation import Explanation, explanation_by
 from flashtune.dispatch.plans import driver, launch
 from flashtune.dispatch.plans.autograd import readable
 from flashtune.dispatch.plans.launch import Code
+from flashtune.dispatch.plans.misprediction import Latch
+from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.policy.choose import Choice, Refusal
 from flashtune.dispatch.policy.orders import rank_packed
 from flashtune.dispatch.rows import paged as pages
-from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Prepared, note, place_of
+from flashtune.dispatch.rows.kernel import Kernel, NotBuilt, Repeat, note, place_of
 from flashtune.dispatch.state import context
 from flashtune.dispatch.state.context import Memo
 from flashtune.templates import families
@@ -29,85 +31,57 @@ _PLACES = tuple(map(Tensors._fields.index, ("q", "k", "v", "cu_q", "cu_k", "used
 """Places of a call's tensors among those of its launches."""
 
 
-_NO_ADDRESSES = [0] * len(Tensors._fields)
-"""Addresses of a call without tensors."""
-
-
-class _Layout(NamedTuple):
-    """Shapes and strides of what a plan's calls return, and pairs of places: of an address in a launch, and of the tensor in the call."""
-
-    like_query: bool
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    lse: tuple[int, int]
-    sources: tuple[tuple[int, int], ...]
-
-
 class PackedPlan:
     """A decided call: its kernel, its numbers, and, once it ran on a GPU, who served last with the launches for its tensors' layout.
 
     `fixed` are those of the forward, and `trained` those of the backward, with the layouts of what it is given.
     """
 
-    __slots__ = ("fixed", "forward", "heads_outside", "layout", "memo", "numbers", "trained")
+    __slots__ = ("_alone", "_latch", "_repeat", "fixed", "forward", "heads_outside", "memo", "numbers", "trained")
 
     def __init__(self, memo: Memo, forward: Kernel | None, numbers: Numbers, *, heads_outside: bool = False) -> None:
         """With `heads_outside` the output is (Hq, T_q, D_v) in memory."""
         self.memo, self.forward, self.numbers, self.heads_outside = memo, forward, numbers, heads_outside
-        self.fixed: tuple[Kernel, Prepared] | None = None
-        self.trained: tuple[Kernel, Prepared, tuple[Any, ...]] | None = None
-        self.layout: _Layout | None = None
+        self.fixed: tuple[Kernel, Program] | None = None
+        self.trained: tuple[Kernel, Program, tuple[Any, ...], Sequence[bool]] | None = None
+        # The launches of `fixed` where a call does nothing else, and the latch to others in their place.
+        self._alone: Program | None = None
+        self._latch: Latch[Kernel] | None = None
+        self._repeat: Repeat | None = None
 
-    @property
-    def plain(self) -> bool:
-        """True where a call does nothing but the launches of `fixed`."""
-        kernel, numbers = self.forward, self.numbers
-        if kernel is None or self.fixed is None or self.fixed[0] is not kernel or numbers.scale <= 0.0 or numbers.dropout_p:
-            return False
-        return kernel.latch is None or numbers.deterministic or not kernel.latch.suspect
-
-    def keep(self, kernel: Kernel, prepared: Prepared) -> None:
+    def keep(self, kernel: Kernel, program: Program) -> None:
         """Keep the launches of the forward."""
-        self.fixed = kernel, prepared
+        self.fixed = kernel, program
+        self._latch = None if self.numbers.deterministic else kernel.latch
+        self._repeat = None
+        self._alone = program if kernel is self.forward and self.numbers.scale > 0.0 and not self.numbers.dropout_p else None
 
-    def keep_trained(self, like: tuple[Any, ...], kernel: Kernel, prepared: Prepared) -> None:
-        """Keep the launches of the backward."""
-        self.trained = kernel, prepared, like
+    def keep_trained(self, like: tuple[Any, ...], alike: Sequence[bool], kernel: Kernel, program: Program) -> None:
+        """Keep the launches of the backward, of tensors `like` these, and which gradients lie as their tensors."""
+        self.trained = kernel, program, like, alike
+
+    def gives_way(self, kernel: Kernel | None) -> None:
+        """Have another kernel serve in place of one that failed; None where there is none."""
+        self.forward, self.fixed, self._alone = kernel, None, None
 
     def again(
         self, given: Sequence[Tensor | None], places: Sequence[int], found: Sequence[int], *, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output and LSE of a call that is `plain`, with its tensors in the order of Packed: those at these places, each once, were
-        `found` at these addresses. Without `with_lse` the LSE is None."""
-        if self.layout is None:
-            self.layout = self._laid_out(given, places)
-        assert self.fixed is not None, "a plain call has launches"
-        kernel, known = self.fixed
-        like_query, shape, strides, of_lse, sources = self.layout
-        query: Any = given[0]
-        out = torch.empty_like(query) if like_query else torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
-        addresses = _NO_ADDRESSES.copy()
-        for place, source in sources:
-            addresses[place] = found[source]
-        addresses[launch.OUT] = out.data_ptr()
-        if not with_lse:
-            # Kernels always write it.
-            kernel.run_at(known, addresses, lse_bytes=4 * of_lse[0] * of_lse[1])
-            return out, None
-        lse = torch.empty(of_lse, dtype=torch.float32, device=query.device)
-        addresses[launch.LSE] = lse.data_ptr()
-        kernel.run_at(known, addresses)
-        return out, lse
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Output and LSE of a call that does nothing but the launches of `fixed`, else None. Its tensors are in the order of Packed: those
+        at these places, each once, were `found` at these addresses. Without `with_lse` the LSE is None."""
+        program, latch = self._alone, self._latch
+        if program is None or (latch is not None and latch.suspect):
+            return None
+        if (repeat := self._repeat) is None:
+            repeat = self._repeat = self._repeated(program, given, places)
+        return repeat.run(given[0], found, with_lse=with_lse)
 
-    def _laid_out(self, given: Sequence[Tensor | None], places: Sequence[int]) -> "_Layout":
-        """The layout of what a call returns, and where launches find its tensors."""
+    def _repeated(self, program: Program, given: Sequence[Tensor | None], places: Sequence[int]) -> Repeat:
         query, _, value, *_ = given
         assert query is not None and value is not None, "every call has them"
-        out, lse = _outputs(query, value, heads_outside=self.heads_outside)
         found = {id(given[place]): source for source, place in enumerate(places)}
-        sources = tuple((_PLACES[place], found[id(x)]) for place, x in enumerate(given) if x is not None)
-        like_query = (out.shape, out.stride()) == (query.shape, query.stride())
-        return _Layout(like_query, tuple(out.shape), out.stride(), (lse.shape[0], lse.shape[1]), sources)
+        at = [(place, found[id(x)]) for place, x in zip(_PLACES, given, strict=True) if x is not None]
+        return Repeat.of(program, query, *_outputs(query, value, heads_outside=self.heads_outside), at)
 
 
 def _outputs(query: Tensor, value: Tensor, *, heads_outside: bool = False) -> tuple[Tensor, Tensor]:
@@ -224,13 +198,13 @@ def forward(memo: Memo, packed: Packed, numbers: Numbers, seed: int, plan: Packe
     if plan is not None and found is not None and (fixed := plan.fixed) is not None and numbers.scale > 0.0:
         latch = None if numbers.deterministic else found.latch
         if fixed[0] is (found if latch is None else latch.serving() or found):
-            fixed[0].run(fixed[1], named((query, key, value, out, lse), packed), (), (seed, 0))
+            fixed[1].run(_addresses((query, key, value, out, lse, *[None] * 5), packed), (seed, 0))
             return out, lse
     keep = None if plan is None else plan.keep
     while found is not None and not _launch(memo, found, (query, key, value, out, lse), packed, numbers, seed, keep):
         found = served(packed, numbers, "fwd", memo)
         if plan is not None:
-            plan.forward = found
+            plan.gives_way(found)
     return None if found is None else (out, lse)
 
 
@@ -259,14 +233,16 @@ def backward(
     if found is None:
         return None
     query, key, value = packed[:3]
+    alike = known[3] if known is not None and fixed else [_covers_once(x) for x in packed[:3]]
     dq, dk, dv = (
-        torch.empty_like(x) if _covers_once(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+        torch.empty_like(x) if once else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x, once in zip(packed[:3], alike, strict=True)
     )
     operands = (query, key, value, out, lse, dout, dlse, dq, dk, dv)
     if known is not None and fixed:
-        found.run(known[1], named(operands, packed, found.spec), (), (seed, 0))
+        known[1].run(_addresses(operands, packed), (seed, 0))
         return dq, dk, dv
-    keep = None if plan is None else partial(plan.keep_trained, like)
+    keep = None if plan is None else partial(plan.keep_trained, like, alike)
     while found is not None and not _launch(memo, found, operands, packed, numbers, seed, keep):
         found = served(packed, numbers, "bwd", memo)
     return None if found is None else (dq, dk, dv)
@@ -284,7 +260,7 @@ def _launch(
     packed: Packed,
     numbers: Numbers,
     seed: int,
-    keep: Callable[[Kernel, Prepared], None] | None = None,
+    keep: Callable[[Kernel, Program], None] | None = None,
 ) -> bool:
     """Launch a kernel on the tensors' device and its current stream; False where it failed, as at a first call of a plan (`Kernels.tried`).
 
@@ -333,6 +309,14 @@ def named(operands: Sequence[Tensor | None], packed: Packed, spec: KernelSpec | 
         "table": table,
     }
     return Tensors(*operands, **others) if spec is None else Tensors.of(spec, operands, **others)  # type: ignore[arg-type]
+
+
+def _addresses(operands: Sequence[Tensor | None], packed: Packed) -> list[int]:
+    """Addresses of what `named` names, of ten operands."""
+    query, key, value, out, lse, *gradients = operands
+    _, _, _, cu_q, cu_k, used, slopes, sinks, table, of_k, of_v = packed
+    of_call = query, key, value, out, lse, None, None, slopes, None, of_k, of_v, sinks, None
+    return launching.addresses((*of_call, *gradients, None, None, cu_q, cu_k, used, table, None, None))
 
 
 def _dropped(memo: Memo, found: Kernel) -> bool:

@@ -111,6 +111,13 @@ def splits_of(splits: int | None) -> int | None:
     return None if splits == 0 else splits
 
 
+def integers(max_q: Any, max_k: Any) -> tuple[int, int]:
+    """Bounds of lengths as Python's integers, of whose methods numpy's lack some; raises TypeError for what is none."""
+    if not (isinstance(max_q, Integral) and isinstance(max_k, Integral)):
+        raise TypeError(max_q, max_k)
+    return int(max_q), int(max_k)
+
+
 def _check_lengths(cu_q: Tensor, cu_k: Tensor, used: Tensor | None) -> None:
     """Refuse lists of lengths of a wrong dtype or size; their contents are on the device and aren't read."""
     sequences = cu_q.shape[0] - 1 if cu_q.dim() == 1 else -1

@@ -1,8 +1,8 @@
 """Calls of packed sequences and paged caches without functions: by the plan of their signature, or chosen at a first call."""
 
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import replace
-from numbers import Integral
 from operator import is_
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from flashtune.core.problems.lengths import spread
 from flashtune.core.problems.problem import Problem
 from flashtune.core.pytorch import devices
+from flashtune.core.pytorch.attention import autocasting
+from flashtune.core.pytorch.private import C
 from flashtune.dispatch.call.call import PerHead
 from flashtune.dispatch.call.inspection import (
     GRADIENTS,
@@ -32,7 +34,7 @@ from flashtune.dispatch.rows import paged as pages
 from flashtune.dispatch.rows.offered import by_offer, offered
 from flashtune.dispatch.rows.operators import TrainedPlan, by_attention, by_kernels, dropout_bits
 from flashtune.dispatch.rows.packed import PackedPlan, explained_pass, served
-from flashtune.dispatch.rows.read import parsed
+from flashtune.dispatch.rows.read import cast, integers, parsed
 from flashtune.dispatch.state import context
 from flashtune.dispatch.state.context import STACK
 from flashtune.dispatch.state.recorded import meet_packed
@@ -46,28 +48,49 @@ def attend(
     seed: int | None,
     splits: int | None = None,
     heads_outside: bool = False,
+    *,
+    compiling: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and LSE of a call without functions, of tensors as in Packed and options in their order, by the plan of its signature where
-    there is one; None for the LSE where the options want none and a library serves. With `heads_outside` the output of kernels is
-    (Hq, T_q, D_v) in memory. Of implementations options name ours alone."""
+    there is one; the LSE may be None where the options want none. With `heads_outside` the output of kernels is (Hq, T_q, D_v) in memory.
+    Of implementations options name ours alone; `compiling` is True in a compiler's trace."""
+    query, key, value, cu_q, cu_k, used, slopes, sinks, table, of_k, of_v = given
     signature: Hashable | None = None
     plan: Any = None
-    if not torch.compiler.is_compiling():
+    plans: Any = None
+    words: tuple[Any, ...] | None = None
+    if not compiling:
         plans = STACK.get().plans
         try:
-            words = _words(given, options, max_q, max_k, splits, heads_outside)
+            if not max_q.__class__ is max_k.__class__ is int:
+                max_q, max_k = integers(max_q, max_k)
+            caches = None if table is None else (of_k is None, of_v is None, key.data_ptr() == value.data_ptr())
+            # All that a plan depends on beside layouts.
+            words = (
+                max_q, max_k, options, splits, heads_outside, cu_k is cu_q, used is None, slopes is None, sinks is None, caches,
+                C._get_deterministic_algorithms(),
+            )  # fmt: skip
             recent = plans.packed.get(words)
             if recent is not None:
-                tensors = [given[place] for place in recent.places]
-                if recent.check(*tensors) and recent.unchanged(addresses := [x.data_ptr() for x in tensors]):
+                tensors = recent.picked(given)
+                if recent.check(*tensors) and recent.unchanged(addresses := [*map(_ADDRESS, tensors)]):
                     plan = recent.plan
-                    if type(plan) is PackedPlan and plan.plain and seed is None:
-                        return plan.again(given, recent.places, addresses, with_lse=options[_WITH_LSE])
-            if plan is None:
-                plan, signature = _looked_up(plans, given, words)
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+                    found: tuple[Tensor, Tensor | None] | None = None
+                    if seed is None:
+                        found = plan.again(given, recent.places, addresses, with_lse=options[_WITH_LSE])
+                    if found is not None:
+                        return found
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
-            signature = plan = None
+            words = None
+    if plan is None and table is None:
+        # Models' positions leave queries and keys in float32 under autocast, and values in its dtype; caches stay in theirs.
+        rows = cast(query, key, value)
+        if not (rows[0] is query and rows[1] is key and rows[2] is value):
+            return attend((*rows, *given[3:]), options, max_q, max_k, seed, splits, heads_outside, compiling=compiling)
+    if plan is None and words is not None:
+        with suppress(AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            plan, signature = _looked_up(plans, given, words)
     if plan is None:
         read = Options(*options)
         packed, numbers = parsed(Packed(*given), read, max_q, max_k, splits)
@@ -79,9 +102,9 @@ def attend(
         return _first(packed, numbers, bits, signature, heads_outside, ours=ours)
     if seed is not None:
         seed_bits(seed)
-    query, key, value, cu_q, cu_k, used, slopes, sinks, *caches = given
-    slopes = slopes if slopes is None else slopes.expand(len(cu_q) - 1, -1)
-    return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, sinks, *caches), seed)
+    if slopes is not None:
+        slopes = slopes.expand(len(cu_q) - 1, -1)
+    return _planned(plan, Packed(query, key, value, cu_q, cu_k, used, slopes, *given[7:]), seed)
 
 
 def _by_library(packed: Packed, numbers: Numbers) -> Tensor | None:
@@ -124,6 +147,8 @@ _WITH_LSE = Options._fields.index("return_lse")
 _CU_Q, _CU_K, _TABLE = map(Packed._fields.index, ("cu_q", "cu_k", "table"))
 """Places among a call's options and tensors."""
 
+_ADDRESS = Tensor.data_ptr
+
 
 def torch_only(packed: Packed) -> str | None:
     """Reason for which only PyTorch's operations can serve a call now, or None where a kernel may."""
@@ -135,24 +160,10 @@ def _has_backward(packed: Packed, numbers: Numbers, why_torch: str | None) -> bo
     return why_torch in GRADIENTS and not GRADIENTS[why_torch] and served(packed, numbers, "bwd") is not None
 
 
-def _words(
-    given: tuple[Any, ...], options: tuple[Any, ...], max_q: int, max_k: int, splits: int | None, heads_outside: bool
-) -> tuple[Any, ...]:
-    """All that a plan depends on beside layouts; raises as Python does where an argument has a wrong type."""
-    if not type(max_q) is type(max_k) is int:
-        if not (isinstance(max_q, Integral) and isinstance(max_k, Integral)):
-            raise TypeError(max_q, max_k)
-        # numpy's integers lack methods of Python's.
-        max_q, max_k = int(max_q), int(max_k)
-    if max_q < 0 or max_k < 0:
-        raise ValueError(max_q, max_k)
-    more: Any = (given[9] is None, given[10] is None, given[1].data_ptr() == given[2].data_ptr()) if len(given) > _TABLE else None
-    pattern = given[4] is given[3], given[5] is None, given[6] is None, given[7] is None, more
-    return max_q, max_k, options, splits, heads_outside, pattern, torch.are_deterministic_algorithms_enabled()
-
-
 def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> tuple[Any, Hashable | None]:
     """Plan of a call's signature, None where there is none yet, and the signature, None where a plan served calls of its kind before."""
+    if words[0] < 0 or words[1] < 0:
+        raise ValueError(words)
     places = tuple([place for place, x in enumerate(given) if x is not None and not (place == _CU_K and x is given[_CU_Q])])
     tensors = [given[place] for place in places]
     # Growing lengths share a plan.
@@ -164,7 +175,9 @@ def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> 
     signature = _signature(given, state, tensors)
     plan: Any = None if signature is None else plans.get(signature)
     if plan is not None:
-        plans.served(signature, plan, state, seeded=False, tensors=tensors, places=places)
+        kind = given[0].device.type
+        cast_to = torch.get_autocast_dtype(kind) if given[_TABLE] is None and autocasting(kind) else None
+        plans.served(signature, plan, state, seeded=False, cast_to=cast_to, tensors=tensors, places=places)
         if (recent := plans.packed.get(state)) is not None:
             plans.alike(words, recent)
     return plan, signature
@@ -172,7 +185,7 @@ def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> 
 
 def _bounds(given: tuple[Any, ...], max_q: int, max_k: int) -> Any:
     """All that a plan takes from the bounds of lengths."""
-    if len(given) > _TABLE:
+    if given[_TABLE] is not None:
         # A launch has programs for the longest sequence of all calls of its plan.
         return pages.bounds_of(max_q, max_k)
     # Rows are part of the shapes, so that this counts the mean as `octaves_of` does.
@@ -181,8 +194,8 @@ def _bounds(given: tuple[Any, ...], max_q: int, max_k: int) -> Any:
 
 def _signature(given: tuple[Any, ...], state: tuple[Any, ...], tensors: list[Tensor]) -> Hashable | None:
     """All that a plan depends on; None for a call that has to be parsed."""
-    query, key, value, _, _, _, slopes, sinks, *caches = given
-    if caches and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in caches[1:]):
+    query, key, value, _, _, _, slopes, sinks, _, *factors = given
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors):
         return None
     why_torch = why_torch_now(query, key, value, None, None if slopes is sinks is None else PerHead(alibi_slopes=slopes, sinks=sinks))
     if (why_torch is not None and why_torch not in GRADIENTS) or any([x.data_ptr() % 16 or x.is_neg() for x in tensors]):
