@@ -4,7 +4,7 @@ Trials are those of an H200's and an H100's records, archived and shipped, and o
 sweep over numbers of splits. Prints the quality of choices among a problem's trials by a model that saw none of them, or nothing of the
 whole run that drew it: by the cost model alone, with the regression, and with the caution that dispatch adds. Lines that begin with
 `held out` have, for each kind of problem, the loss and Spearman's rank correlation of problems with at least RANKED_OF trials; steps over
-pages are predicted by the cost model alone, and no run keeps trials of functions whose configs are known.
+pages are predicted by the cost model alone, and of functions there are too few trials with known configs.
 """
 
 import hashlib
@@ -338,9 +338,10 @@ def ranked(trials: Sequence[Observed], errors: Sequence[Sequence[float]]) -> str
 
 
 def by_pages() -> None:
-    """Print the quality of the cost model's choices among configs of steps over pages, which no regression knows."""
+    """Print the quality of the cost model's choices among configs of steps over pages, which no regression knows, nor functions."""
     steps = [Observed(problem, trials, {}, expected(problem, trials, gpu), gpu) for gpu, problem, trials in of_pages()]
     print(f"held out, pages, by the model: {ranked(steps, [[0.0] * len(one.logs) for one in steps])}")
+    print("held out, functions: too few trials with known configs")
 
 
 def percentile(shares: Sequence[float], share: float = 0.9) -> float:
