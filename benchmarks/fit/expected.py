@@ -47,8 +47,9 @@ def of_drawn() -> Iterator[tuple[Problem, Trials]]:
 
 
 def fits(problem: Problem) -> bool:
-    """True for a forward of many queries that the family supports."""
-    return problem.direction == "fwd" and problem.n_q > DECODE_ROWS and FAMILY.supports(problem.spec(), GPU) is None
+    """True for a forward of many queries of dense tensors that the family supports."""
+    dense = problem.direction == "fwd" and problem.n_q > DECODE_ROWS and not problem.features.packed
+    return dense and FAMILY.supports(problem.spec(), GPU) is None
 
 
 def measured(problems: Iterable[tuple[Problem, Times]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -2,7 +2,9 @@
 
 Trials are those of an H200's and an H100's records, archived and shipped, and of searches of random shapes there; of decoding steps also a
 sweep over numbers of splits. Prints the quality of choices among a problem's trials by a model that saw none of them, or nothing of the
-whole run that drew it: by the cost model alone, with the regression, and with the caution that dispatch adds.
+whole run that drew it: by the cost model alone, with the regression, and with the caution that dispatch adds. Lines that begin with
+`held out` have, for each kind of problem, the loss and Spearman's rank correlation of problems with at least RANKED_OF trials; steps over
+pages are predicted by the cost model alone, and of functions there are too few trials with known configs.
 """
 
 import hashlib
@@ -18,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 from scipy.linalg.lapack import dpotrf, dpotri
+from scipy.stats import spearmanr
 
 from benchmarks.fit.expected import CHOSEN_OF
 from benchmarks.shared.environment import argument_parser
-from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, of_rows, shapes_of, tried_in
+from benchmarks.shared.trials import GPU, RESULTS, RUNS, RUNS_ON_H100, Trials, of_pages, of_rows, shapes_of, tried_in
 from flashtune.core.gpu.target import Target, find_target
 from flashtune.core.problems.config import Config
 from flashtune.core.problems.problem import Features, Problem
@@ -184,13 +187,14 @@ def inverse(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @cache
 def sizes_of(problem: Problem) -> tuple[object, ...]:
-    """Lengths, head sizes and features."""
-    return problem.n_q, problem.n_kv, problem.d, problem.d_v, canonical(problem.features.as_json())
+    """Lengths, head sizes and features; of packed sequences those of dense ones as long as their mean."""
+    features = {name: value for name, value in problem.features.as_json().items() if name != "packed"}
+    return problem.n_q, problem.n_kv, problem.d, problem.d_v, canonical(features)
 
 
 def neighbours(one: Problem, other: Problem) -> bool:
-    """True for problems that differ in GPU, dtype, heads, the diagonal's corner and a window's size alone, and in lengths by less than a
-    factor of two: what is learned from one gives the other away."""
+    """True for problems that differ in GPU, dtype, heads, the diagonal's corner, a window's size and packing alone, and in lengths by less
+    than a factor of two: what is learned from one gives the other away."""
     lengths = ((one.n_q, other.n_q), (one.n_kv, other.n_kv))
     return kind_of(one) == kind_of(other) and all(max(pair) < 2 * min(pair) for pair in lengths)
 
@@ -198,7 +202,7 @@ def neighbours(one: Problem, other: Problem) -> bool:
 @cache
 def kind_of(problem: Problem) -> tuple[object, ...]:
     """Direction, head sizes and features that `neighbours` have in common."""
-    features = {name: value for name, value in problem.features.as_json().items() if name not in ("alignment", "window")}
+    features = {name: value for name, value in problem.features.as_json().items() if name not in ("alignment", "window", "packed")}
     return problem.direction, problem.d, problem.d_v, problem.features.window is None, canonical(features)
 
 
@@ -268,6 +272,9 @@ def by_problems(likeness: Likeness, trials: Sequence[Observed]) -> None:
     others = LeftOut(likeness, trials)
     known = [others.without(one.problem) for one in trials]
     for kind, of in kinds(trials).items():
+        by_trials = [known[place].of(trials[place].problem, list(trials[place].logs), trials[place].gpu) for place in of]
+        for word, errors in (("by the model", [[0.0] * len(one) for one in by_trials]), ("and by trials", by_trials)):
+            print(f"held out, {likeness.file}, {kind}, {word}: {ranked([trials[place] for place in of], errors)}")
         print(f"{likeness.file}, {kind}, by the model: {said(rates([trials[place] for place in of], unlearned, LEAST[likeness]))}")
         print(f"{likeness.file}, {kind}, {held_out(likeness, [trials[place] for place in of], [known[place] for place in of])}", flush=True)
         for word, caution in (("and by trials", 0.0), ("with caution", CAUTION)):
@@ -303,11 +310,43 @@ def chosen(likeness: Likeness, one: Observed, known: Residual, caution: float = 
 
 
 def kinds(trials: Sequence[Observed]) -> dict[str, list[int]]:
-    """Places of problems without and with features beside a diagonal."""
-    found: dict[str, list[int]] = {"plain": [], "with features": []}
+    """Places of problems without and with features beside a diagonal, and of packed ones."""
+    found: dict[str, list[int]] = {}
     for place, one in enumerate(trials):
-        found["plain" if one.problem.features.as_json().keys() <= {"causal", "alignment"} else "with features"].append(place)
+        features = one.problem.features
+        plain = features.as_json().keys() <= {"causal", "alignment"}
+        found.setdefault("packed" if features.packed else "plain" if plain else "with features", []).append(place)
     return found
+
+
+RANKED_OF = 10
+"""Fewest trials of a problem whose ranking counts."""
+
+
+def ranked(trials: Sequence[Observed], errors: Sequence[Sequence[float]]) -> str:
+    """Loss of first choices and rank correlation of predicted with measured times, among trials with these predicted errors."""
+    losses, correlations, count = [], [], 0
+    for one, wrong in zip(trials, errors, strict=True):
+        if len(one.logs) < RANKED_OF:
+            continue
+        times = np.array([one.times[tried] for tried in one.logs])
+        predicted = np.array(list(one.logs.values())) + wrong
+        losses.append(float(times[predicted == predicted.min()].mean() / times.min() - 1))
+        # Of equal predictions there is no correlation.
+        correlations.append(float(spearmanr(times, predicted).statistic) if np.ptp(predicted) else 0.0)
+        count += len(times)
+    if not losses:
+        return f"no problem has {RANKED_OF} trials"
+    loss, most = np.quantile(losses, 0.9, method="inverted_cdf"), max(losses)
+    said = f"90th percentile of the loss {loss:.1%}, mean {np.mean(losses):.1%}, at most {most:.1%}"
+    return f"{len(losses)} problems with {count} trials, {said}, Spearman {np.median(correlations):.2f}"
+
+
+def by_pages() -> None:
+    """Print the quality of the cost model's choices among configs of steps over pages, which no regression knows, nor functions."""
+    steps = [Observed(problem, trials, {}, expected(problem, trials, gpu), gpu) for gpu, problem, trials in of_pages()]
+    print(f"held out, pages, by the model: {ranked(steps, [[0.0] * len(one.logs) for one in steps])}")
+    print("held out, functions: too few trials with known configs")
 
 
 def percentile(shares: Sequence[float], share: float = 0.9) -> float:
@@ -339,6 +378,8 @@ def main() -> None:
         if likeness is FORWARDS:
             by_runs(rows, runs)
         by_problems(likeness, trials)
+    if not options.write and not options.only:
+        by_pages()
 
 
 def said(shares: Sequence[float]) -> str:

@@ -27,12 +27,17 @@ ARCHIVED = RESULTS / "2026-11-21-h200-forward" / "tuned.sqlite"
 GAVE_WAY = RESULTS / "2026-11-25-h100-units" / "gave_way.sqlite"
 """Records in whose place another GPU's ship."""
 
+PACKED = RESULTS / "2026-11-27-h100-functions-and-pages" / "packed-search.sqlite"
+"""Records of packed sequences that don't ship."""
+
 Trials = dict[Tried, float]
 """Microseconds of each."""
 
 
-def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *, gpu: Target = GPU) -> Iterator[tuple[Problem, Trials]]:
-    """Trials of each record of a GPU in these databases, but of packed sequences, whose work depends on more than their sizes."""
+def of_rows(
+    databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY, PACKED), *, gpu: Target = GPU
+) -> Iterator[tuple[Problem, Trials]]:
+    """Trials of each record of a GPU in these databases."""
     for path in databases:
         for slug, problem, times in _of_database(path):
             if slug == gpu.slug:
@@ -43,7 +48,33 @@ def of_rows(databases: Sequence[Path] = (shipped_path(), ARCHIVED, GAVE_WAY), *,
 def _of_database(path: Path) -> list[tuple[str, Problem, Trials]]:
     """GPU, problem and trials of each such record, read once a process."""
     with Store.open(path, writable=False) as store:
-        return [(result.gpu, result.problem, times_of(result)) for result in store.results() if not result.problem.features.packed]
+        return [(result.gpu, result.problem, times_of(result)) for result in store.results()]
+
+
+PAGES = RESULTS / "2026-11-27-h100-functions-and-pages" / "paged-configs.json"
+"""Times of steps over pages by config, on an H100."""
+
+
+def of_pages() -> Iterator[tuple[Target, Problem, Trials]]:
+    """Steps over pages in 16 bits; their times are those of calls back to back, host included."""
+    features = {"causal": True, "alignment": "bottom_right", "packed": True}
+    for cell in json.loads(PAGES.read_text())["1 queries"]:
+        if cell["cache"] == "bf16":
+            sizes = {
+                "n_q": cell["rows"],
+                "n_kv": cell["keys"],
+                "d_v": cell["d"],
+                **{name: cell[name] for name in ("heads", "kv_heads", "d")},
+            }
+            problem = Problem(
+                batch=cell["sequences"], dtype="bf16", features=Features.from_json(features | {"page": cell["page"]}), **sizes
+            )
+            yield find_target("h100"), problem, {("flash_paged", _labelled(label)): us for label, us in cell["configs"].items()}
+
+
+def _labelled(label: str) -> Config:
+    """The config with this label, of numbers and truth values."""
+    return Config.of({name: json.loads(value.lower()) for name, value in (one.split("=") for one in label.split())})
 
 
 def times_of(result: SearchResult) -> Trials:

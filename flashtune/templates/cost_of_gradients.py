@@ -124,10 +124,11 @@ def _rows_us(problem: Problem, target: Target, row_bytes: int, c: Constants) -> 
     return c.launch_us + 2 * c.second_launch_us + rows * row_bytes / (target.bandwidth_gbs * 1e3)
 
 
-def _tiles_of_gradients(problem: Problem, tile: Config, of_keys: bool) -> int:
-    """Programs per batch of a backward's kernel whose tiles are of keys (`of_keys`) or of queries."""
-    p = problem
-    return p.kv_heads * math.ceil(p.n_kv / tile.number("BLOCK_N")) if of_keys else p.heads * math.ceil(p.n_q / tile.number("BLOCK_M"))
+def _tiles_of_gradients(problem: Problem, tile: Config, of_keys: bool) -> float:
+    """Programs per batch of a backward's kernel whose tiles are of keys (`of_keys`) or of queries; of packed sequences the mean of all."""
+    p, rows = problem, tile.number("BLOCK_N" if of_keys else "BLOCK_M")
+    tiles = sum(count * math.ceil((one.n_kv if of_keys else one.n_q) / rows) for one, count in p.shapes())
+    return (p.kv_heads if of_keys else p.heads) * tiles / p.batch
 
 
 def _gradients_us(

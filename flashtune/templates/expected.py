@@ -134,7 +134,9 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
     """Factors of LEFT_OUT for a Hopper kernel of this config, in order."""
     f, frozen, narrow = problem.features, settles(config), max(problem.d, problem.d_v) <= SMALL
     rows, keys, queries = config.number("BLOCK_M"), config.number("BLOCK_N"), tile_queries(config)
-    tiles = math.ceil(problem.n_q / queries)
+    shapes = problem.shapes()
+    tiles = sum(count * math.ceil(one.n_q / queries) for one, count in shapes) / problem.batch
+    padded_rows = sum(count * math.ceil(one.n_q / rows) for one, count in shapes) * rows / problem.batch
     of_a_block = tiles / max(tiles, blocks_of_problem(problem, queries, keys))
     return (
         frozen * of_a_block,
@@ -155,5 +157,5 @@ def shares(config: Config, problem: Problem) -> tuple[float, ...]:
         (config["tiles"] == "one") * of_a_block,
         (rows / 128 - 1) * of_a_block,
         # For packed heads, too: packing saves whole tiles, which the cost model counts.
-        math.log(math.ceil(problem.n_q / rows) * rows / problem.n_q),
+        math.log(padded_rows / problem.n_q),
     )

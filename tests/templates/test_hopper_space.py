@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from flashtune.core.gpu.target import find_target, targets
 from flashtune.core.problems.config import Config, KernelSpec
 from flashtune.core.problems.dtypes import DType
+from flashtune.core.problems.lengths import Lengths
 from flashtune.core.problems.problem import MASK_KINDS, Features, Problem
 from flashtune.core.records.results import Fate
 from flashtune.core.system.errors import InputError
@@ -262,6 +263,24 @@ def test_a_resized_config_keeps_the_constraints_and_has_no_more_tiles(n_q: int, 
         assert tiles_of(found, wanted) <= tiles_of(config, wanted)
         # Each head of each query has a row.
         assert tiles_of(found, wanted) * config.number("BLOCK_M") >= batch * wanted.heads * n_q
+
+
+def test_each_packed_sequence_ends_in_a_tile_of_its_own() -> None:
+    lengths = Lengths.of("lognormal", 64, 64 * 256)
+    wanted = Problem(
+        batch=64,
+        heads=16,
+        kv_heads=16,
+        n_q=256,
+        n_kv=256,
+        d=128,
+        d_v=128,
+        dtype="bf16",
+        features=Features(causal=True, packed=True),
+        lengths=lengths,
+    )
+    tiles = 16 * sum(-(-length // 128) for length in lengths.drawn(64, 64 * 256))
+    assert tiles_of(Config.of(BLOCK_M=128), wanted) == tiles > 16 * 64 * 2
 
 
 @pytest.mark.parametrize("n_q", [2, 24])

@@ -161,8 +161,9 @@ def tile_queries(config: Config) -> int:
 
 
 def tiles_of(config: Config, problem: Problem) -> int:
-    """Tiles of queries of a whole forward."""
-    return problem.batch * packed_problem(config, problem).heads * math.ceil(problem.n_q / tile_queries(config))
+    """Tiles of queries of a whole forward; each packed sequence ends in a tile of its own."""
+    rows = tile_queries(config)
+    return packed_problem(config, problem).heads * sum(count * math.ceil(one.n_q / rows) for one, count in problem.shapes())
 
 
 class HopperLayout(HopperTiles):

@@ -33,6 +33,8 @@ def _of_problem(problem: Problem) -> list[float]:
         problem.dtype == "fp16",
         -n % 128 / max(n, 128),
         -n % 192 / max(n, 192),
+        f.packed,
+        math.log2(problem.longest[1] / problem.n_kv),
     ]
 
 
@@ -87,6 +89,8 @@ FORWARDS = Likeness(
         "fp16": 8.0,
         "padding to 128 rows": 1.0,
         "padding to 192 rows": 1.0,
+        "packed": 1.3,
+        "log longest over mean": 4.0,
     },
     config_scales={
         "log BLOCK_M": 1.0,

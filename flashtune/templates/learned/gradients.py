@@ -31,6 +31,7 @@ def _of_problem(problem: Problem) -> list[float]:
         f.dslopes,
         math.log2(problem.gqa_ratio),
         problem.dtype == "fp16",
+        f.packed,
     ]
 
 
@@ -83,6 +84,7 @@ GRADIENTS = Likeness(
         "slopes' gradient": 35.0,
         "log heads to a key head": 1.1,
         "fp16": 12.0,
+        "packed": 1.3,
     },
     config_scales={
         "fused": 1.5,
