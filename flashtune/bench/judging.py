@@ -1,4 +1,4 @@
-"""Checks of whole calls that others compute, on the cases that kernels pass: what they return, what else they write, and what they don't.
+"""Checks of providers' whole calls on the cases that kernels pass: what they return, where else they write, and what they leave unwritten.
 
 Decision 0016 says what becomes of a provider that fails one.
 """
@@ -99,7 +99,7 @@ def _wider(wanted: Wanted, rounded: Tensor) -> Wanted:
 
 
 def _of_shared_heads(wanted: Wanted, problem: Problem) -> Wanted:
-    """Gradients of keys and values may be sums of one gradient per query head that are rounded to the inputs' type after each addition."""
+    """Expected values, with wider bounds for dK and dV: these may be sums of a gradient per query head, rounded after each addition."""
     if wanted.operand.name not in ("dk", "dv"):
         return wanted
     bound, others = wanted.bound, problem.gqa_ratio - 1
@@ -108,7 +108,7 @@ def _of_shared_heads(wanted: Wanted, problem: Problem) -> Wanted:
 
 
 def _without_norm_of_nothing(wanted: Wanted) -> Wanted:
-    """Gradients that cancel, as those of queries that see one key, have no norm that an error could be a share of."""
+    """Expected values, without a bound of norms where gradients cancel, as those of queries that see one key: an error is no share of 0."""
     if float(wanted.values.abs().max()) > NOTHING:
         return wanted
     return replace(wanted, bound=replace(wanted.bound, relative_norm=None))

@@ -91,13 +91,13 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Options before the command; wrong ones are told as those of commands are."""
+        """Rest of the words behind options of flashtune itself; a usage error is printed as a command's is."""
         some = bool(args)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             if not some:
-                # It is the help.
+                # Without words the error is the help text.
                 raise
             _report(error, ctx)
             ctx.exit(error.exit_code)

@@ -199,7 +199,7 @@ def _with_functions(
     mask_mod: Any,
     implementation: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and LSE, whether it is `wanted`, of a call with a mask or a score as code, whose bounds of lengths stand behind."""
+    """Output and LSE of a call with a mask or a score as code; `wanted` are True if an LSE is, and the bounds of query and key lengths."""
     if (again := coded.again(given, (*wanted, options), score_mod, mask_mod)) is not None:
         return again
     check_functions(score_mod, mask_mod, "mask_mod")

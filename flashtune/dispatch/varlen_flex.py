@@ -111,8 +111,10 @@ def _arguments_of(functions: Functions, captured: tuple[Tensor, ...], packed: Pa
 
 
 def again(given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Output and LSE, as the first of the options wants it, of a call like one that kernels served before, of tensors as in Packed; None
-    of others. Bounds of lengths stand between."""
+    """Output and LSE of a call like one that kernels served before, of tensors as in Packed; None of others.
+
+    `options` are True if an LSE is wanted, the bounds of query and key lengths, and the others.
+    """
     query, key, value, cu_q, cu_k, used, *_ = given
     with_lse, max_q, max_k, _ = options
     try:

@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     counts: int = 0
     """Elements of `counts` that the launches may take."""
     lse_bytes: int = 0
-    """Bytes of the LSE that a forward writes, whether or not a caller wants it."""
+    """Bytes of the LSE that a forward writes, whether or not a caller wants it; 0 for a backward, which reads it."""
 
 
 def plan(host: Host, tensors: Tensors, mods: Sequence[torch.Tensor] = (), **numbers: Any) -> Plan:

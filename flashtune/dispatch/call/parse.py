@@ -144,7 +144,8 @@ def unwrapped(number: Any) -> Any:
 def settled(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Options in their order, with numbers as Python's floats; for calls whose options aren't of the usual types.
 
-    Raises InputTypeError for what is no bool, number or window: plans are found by equal options, and 1 == True == Decimal(1).
+    Raises InputTypeError for what is no bool or number, since plans are found by equal options, and 1 == True == Decimal(1). In a
+    compiler's trace numbers are only taken out of 0-D tensors.
     """
     found = dict(zip(Options._fields, options, strict=False))
     found |= {name: unwrapped(found[name]) for name in ("dropout_p", "scale")}
@@ -156,7 +157,7 @@ def settled(options: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_window(window: Any) -> None:
-    """Refuse what is no window, likewise."""
+    """Refuse what is no window, such as one of floats, which would equal a window of integers."""
     if window.__class__ is not int and not (window.__class__ is tuple and all([side.__class__ is int for side in window])):
         parse_window(window)
 

@@ -168,7 +168,7 @@ def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *
 
 
 def by_octaves(problem: Problem) -> Problem:
-    """A problem of packed sequences as `problem_of` makes it of such a call."""
+    """The problem that `problem_of` makes of calls of this one: of packed sequences, with lengths to powers of two (`octaves_of`)."""
     assert problem.lengths is not None, "packed sequences have lengths"
     sequences, longest = problem.batch, problem.lengths.longest
     of_q, of_k = (spread(n * sequences, 1, sequences) for n in (problem.n_q, problem.n_kv))

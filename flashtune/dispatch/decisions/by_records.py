@@ -15,7 +15,7 @@ def explain_problem(problem: Problem, gpu: str) -> Explanation:
     """Explanation of the choice for a problem on a GPU, by the records alone; needs neither tensors nor a GPU.
 
     A backward under PyTorch's deterministic mode is explained by its repeatable kernel. A problem has no seed: with dropout the choice for
-    calls without one is explained. Lengths of packed sequences count by powers of two, as in calls.
+    calls without one is explained. Lengths of packed sequences are taken to powers of two, as in calls.
 
     Args:
         problem: the call without its data.

@@ -36,7 +36,7 @@ from flashtune.templates import families, families_for
 from flashtune.templates.family import Family
 
 _AS_IN_TRAINING = "dropout without a seed runs as in training, and there"
-"""The beginning of a reason for PyTorch: a recomputed forward has to drop the same pairs."""
+"""The beginning of a reason for PyTorch: a forward that is recomputed for gradients has to drop the same pairs."""
 
 
 class Candidate(NamedTuple):

@@ -65,9 +65,9 @@ class FlexCall(NamedTuple):
     """The BlockMask, mask_mod or Listed, for its lists of blocks; None of packed sequences, which have none."""
     sequences: Sequences | None = None
     launched: Launched | None = None
-    """What calls like it launched, where their tensors are compared."""
+    """Launches that are kept for calls like it; None for a call that was just decided."""
     found: Sequence[int] = ()
-    """Addresses of its tensors then (flashtune.dispatch.functions.kernels.distinct)."""
+    """Addresses of its tensors, in the order of flashtune.dispatch.functions.kernels.distinct, where `launched` is given."""
 
     def of(self, bounds: Sequence[Any], captured: tuple[Tensor, ...]) -> "FlexCall":
         """The call with these tensors in place of its own."""
@@ -103,8 +103,10 @@ def sizes_of(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
 def blocks(
     call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, tile: tuple[int, int], *, of_keys: bool = False
 ) -> tuple[Tensor, bool]:
-    """The lists of blocks for tiles of these rows and columns, of tiles of queries or (`of_keys`) of keys, for batches and heads, of which
-    all may share one; and whether they are kept with the mask."""
+    """Lists of blocks for each tile of queries or (`of_keys`) of keys, and True where they are kept with the mask.
+
+    `tile` are rows and columns. Batches and heads come first in the lists; their sizes may be 1, where all share them.
+    """
     sizes, listed = sizes_of(query, key), isinstance(call.mask_of, Listed)
 
     mask = None if listed else _lists_in(call.mask_of, tile, of_keys=of_keys)

@@ -41,7 +41,7 @@ def flex_by_torch(query: Any, key: Any, value: Any, score_mod: Any, block_mask: 
     eager = isinstance(query, Tensor) and query.device.type == "cuda" and not torch.compiler.is_compiling()
     function: Any = compiled_flex(dynamic=None) if eager else module.flex_attention
     words = scale, enable_gqa, False, kernel_options
-    # PyTorch gives up return_lse.
+    # PyTorch deprecates return_lse, and warns of it.
     aux = module.AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
     found: Any = function(query, key, value, score_mod, block_mask, *words, return_aux=aux)
     return (found[0], found[1].lse) if return_lse and return_aux is None else found

@@ -190,16 +190,16 @@ class Launched:
     __slots__ = ("_lists", "kept")
 
     def __init__(self) -> None:
-        # One tuple, to be read atomically.
+        # Kernel, launches, and which tensors of functions are aligned to 16 bytes; one tuple, to be read atomically.
         self.kept: tuple[Kernel, Repeat, list[bool]] | None = None
         self._lists: list[weakref.ref[Tensor]] | None = None
 
     def keep_lists(self, lists: Sequence[Tensor]) -> None:
-        """Keep lists of blocks for as long as these are kept with their mask."""
+        """Keep lists of blocks, weakly: they live as long as they are kept with their mask."""
         self._lists = [weakref.ref(x) for x in lists]
 
     def lists(self) -> list[Tensor] | None:
-        """Lists of blocks; None where they are made, or looked for, anew."""
+        """Lists of blocks that were kept; None where there are none, or no longer."""
         # Read once: another thread may keep others.
         if (kept := self._lists) is None:
             return None
@@ -225,8 +225,10 @@ class Launched:
     def again(
         self, kernel: Kernel, query: Tensor, found: Sequence[int], more: Sequence[Tensor], *, with_lse: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Output and LSE of a call whose `distinct` tensors were `found` at these addresses, and whose tensors of functions have the sizes
-        and strides that they had; None where nothing fits."""
+        """Output and LSE of a call whose `distinct` tensors lie at the addresses `found`; None unless kernel and alignments are those kept.
+
+        Tensors of functions (`more`) have the sizes and strides of those that were kept.
+        """
         kept, mods = self.kept, [*map(Tensor.data_ptr, more)]
         if kept is None or kept[0] is not kernel or (mods and [at % 16 == 0 for at in mods] != kept[2]):
             return None

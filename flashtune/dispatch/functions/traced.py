@@ -91,20 +91,20 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, wa
 
 
 class _Held(NamedTuple):
-    """A tensor or a function, held weakly, and what of a tensor matters beside its values."""
+    """A tensor or a function, held weakly, and of a tensor a check of its metadata."""
 
     it: "weakref.ref[Any]"
     like: Callable[[Tensor], bool] | None
 
 
 class _Items(NamedTuple):
-    """Items of a tuple, which itself would hold them."""
+    """Items of a tuple, each held by itself: the tuple would keep them alive."""
 
     held: tuple[Any, ...]
 
 
 class _Reads(NamedTuple):
-    """A function, and the values that it reads: of its closure, and of names of its module, absent ones too."""
+    """A function, held weakly, and what it reads: its code, defaults and closure, and names of its module, absent ones, too."""
 
     it: "weakref.ref[types.FunctionType]"
     code: types.CodeType
@@ -139,10 +139,11 @@ _MOST_READ = 64
 
 
 class Snapshot:
-    """Values that a function reads beside its arguments, by identity: to know in a microsecond that a function is the same.
+    """Values that a function reads beside its arguments, by identity: a cheap check at every call that a function is the same.
 
     Tensors and functions are held weakly; metadata of tensors are part of it, values aren't. `make` is None for functions that read other
-    things than tensors, numbers and modules of PyTorch's, of which something may change unseen.
+    things than tensors, constants, PyTorch's modules, and tuples and functions of these, of which something may change unseen; for those
+    with attributes or defaults of keywords; and for those that `reads_elsewhere` refuses.
     """
 
     __slots__ = ("_reads",)

@@ -60,7 +60,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *, with_
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, call: FlexCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors with key and value of all batches, which may share theirs."""
+    """Query, key and value, the latter two expanded to all batches where these share one."""
     if call.sequences is None and key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     return query, key, value
@@ -131,8 +131,7 @@ def _of_gradients(
 
 
 def _lists(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, *, backward: bool = False) -> tuple[list[Tensor], bool]:
-    """The lists of blocks that a kernel walks, in its order, for batches and heads that may share one, and whether all are kept with their
-    mask."""
+    """The lists of blocks that a kernel walks, in its order, each as `blocks` gives it, and True where all are kept with their mask."""
     if not call.mods.listed(kernel.spec):
         return [], True
     # Of keys come first, where there are both.
@@ -142,5 +141,5 @@ def _lists(call: FlexCall, kernel: Kernel, query: Tensor, key: Tensor, *, backwa
 
 
 def _of_all(lists: Sequence[Tensor], query: Tensor) -> list[Tensor]:
-    """Lists of blocks for each batch and head."""
+    """Lists of blocks, expanded to each batch and head."""
     return [x.expand(*query.shape[:2], -1, -1) for x in lists]

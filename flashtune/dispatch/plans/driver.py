@@ -172,7 +172,10 @@ class StreamMemory:
         return self._address("counters", device, stream, capture_id(stream) if capturing else 0, 4 * size)
 
     def scratch(self, device: int, stream: int, size: int, *, in_turn: bool = False) -> int:
-        """Address of at least `size` bytes, a multiple of 256; calls of one launch, which take no turn, get others than those `in_turn`."""
+        """Address of at least `size` bytes, a multiple of 256.
+
+        Calls of several launches, which hold the stream's `turn`, ask `in_turn`: calls of one launch, which don't, never get their memory.
+        """
         return self._address("scratch of turns" if in_turn else "scratch", device, stream, 0, size)
 
     def turn(self, device: int, stream: int) -> threading.Lock:

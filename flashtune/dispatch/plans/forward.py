@@ -78,9 +78,10 @@ class KernelPlan(Plan):
         self._copies_mask = self._moves_sign = False
         # Addresses of per-head arguments that aren't tensors.
         self._heads = [0] * len(PER_HEAD)
+        # True where launches take no address beyond the counters.
         self._plain = True
         self._like_query = False
-        # Addresses after the counters for a call without a mask and per-head arguments.
+        # Addresses after the counters, for a call without a mask and per-head arguments.
         self._rest: tuple[int, ...] = (0, *self._heads, *_NO_MORE)
 
     def build(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, per_head: PerHead | None) -> None:

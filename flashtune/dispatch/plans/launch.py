@@ -1,4 +1,4 @@
-"""From a kernel and a call to its prepared launches: the host's plan, with machine code or what Triton compiles."""
+"""Prepared launches of a kernel for calls like a given one: the host's plan, with shipped machine code or what Triton compiles."""
 
 import functools
 import itertools

@@ -47,8 +47,8 @@ class Recent:
     `check` is True where tensors agree in type, dtype, device, sizes, strides, requires_grad and dispatch keys with those that the
     plan served, under the modes, transforms and autocast of this thread. The need for a gradient depends on the grad mode, too: `grad_mode`
     is the one in which the plan served, None where no tensor requires a gradient. `check` doesn't see the dtype to which autocast casts:
-    `cast_to` is the one under which the plan served, None without autocast. `places` are those of the tensors among a packed call's, which
-    are `picked` from these; `device` is the type of theirs.
+    `cast_to` is the one under which the plan served, None without autocast. `places` are those of the tensors among a packed call's
+    arguments, out of which `picked` takes them; `device` is the type of the tensors' device.
     """
 
     options: tuple[Any, ...]

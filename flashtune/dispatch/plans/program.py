@@ -118,7 +118,7 @@ class Program:
     def __init__(
         self, plan: Plan, binaries: Sequence[Binary], functions: Sequence[int], device: torch.device, addresses: Sequence[int]
     ) -> None:
-        """`functions` are the binaries' handles on a GPU; `addresses` are those of a first call.
+        """`functions` are the binaries' handles on `device`; `addresses` are those of a first call.
 
         Raises DriverError where the driver refuses a tensor map.
         """
@@ -127,13 +127,13 @@ class Program:
         for planned, binary in zip(self.planned, self.binaries, strict=True):
             self.layout.add(planned, binary)
         self.counts, self.lse_bytes = plan.counts, plan.lse_bytes
-        # The LSE lies behind temporaries, where nobody reads it.
+        # Bytes of temporaries; an LSE that nobody reads lies behind them.
         self.offsets, self.scratch = _placed([math.prod(x.shape) * x.item_bytes for x in plan.scratch])
         # True where a launch of a call may read scratch that an earlier launch of it wrote.
         self._hands_on = len(self.planned) > 1 and self.scratch + self.lse_bytes > 0
         self._takes = self.counts > 0 or self.scratch > 0
-        # Stream of the last call, its counters, its place for an LSE that isn't read, and its temporaries: with such an LSE, and without.
-        # Tuples, to be read atomically.
+        # Stream of the last call, with addresses of its counters, of an LSE that isn't read, and of its temporaries: one tuple for calls
+        # whose LSE is read, the next for others. Tuples, to be read atomically.
         self._memory: list[_Memory] = [(-1, 0, 0, ())] * 2
         self._pool: list[_Block] = []
         pointers = [(place // 8, source) for place, source in self.layout.addresses]
@@ -152,8 +152,8 @@ class Program:
         return max(math.prod(planned.grid) for planned in self.planned)
 
     def run(self, addresses: list[int], numbers: Sequence[int] = ()) -> None:
-        """Launch on the current stream. `addresses` are those of the call's tensors in the order of the plan's, to which those of memory
-        are added; an LSE without one is written, and not read. `numbers` are the varying ones.
+        """Launch on the current stream. `addresses` are those of the call's tensors, in the order of the plan's; those of counters and
+        scratch are written into the list. Where the address of a forward's LSE is 0, it goes to scratch. `numbers` are the varying ones.
 
         Raises DriverError where a launch fails.
         """
@@ -198,7 +198,7 @@ class Program:
         return found, held
 
     def launch(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
-        """Launch on a stream, by all addresses."""
+        """Launch on a stream; `addresses` are all that the plan names, scratch included. Raises DriverError."""
         try:
             block = self._pool.pop()
         except IndexError:

@@ -219,7 +219,7 @@ def differences(record: TuningRecord, ours: ProblemKey) -> tuple[str, ...]:
 
 
 def time_of(record: TuningRecord) -> str:
-    """Time of a record's kernel in words: the measured one, or the range for which a predicted one stands."""
+    """Time of a record's kernel in words: as it was measured, or the likely range of a predicted one."""
     if record.outcome.source == "measured":
         return f"{record.median_us:.1f} us"
     return str(likely(record.outcome.template, record.key.direction, record.median_us))

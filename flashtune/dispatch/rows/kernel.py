@@ -41,19 +41,20 @@ class NotBuilt(Exception):
 
 
 class Repeat(NamedTuple):
-    """Launches of a call with the layout of what it returns, for calls whose tensors lie alike: nothing else is done for these."""
+    """Launches of a call and the layouts of its results: all that a call whose tensors have the same layouts needs."""
 
     program: Program
     like_query: bool
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     of_lse: tuple[int, ...]
+    """Shape of the LSE."""
     addresses: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Addresses in the order of a launch's tensors, from 0, those of the output and of the LSE, and those of the call's own tensors."""
+    """Function that puts addresses, which are 0, the output's, the LSE's and the call's, into the order of a launch's tensors."""
 
     @classmethod
     def of(cls, program: Program, query: Tensor, out: Tensor, lse: Tensor, places: Sequence[tuple[int, int]]) -> "Repeat":
-        """`places` are those of the call's tensors among a launch's, each with its own in the order in which `run` gets them."""
+        """The repeat of a call; `places` pair a tensor's place among a launch's with its place in the order in which `run` gets them."""
         sources = [0] * len(Tensors._fields)
         sources[OUT], sources[LSE] = 1, 2
         for place, source in places:
@@ -62,7 +63,7 @@ class Repeat(NamedTuple):
         return cls(program, like_query, tuple(out.shape), out.stride(), tuple(lse.shape), itemgetter(*sources))
 
     def run(self, query: Any, found: Sequence[int], mods: Sequence[int] = (), *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Output and LSE, None without `with_lse`, of tensors `found` at these addresses, and of those of functions."""
+        """Output and LSE, None without `with_lse`, of tensors at the addresses `found`; `mods` are the addresses of functions' tensors."""
         program, like_query, shape, strides, of_lse, addresses = self
         out = torch.empty_like(query) if like_query else torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
         lse, lse_at = None, 0
@@ -150,7 +151,7 @@ class Kernel:
         mods: Sequence[Tensor] = (),
         numbers: Sequence[int] = (),
     ) -> Program | None:
-        """Launch on the tensors' device and its current stream; returns what `run` takes for tensors of this layout.
+        """Launch on the tensors' device and its current stream; returns the prepared launches for tensors of this layout.
 
         `words` are all that a plan takes from a call beside layouts of its tensors. `tensors`, then `mods`, come in the order of the plan's
         sources; counts of tiles are found for each launch. `numbers` are the varying ones. None is returned

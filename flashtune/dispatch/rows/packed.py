@@ -57,11 +57,11 @@ class PackedPlan:
         self._alone = program if kernel is self.forward and self.numbers.scale > 0.0 and not self.numbers.dropout_p else None
 
     def keep_trained(self, like: tuple[Any, ...], alike: Sequence[bool], kernel: Kernel, program: Program) -> None:
-        """Keep the launches of the backward, of tensors `like` these, and which gradients lie as their tensors."""
+        """Keep the launches of the backward for tensors of the layouts `like`; `alike` says which gradients have that of their tensor."""
         self.trained = kernel, program, like, alike
 
     def gives_way(self, kernel: Kernel | None) -> None:
-        """Have another kernel serve in place of one that failed; None where there is none."""
+        """Have another kernel serve in place of one that failed, or none (None)."""
         self.forward, self.fixed, self._alone = kernel, None, None
 
     def again(
@@ -312,7 +312,7 @@ def named(operands: Sequence[Tensor | None], packed: Packed, spec: KernelSpec | 
 
 
 def _addresses(operands: Sequence[Tensor | None], packed: Packed) -> list[int]:
-    """Addresses of what `named` names, of ten operands."""
+    """Addresses of the tensors that `named` makes of ten operands, without making it: in the order of Tensors."""
     query, key, value, out, lse, *gradients = operands
     _, _, _, cu_q, cu_k, used, slopes, sinks, table, of_k, of_v = packed
     of_call = query, key, value, out, lse, None, None, slopes, None, of_k, of_v, sinks, None

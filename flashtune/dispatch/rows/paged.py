@@ -164,7 +164,8 @@ def plan_of_pages(kernel: LoadedKernel, tensors: Tensors, numbers: Numbers, miss
 
 
 def gathered(packed: Packed) -> Packed:
-    """A packed call over copies of the used keys and values; copies of float8 caches are float32. Lengths are read by the host."""
+    """A packed call over copies of the used keys and values; copies of float8 caches are float32. The host reads lengths and pages, and
+    InputError is raised for a page with used keys that is no block."""
     assert packed.table is not None and packed.used is not None, "pages have a table and lengths"
     table, page = packed.table, packed.key.shape[1]
     used = packed.used.clamp(0, table.shape[1] * page)

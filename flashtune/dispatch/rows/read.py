@@ -112,7 +112,7 @@ def splits_of(splits: int | None) -> int | None:
 
 
 def integers(max_q: Any, max_k: Any) -> tuple[int, int]:
-    """Bounds of lengths as Python's integers, of whose methods numpy's lack some; raises TypeError for what is none."""
+    """Bounds of lengths as Python's integers, whose methods numpy's lack in part; raises TypeError for what is no integer."""
     if not (isinstance(max_q, Integral) and isinstance(max_k, Integral)):
         raise TypeError(max_q, max_k)
     return int(max_q), int(max_k)

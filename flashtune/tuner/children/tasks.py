@@ -161,7 +161,7 @@ def _ready(problem: Problem, target: Target, seed: int) -> _Bench:
 
 @cache
 def stopwatch(l2_bytes: int) -> "Stopwatch":
-    """The stopwatch of this process."""
+    """The stopwatch of this process for a GPU with an L2 cache of this size."""
     import torch
 
     from flashtune.tuner.timing.stopwatch import Stopwatch
@@ -172,8 +172,8 @@ def stopwatch(l2_bytes: int) -> "Stopwatch":
 def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Failed:
     """Start the GPU and make the inputs and oracles of `problem`, so that no candidate's time limit includes it.
 
-    Triton is prepared in threads of its own, whose errors occur again, and are reported, at the first use. PyTorch's call isn't: it builds
-    plans or imports its compiler for seconds, for which the oracles and the first candidates would wait.
+    Triton is prepared in threads of its own, whose errors occur again, and are reported, at the first use. PyTorch's call isn't prepared:
+    it builds plans or imports its compiler for seconds, for which the oracles and the first candidates would wait.
     """
     from flashtune.tuner.timing.conditions import gpu_id
 

@@ -197,7 +197,7 @@ def present_archive(folder: Path, index: Index, arch: str) -> Unpacked | None:
 
 
 def kept(order: Order, index: Index, archive: Archive | None, triton: str) -> Built | None:
-    """Archived machine code of exactly this text for all its pages, compiled by this Triton, if its hashes match; else None."""
+    """Archived machine code of exactly this text, for all the order's page sizes and by this Triton, if its hashes match; else None."""
     try:
         found = manifest_in(archive, index, order.variant_id, order.target.arch)
         if found is None or {found.source_sha256, *(binary.triton for binary in found.binaries)} != {source_digest(order.text), triton}:

@@ -45,10 +45,11 @@ _QUERIES = 259
 """Queries of a sequence over pages: enough for several tiles of any size."""
 
 _BOUNDS = {"page{}": _QUERIES, "page{}_unequal": 512}
-"""Specialisations for pages of one size, with a bound of the queries of a sequence: near their mean, where tiles are counted by the bound,
-and above it, where they are by the sum of queries. Keys are split, so that the kernel that adds up the parts is among the launches."""
+"""Specialisations of each page size, with the bound of a sequence's queries in their call. Where it is the mean, launches have tiles for
+the bound in each sequence; where it is above, tiles for the sum of all queries."""
 
 _SPLITS = 5
+"""Parts of the keys in these calls: more than one, so that the kernel that adds up the parts is among the launches."""
 
 _NO_DEBUG = "-suppress-debug-info"
 """Option that leaves line tables and PTX, most of a binary, out of it; instructions are the same."""
@@ -64,7 +65,7 @@ class Order:
     spec: KernelSpec
     target: Target
     pages: tuple[int, ...] = ()
-    """Numbers of keys to a page, of a kernel over pages: each has code of its own."""
+    """Page sizes, in keys, of a kernel over pages: each has code of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Built:
 
 
 def pages_of(manifest: Manifest) -> set[int]:
-    """Sizes of pages that a kernel over pages has machine code for."""
+    """Page sizes, in keys, that a kernel has machine code for."""
     found = (re.fullmatch(r"page(\d+)", binary.specialization) for binary in manifest.binaries)
     return {int(one[1]) for one in found if one is not None}
 

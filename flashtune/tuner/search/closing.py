@@ -88,7 +88,7 @@ def _beside_winner(evaluation: Evaluation, winner: Candidate, time: Measurement)
 
 
 def providers_alone(evaluation: Evaluation, problem: Problem, spent: Spent) -> Closing:
-    """Whole calls of the other providers and PyTorch, of a problem that no kernel takes; nothing where these fail."""
+    """Whole calls of the other providers and PyTorch, of a problem that no kernel takes; nothing where PyTorch can't be timed."""
     with spent.on("whole calls"):
         called = evaluation.call([], beside=True)
     if called is None or called.pytorch is None:

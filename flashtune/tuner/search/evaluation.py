@@ -91,7 +91,7 @@ class Evaluation:
 @dataclass(slots=True, kw_only=True)
 class MeasuredEvaluation(Evaluation):
     """Evaluation on this machine's GPU number `device`, in a child process; `calls` is the task that times whole calls there, and
-    `waited` gets the seconds that this process waits for its preparations."""
+    `waited` counts the seconds that this process waits for its preparations."""
 
     problem: Problem
     target: Target

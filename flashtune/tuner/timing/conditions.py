@@ -159,7 +159,7 @@ def race_undisturbed(
 
 
 def _disturbances(found: Conditions | None) -> int:
-    """Number of doubts that another race may not have."""
+    """Number of doubts that running again may remove: the power limit's isn't one."""
     return 0 if found is None else len(found.doubts) - found.power_limited
 
 
