@@ -194,22 +194,22 @@ _NOT_BESIDE_FUNCTIONS: dict[str, Any] = {
 def _with_functions(
     given: tuple[Any, ...],
     options: tuple[Any, ...],
-    wanted: tuple[bool, int, int],
+    lse_and_bounds: tuple[bool, int, int],
     score_mod: Any,
     mask_mod: Any,
     implementation: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and LSE of a call with a mask or a score as code; `wanted` are True if an LSE is, and the bounds of query and key lengths."""
-    if (again := coded.again(given, (*wanted, options), score_mod, mask_mod)) is not None:
+    """Output and LSE of a call with a mask or a score as code; `lse_and_bounds` are True if an LSE is wanted, and the bounds of lengths."""
+    if (again := coded.again(given, (*lse_and_bounds, options), score_mod, mask_mod)) is not None:
         return again
     check_functions(score_mod, mask_mod, "mask_mod")
     rows = cast(*given[:3])
     if not all(map(is_, rows, given)):
-        return _with_functions((*rows, *given[3:]), options, wanted, score_mod, mask_mod, implementation)
-    packed, numbers = parsed(Packed(*given), Options(*options), *wanted[1:])
+        return _with_functions((*rows, *given[3:]), options, lse_and_bounds, score_mod, mask_mod, implementation)
+    packed, numbers = parsed(Packed(*given), Options(*options), *lse_and_bounds[1:])
     call = coded.call_of(packed, numbers, score_mod, mask_mod, implementation)
     if not isinstance(call, (dict, str)) and all(map(is_, packed[:6], given[:6])):
-        coded.keep(call, given, (*wanted, options), score_mod, mask_mod)
+        coded.keep(call, given, (*lse_and_bounds, options), score_mod, mask_mod)
     if isinstance(call, dict):
         out, lse = attention_varlen(*packed[:5], numbers.max_q, numbers.max_k, return_lse=True, **call)
         return out, lse

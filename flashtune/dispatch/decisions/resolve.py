@@ -360,6 +360,7 @@ def _by_kernels(memo: Memo, problem: Problem, target: Target, pool: Pool) -> Exp
             return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
         return explained(chosen, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
+    # As `_candidates` does for calls whose mask of dropout PyTorch would draw (`Call.torch_draws`).
     if problem.features.dropout and not problem.features.softcap:
         chosen, why = backwards.gradient_choice(memo, trained_as(problem), target)
         if chosen is None:

@@ -77,6 +77,7 @@ def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options
     if call.__class__ is not Passes:
         return None if isinstance(call, PackedCall) and not call.read.holds() else call
     launched = recent.launched
+    # A forward whose launches are kept was built; a backward that failed is chosen anew where gradients are computed.
     if (launched is None or launched.kept is None) and call.failed:
         return None
     captured, mask_of = tuple([ref() for ref in recent.captured]), block_mask if recent.listed is None else recent.listed()
