@@ -14,7 +14,7 @@ from flashtune.dispatch import flex
 from flashtune.dispatch.functions import blocks as flex_blocks
 from flashtune.dispatch.functions import decided as flex_decided
 from flashtune.dispatch.functions import kernels as flex_kernels
-from flashtune.dispatch.plans.launch import COUNTS
+from flashtune.dispatch.plans.program import COUNTS
 from flashtune.dispatch.rows.kernel import Kernel, layout
 
 warnings.filterwarnings("ignore")
@@ -172,7 +172,8 @@ def lists() -> list[str]:
         coarse = coarse[1] | (coarse[0] & ((torch.arange(n_q)[:, None] + torch.arange(n_kv)) % 2 == 0))
         for tile in ((64, 32), (32, 64)):
             for of_keys in (False, True):
-                found = flex_blocks.blocks(call, call.kernel, query, key, tile, of_keys=of_keys)
+                made, _ = flex_blocks.blocks(call, call.kernel, query, key, tile, of_keys=of_keys)
+                found = made.expand(*query.shape[:2], -1, -1)
                 right = lists_of(coarse if size == 64 else seen, tile, of_keys=of_keys)
                 listed = torch.arange(right.shape[-1] - 2) < right[..., 1:2]
                 same = torch.equal(found[..., :2], right[..., :2]) and torch.equal(found[..., 2:][listed], right[..., 2:][listed])

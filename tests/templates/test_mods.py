@@ -419,7 +419,7 @@ def test_masks_joined_by_torch_are_traced() -> None:
 
 
 def test_a_kernel_that_cannot_be_built_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise NotBuilt("no compiler")
 
     answers: Any = iter([SimpleNamespace(captured=()), "no kernel is left"])

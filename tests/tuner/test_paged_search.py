@@ -162,11 +162,11 @@ def reference_of(part: Inputs) -> torch.Tensor:
 
 def test_a_problem_over_pages_is_searched_without_a_gpu(tmp_path: Path) -> None:
     path = str(tmp_path / "paged.sqlite")
-    words = ("--gpu-name", "a100", "--paged", "8", "--d", "16", "--n", "40", "--batch", "3", "--heads", "2", "--causal", "--dtype", "fp16")
+    words = ("--gpu-name", "a100", "--paged", "8", "--d", "16", "--n", "64", "--batch", "3", "--heads", "2", "--causal", "--dtype", "fp16")
     result = CliRunner().invoke(main, ["search", *words, "--trials", "1", "--seed", "1", "--db", path, "--json"])
     assert result.exit_code == 0, result.output
     [row] = json.loads(result.stdout)
-    assert (row["n"], row["n_q"], row["batch"], row["law"], row["template"]) == (40, 1, 3, "equal", "flash_paged")
+    assert (row["n"], row["n_q"], row["batch"], row["law"], row["template"]) == (64, 1, 3, "equal", "flash_paged")
     assert row["features"] == {"causal": True, "alignment": "bottom_right", "packed": True, "page": 8}
     assert (row["fate"], row["source"], row["unservable"]) == ("correct", "predicted", None), "the interpreter checked it"
     shown = CliRunner().invoke(main, ["show", "--db", path, "--json"])

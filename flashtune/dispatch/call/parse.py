@@ -142,7 +142,7 @@ def unwrapped(number: Any) -> Any:
 
 
 def settled(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Options in their order, with numbers as Python's floats; for calls whose options aren't of the usual types.
+    """Options in their order, with numbers as Python's own; for calls whose options aren't of the usual types.
 
     Raises InputTypeError for what is no bool or number, since plans are found by equal options, and 1 == True == Decimal(1). In a
     compiler's trace numbers are only taken out of 0-D tensors.
@@ -152,7 +152,8 @@ def settled(options: tuple[Any, ...]) -> tuple[Any, ...]:
     if not torch.compiler.is_compiling():
         check_flags({name: found[name] for name in TRUTH_VALUES})
         given = {name: found[name] for name in ("dropout_p", "softcap", "scale") if name != "scale" or found[name] is not None}
-        found |= {name: number(name, x, wide=True) for name, x in given.items()}
+        # Parsing refuses an integer that is too large, by the range of the tensors' dtype.
+        found |= {name: number(name, x, wide=True) for name, x in given.items() if x.__class__ is not int}
     return tuple(found.values())
 
 
