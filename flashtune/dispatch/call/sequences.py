@@ -115,11 +115,17 @@ def most_keys(packed: Packed, numbers: Numbers) -> int:
 def octaves_of(packed: Packed, numbers: Numbers) -> tuple[int, int, int]:
     """Lengths of a call as its host knows them, to powers of two: the means of queries and of keys, and the longest over the mean. Of keys
     in pages it knows a bound alone, which counts as the length of each sequence."""
-    sequences = packed.sequences
     if packed.table is not None:
-        return spread(packed.query.shape[0], 1, sequences), next_power_of_two(most_keys(packed, numbers)), 1
-    of_q, of_k = (spread(x.shape[0], 1, sequences) for x in (packed.query, packed.key))
-    return of_q, of_k, spread(numbers.max_k, sequences, packed.key.shape[0])
+        return _octaves(packed.sequences, packed.query.shape[0], None, most_keys(packed, numbers))
+    return _octaves(packed.sequences, packed.query.shape[0], packed.key.shape[0], numbers.max_k)
+
+
+def _octaves(sequences: int, of_q: int, of_k: int | None, longest: int) -> tuple[int, int, int]:
+    """`octaves_of` of so many rows of queries and of keys, the latter None in pages, and the bound of a sequence's keys."""
+    mean_q = spread(of_q, 1, sequences)
+    if of_k is None:
+        return mean_q, next_power_of_two(longest), 1
+    return mean_q, spread(of_k, 1, sequences), spread(longest, sequences, of_k)
 
 
 def problem_of(packed: Packed, numbers: Numbers, direction: Direction = "fwd", *, exact: bool = False, mods: str = "") -> Problem | None:
@@ -171,10 +177,8 @@ def by_octaves(problem: Problem) -> Problem:
     """The problem that `problem_of` makes of calls of this one: of packed sequences, with lengths to powers of two (`octaves_of`)."""
     assert problem.lengths is not None, "packed sequences have lengths"
     sequences, longest = problem.batch, problem.lengths.longest
-    of_q, of_k = (spread(n * sequences, 1, sequences) for n in (problem.n_q, problem.n_kv))
-    ratio = spread(longest, sequences, problem.n_kv * sequences)
-    if problem.features.page:
-        of_k, ratio = next_power_of_two(longest), 1
+    rows_k = None if problem.features.page else problem.n_kv * sequences
+    of_q, of_k, ratio = _octaves(sequences, problem.n_q * sequences, rows_k, longest)
     return replace(problem, n_q=of_q, n_kv=of_k, lengths=Lengths.met(ratio * of_k, sequences, sequences * of_k))
 
 

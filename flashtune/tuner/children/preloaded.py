@@ -8,7 +8,6 @@ import atexit
 import gc
 import os
 import threading
-from contextlib import suppress
 
 _nowhere = os.open(os.devnull, os.O_WRONLY)
 os.dup2(_nowhere, 1)
@@ -18,17 +17,13 @@ os.close(_nowhere)
 # Imported objects stay, and the collector's repeated passes over them take a tenth of torch's import time.
 gc.disable()
 
-from triton.runtime import cache  # noqa: E402
+# Before the thread, which would otherwise import it beside torch.
+from triton.runtime import cache  # noqa: E402, F401
 
+from flashtune.tuner.children.start import know_triton  # noqa: E402
 
-def _know_triton() -> None:
-    """Have Triton hash its own compiler, a part of every kernel's key in its disk cache: hundreds of megabytes, read once here."""
-    # With another version's layout each child does it for itself.
-    with suppress(Exception):
-        cache.triton_key()
-
-
-_hashing = threading.Thread(target=_know_triton, name="triton key")
+# Read once here, and not by each child.
+_hashing = threading.Thread(target=know_triton, name="triton key")
 _hashing.start()
 
 import torch  # noqa: E402, F401

@@ -119,6 +119,17 @@ def _start_driver() -> None:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
 
 
+def know_triton() -> None:
+    """Have Triton hash its own compiler, a part of every kernel's key in its disk cache: hundreds of megabytes, about 1 s.
+
+    With another version's layout the first use of that cache does it.
+    """
+    with suppress(Exception):
+        from triton.runtime import cache
+
+        cache.triton_key()
+
+
 def start_interpreter(environment: Mapping[str, str]) -> None:
     """Prepare a process in which kernels are interpreted on the CPU; Triton is imported anew where the server had it."""
     withdraw({**environment, "TRITON_INTERPRET": "1"})

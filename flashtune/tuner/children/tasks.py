@@ -21,6 +21,7 @@ from flashtune.core.system.errors import EnvironmentProblem, environment_fault, 
 from flashtune.core.system.threads import begun
 from flashtune.templates.family import Family
 from flashtune.templates.rendering import render
+from flashtune.tuner.children.start import know_triton
 from flashtune.tuner.replies import Checked, Compiled, Failed, Ready, Rounds, Spent, Timed
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def prepare_device(problem: Problem, target: Target, seed: int) -> Ready | Faile
     """
     from flashtune.tuner.timing.conditions import gpu_id
 
-    triton: list[Future[object]] = [begun(_start_triton), begun(_know_triton)]
+    # The first launch of a process that isn't forked would wait for the hash.
+    triton: list[Future[Any]] = [begun(_start_triton), begun(know_triton)]
     try:
         bench = _ready(problem, target, seed)
         with suppress(Exception), _spent.on("rehearsal"):
@@ -204,13 +206,6 @@ def _start_triton() -> object:
 
     triton_driver: Any = driver
     return triton_driver.active
-
-
-def _know_triton() -> object:
-    """Have Triton hash its own compiler, for which the first launch of a process that isn't forked would wait for about 1 s."""
-    from triton.runtime import cache
-
-    return cache.triton_key()
 
 
 def inputs_on_device(problem: Problem, target: Target, seed: int) -> "tuple[Inputs, Verifier]":

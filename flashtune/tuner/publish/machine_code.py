@@ -139,16 +139,16 @@ def _typical_calls(module: "LoadedKernel", order: Order) -> Iterator[tuple[str, 
     spec, target = order.spec, order.target
     n_kv = SIZES["any_size"]
     for page in order.pages:
+        arguments, kwargs = _typical_call(module, spec, target, n_kv, page)
         for name, bound in _BOUNDS.items():
-            arguments, kwargs = _typical_call(module, spec, target, n_kv, page)
             yield name.format(page), arguments, kwargs | {"pages": (bound, n_kv, _SPLITS)}
     if order.pages:
         return
     for name, size in SIZES.items():
         yield name, *_typical_call(module, spec, target, size)
     if spec.direction == "bwd":
-        arguments, kwargs = _typical_call(module, spec, target, SIZES["any_size"])
-        operands = dict(zip((operand.name for operand in _problem(spec, SIZES["any_size"]).contract.operands), arguments, strict=True))
+        arguments, kwargs = _typical_call(module, spec, target, n_kv)
+        operands = dict(zip((operand.name for operand in _problem(spec, n_kv).contract.operands), arguments, strict=True))
         yield OUTPUT_ALONE, tuple((operands | {"dlse": None}).values()), kwargs
         if spec.dbias:
             shared = operands["dbias"][:1].expand(operands["dbias"].shape)
