@@ -350,22 +350,23 @@ def explained_problem(memo: Memo, problem: Problem, target: Target) -> Explanati
 def _by_kernels(memo: Memo, problem: Problem, target: Target, pool: Pool) -> Explanation:
     """Explanation of the kernel that serves `problem`, or of PyTorch."""
     refused: list[str] = []
-    if (large := unfit_heads(problem.d, problem.d_v)) is not None:
-        reason = f"{large}, so PyTorch's own attention runs the call"
+
+    def torchs(reason: str) -> Explanation:
         return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+
+    if (large := unfit_heads(problem.d, problem.d_v)) is not None:
+        return torchs(f"{large}, so PyTorch's own attention runs the call")
     if problem.direction == "bwd":
         chosen, why = backwards.gradient_choice(memo, problem, target, composite=problem.features.softcap)
         if chosen is None or chosen.family is None:
-            reason = f"{why}, so PyTorch's own attention computes the gradient"
-            return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+            return torchs(f"{why}, so PyTorch's own attention computes the gradient")
         return explained(chosen, problem, target, refused)
     words = {"framework_serves": torch_has(problem), "unmeasured": memo.unmeasured}
     # As `_candidates` does for calls whose mask of dropout PyTorch would draw (`Call.torch_draws`).
     if problem.features.dropout and not problem.features.softcap:
         chosen, why = backwards.gradient_choice(memo, trained_as(problem), target)
         if chosen is None:
-            reason = f"{_AS_IN_TRAINING} {why}, so PyTorch's own attention runs the call"
-            return Explanation(kind="framework", reason=reason, gpu=target.slug, key=problem.key(target.slug))
+            return torchs(f"{_AS_IN_TRAINING} {why}, so PyTorch's own attention runs the call")
         words["framework_serves"] = False
     for choice in rank(problem, target, pool, families(), **words, compiled=functools.partial(kernels.has_code, arch=target.arch)):
         if isinstance(choice, Choice):
