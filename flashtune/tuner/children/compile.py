@@ -78,7 +78,7 @@ def facts_of(kernels: Sequence[tuple[str, Any]], target: Target) -> CompileFacts
 def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, manifest: Manifest | None = None) -> list[tuple[str, Any]]:
     """Name and Triton's compiled kernel of every launch of `problem`, in their order; raises the compiler's errors.
 
-    Kernels with machine code in `manifest` aren't compiled. Of kernels over pages those for checks follow.
+    Kernels with machine code in `manifest` aren't compiled. Those for checks follow, where they differ.
     """
     module = load_kernel(source, stem)
     found: dict[int, tuple[str, Any]] = {}
@@ -93,15 +93,13 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, m
 
 
 def _compiled_for(problem: Problem) -> Iterator[Inputs]:
-    """Meta tensors of the launches to compile, with sizes cut to one batch and head, which kernels take at run time. Over pages the order
-    of tiles is compiled in, and follows from all sizes, of the problem and of the small ones that candidates are checked on."""
-    if not problem.features.page:
-        yield make_inputs(replace(problem, batch=1, heads=problem.gqa_ratio, kv_heads=1), device="meta", seed=0)
-        return
-    yield make_inputs(problem, device="meta", seed=0)
+    """Meta tensors of the launches to compile: the problem's own, and small ones as candidates are checked on, which are the same to most
+    kernels. Over pages the order of tiles is compiled in, and follows from all sizes; so is the width of offsets into large tensors."""
+    full = make_inputs(problem, device="meta", seed=0)
+    yield full
     small = small_problems(problem, 1)
-    sequences = tuple((one.n_q, one.n_kv) for one in small)
-    yield make_inputs(replace(small[0], batch=len(small)), device="meta", seed=0, sequences=sequences)
+    sequences = tuple((one.n_q, one.n_kv) for one in small) if problem.features.packed else ()
+    yield make_inputs(replace(small[0], batch=len(small) if sequences else 1), device="meta", seed=0, sequences=sequences, like=full.steps)
 
 
 def build_launchers(kernels: Sequence[tuple[str, Any]], target: Target) -> None:

@@ -1,14 +1,16 @@
 """Small problems that candidates are checked on: tile edges, empty rows, shared heads and scores as models produce them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 
 import torch
 
 from flashtune.core.problems.band import ALIGNMENTS
 from flashtune.core.problems.problem import DECODE_ROWS, Features, Problem
 from flashtune.tuner.verify.distributions import HUGE, HUGE_OF_BF16, PRESENT, redistribute
-from flashtune.tuner.verify.inputs import Inputs, make_inputs, run_forward
+from flashtune.tuner.verify.inputs import Inputs, Steps, make_inputs, run_forward
 
 FEW_SMS = 1
 """Multiprocessors of an extra launch of a small problem, so that persistent programs go from tile to tile there too."""
@@ -68,6 +70,11 @@ def small_problems(problem: Problem, batch: int) -> list[Problem]:
     return [*cases, case(391, 130, flipped)] if f.has_diagonal else cases
 
 
+def own_steps(problem: Problem) -> Mapping[str, Steps]:
+    """Steps of the problem's own tensors."""
+    return make_inputs(problem, device="meta", seed=0).steps
+
+
 def _narrow(features: Features) -> Features:
     """Features with a window that small problems notice."""
     if features.window is None:
@@ -105,7 +112,9 @@ def make_extreme(inputs: Inputs) -> None:
     run_forward(inputs)
 
 
-def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | str, seed: int) -> Case:
+def crowd(
+    problem: Problem, names: tuple[str, ...], *, device: torch.device | str, seed: int, like: Mapping[str, Steps] = MappingProxyType({})
+) -> Case:
     """Small problem whose key heads have a distribution of scores each: a single launch is checked on all of them.
 
     The keys are several blocks of any config, and the rows end within a tile. A backward takes normal numbers only: others would need its
@@ -114,7 +123,7 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
     ratio = problem.gqa_ratio
     few, features = replace(problem, batch=1, heads=len(names) * ratio, kv_heads=len(names)), _narrow(problem.features)
     sizes = replace(few, n_q=197, n_kv=643, features=features, lengths=None)
-    inputs = make_inputs(sizes, device=device, seed=seed)
+    inputs = make_inputs(sizes, device=device, seed=seed, like=like)
     [(part, _)] = inputs.parts()
     # Dropout's mask depends on the head's number, but scores don't: views of single heads do without it.
     plain = replace(part, problem=replace(part.problem, features=replace(part.problem.features, dropout=False)))
@@ -125,7 +134,7 @@ def crowd(problem: Problem, names: tuple[str, ...], *, device: torch.device | st
     return Case(inputs=inputs, titles=names, few_sms=CROWD_SMS)
 
 
-def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int) -> list[Case]:
+def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int, like: Mapping[str, Steps]) -> list[Case]:
     """The small problems as packed sequences, twice: every other one is NaN, which mustn't reach its neighbours."""
     found = []
     first, most = small_ones[0], len(small_ones)
@@ -137,7 +146,8 @@ def _packed(small_ones: list[Problem], *, device: torch.device | str, seed: int)
         sizes = replace(first, batch=len(sequences), features=replace(first.features, alignment=alignment))
         poisoned = frozenset(range(odd, len(sequences), 2))
         if len(poisoned) < len(sequences):
-            found.append(Case(inputs=make_inputs(sizes, device=device, seed=seed + odd, sequences=sequences, poisoned=poisoned)))
+            inputs = make_inputs(sizes, device=device, seed=seed + odd, sequences=sequences, poisoned=poisoned, like=like)
+            found.append(Case(inputs=inputs))
     return found
 
 
@@ -150,27 +160,31 @@ def huge(problem: Problem) -> tuple[str, ...]:
 
 
 def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> list[Case]:
-    """Cases that every candidate of `problem` is checked on; `thorough` adds those that cost a GPU little and Triton's interpreter much."""
-    found = []
+    """Cases that every candidate of `problem` is checked on; `thorough` adds those that cost a GPU little and Triton's interpreter much.
+
+    Strides are divided by what divides the problem's own: else kernels that ask for it would be compiled again, on the GPU's time.
+    """
+    found, like = [], own_steps(problem)
     small_ones = small_problems(problem, 2 if thorough else min(2, problem.batch))
     for index, small in enumerate([] if problem.features.packed else small_ones):
         odd = index % 2 == 1
-        found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd)))
+        found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd, like=like)))
     if problem.features.packed:
-        found += _packed(small_ones, device=device, seed=seed)
+        found += _packed(small_ones, device=device, seed=seed, like=like)
     if not thorough or problem.features.mods:
         # Interpretable kernels compute their maxima in every block, as all with functions do, so extreme scores have nothing to find.
         return found
     if problem.dtype in ("bf16", "fp16"):
         # Other types are left out: rounding such scores to TF32 or adding them up as fp8's products do is not exact enough.
-        extreme = make_inputs(replace(small_ones[0], batch=1) if problem.features.packed else small_ones[0], device=device, seed=seed)
+        one = replace(small_ones[0], batch=1) if problem.features.packed else small_ones[0]
+        extreme = make_inputs(one, device=device, seed=seed, like=like)
         make_extreme(extreme.sequence(0) if extreme.sequences else extreme)
         found.append(Case(inputs=extreme))
     if problem.direction == "fwd" and problem.dtype in ("bf16", "fp16"):
-        found.append(replace(crowd(problem, WITHIN_FLOAT32, device=device, seed=seed), repeats=True))
-        beyond = crowd(problem, BEYOND_FLOAT32 + huge(problem), device=device, seed=seed)
+        found.append(replace(crowd(problem, WITHIN_FLOAT32, device=device, seed=seed, like=like), repeats=True))
+        beyond = crowd(problem, BEYOND_FLOAT32 + huge(problem), device=device, seed=seed, like=like)
         found.append(replace(beyond, beyond_float32=True))
     else:
         # In a backward dS, rounded as in every kernel, meets raised keys in sums that cancel.
-        found.append(replace(crowd(problem, ("random",) * 12, device=device, seed=seed), repeats=True))
+        found.append(replace(crowd(problem, ("random",) * 12, device=device, seed=seed, like=like), repeats=True))
     return found

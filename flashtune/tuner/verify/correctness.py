@@ -18,7 +18,7 @@ from flashtune.core.problems.passes import Operand, Place
 from flashtune.core.problems.problem import Problem
 from flashtune.core.problems.tolerances import Bound
 from flashtune.core.system.words import counted
-from flashtune.tuner.verify.cases import Case, cases, small_problems
+from flashtune.tuner.verify.cases import Case, cases, own_steps, small_problems
 from flashtune.tuner.verify.inputs import Inputs, without_repeats
 
 Launch = Callable[..., None]
@@ -308,7 +308,7 @@ class SmallCases:
     @staticmethod
     def serving(problem: Problem, seed: int) -> Hashable:
         """Key that is equal for problems with the same small cases on a GPU."""
-        return tuple(small_problems(problem, 2)), seed
+        return tuple(small_problems(problem, 2)), tuple(own_steps(problem).items()), seed
 
 
 class Verifier:

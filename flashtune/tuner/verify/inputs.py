@@ -1,9 +1,10 @@
 """Random inputs of a problem's pass, in memory poisoned with NaN, with the arguments of a launch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from flashtune.core.problems import reference
 from flashtune.core.problems.dtypes import DType, output_dtype
 from flashtune.core.problems.oracles import forward_oracle
-from flashtune.core.problems.parameters import PER_HEAD, CallParameters, per_head_words
+from flashtune.core.problems.parameters import FACTORS, PER_HEAD, CallParameters, per_head_words
 from flashtune.core.problems.passes import Place
 from flashtune.core.problems.problem import Problem, next_power_of_two
 from flashtune.core.pytorch.dtypes import TORCH_DTYPES
@@ -22,6 +23,27 @@ SOFTCAP = 20.0
 """Soft cap of generated inputs: small enough to bend scores of random data."""
 
 DROPOUT_P = 0.1
+
+
+Steps = tuple[int, ...]
+"""Greatest common divisors of a tensor's strides with 16, by dimension: of a stride kernels and Triton's JIT ask no more."""
+
+
+def steps_of(x: torch.Tensor) -> Steps:
+    """Steps of a tensor."""
+    return tuple(math.gcd(stride, 16) for stride in x.stride())
+
+
+def spaced(shape: Sequence[int], steps: Steps) -> tuple[int, ...]:
+    """Least strides of a tensor whose dimensions lie in this order in memory, and which has these steps."""
+    strides, extent = [1], shape[-1]
+    for size, step in zip(reversed(shape[:-1]), reversed(steps[:-1]), strict=True):
+        stride = -(-extent // step) * step
+        # Of 16 any multiple will do.
+        stride += step * (step < 16 and stride % (2 * step) == 0)
+        strides.insert(0, stride)
+        extent = stride * size
+    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +163,14 @@ class Inputs:
             parameters=replace(self.parameters, band=p.band, lengths=None),
         )
 
+    @property
+    def steps(self) -> dict[str, Steps]:
+        """Steps of the operands (of four dimensions), the mask and the parameters per head, by name."""
+        tensors = {name: x for name, x in self.operands.items() if x.dim() == 4} | self.parameters.per_head()
+        return {
+            name: steps_of(x) for name, x in (tensors if self.parameters.mask is None else tensors | {"mask": self.parameters.mask}).items()
+        }
+
     def store(self) -> None:
         """Copy the present keys and values into the pages, if there are any."""
         if self.pages is not None:
@@ -162,27 +192,26 @@ def alibi_slopes(heads: int, device: torch.device | str) -> torch.Tensor:
     return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=device))
 
 
-def own_mask(problem: Problem, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
+def own_mask(problem: Problem, device: torch.device | str, generator: torch.Generator, steps: Steps) -> torch.Tensor:
     """Mask (B, H, N_q, N_kv) that differs between batches and heads, and hides a third of the keys from each.
 
     Even heads don't see the first third of the keys, odd heads not the last; the last row sees no key. A bias hides them with -inf, and in
     the second half of the heads with its type's most negative number; both also occur at random among normal numbers. A row that would see
-    such numbers alone gets none of them, since kernels differ from the reference there (decision 0003). Row strides are multiples of 16
-    elements, so that no kernel is compiled again for another stride.
+    such numbers alone gets none of them, since kernels differ from the reference there (decision 0003).
     """
     p = problem
-    shape, wide = (p.batch, p.heads, p.n_q, p.n_kv), -(-p.n_kv // 16) * 16
+    shape = p.batch, p.heads, p.n_q, p.n_kv
     sampled = torch.rand(shape, device=device, generator=generator)
     third = torch.zeros((p.heads, 1, p.n_kv), dtype=torch.bool, device=device)
     third[0::2, :, : p.n_kv // 3] = True
     third[1::2, :, p.n_kv - p.n_kv // 3 :] = True
     if p.features.mask == "bool":
-        allowed = torch.ones((*shape[:3], wide), dtype=torch.bool, device=device)[..., : p.n_kv]
+        allowed = guarded(shape, torch.bool, device, spaced(shape, steps))
         allowed.copy_((sampled < 0.8) & ~third)
         allowed[..., -1, :] = False
         return allowed
     kind = TORCH_DTYPES[output_dtype(p.dtype)]
-    bias = guarded((*shape[:3], wide), kind, device)[..., : p.n_kv]
+    bias = guarded(shape, kind, device, spaced(shape, steps))
     bias.normal_(generator=generator)
     with_lowest = torch.arange(p.heads, device=device) >= p.heads // 2
     lowest = (sampled > 0.9) | (third & with_lowest[:, None, None])
@@ -195,9 +224,19 @@ def own_mask(problem: Problem, device: torch.device | str, generator: torch.Gene
     return bias
 
 
-def _shared_bool_mask(problem: Problem, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
+def _allocated(shape: tuple[int, ...], kind: torch.dtype, device: torch.device | str, steps: Steps | None) -> torch.Tensor:
+    """Uninitialised tensor between NaN (true, of a boolean one), contiguous or with these steps; of a meta tensor nothing is allocated."""
+    strides = None if steps is None else spaced(shape, steps)
+    if torch.device(device).type != "meta":
+        return guarded(shape, kind, device, strides)
+    return (
+        torch.empty(shape, dtype=kind, device=device) if strides is None else torch.empty_strided(shape, strides, dtype=kind, device=device)
+    )
+
+
+def _shared_bool_mask(problem: Problem, device: torch.device | str, generator: torch.Generator | None, steps: Steps | None) -> torch.Tensor:
     """Boolean mask (1, 1, N_q, N_kv), true for four of five pairs and for none of the last row; uninitialised without a generator."""
-    mask = torch.empty((1, 1, problem.n_q, problem.n_kv), dtype=torch.bool, device=device)
+    mask = _allocated((1, 1, problem.n_q, problem.n_kv), torch.bool, device, steps)
     if generator is not None:
         mask.copy_(torch.rand(mask.shape, device=device, generator=generator) < 0.8)
         mask[..., -1, :] = False
@@ -213,6 +252,7 @@ def make_inputs(
     own_masks: bool = False,
     sequences: tuple[tuple[int, int], ...] = (),
     poisoned: frozenset[int] = frozenset(),
+    like: Mapping[str, Steps] = MappingProxyType({}),
 ) -> Inputs:
     """Standard normal operands (and mask, where the problem has one) on `device`; written operands are only allocated, and those written by
     an earlier forward come from the forward's oracle.
@@ -224,6 +264,8 @@ def make_inputs(
     Packed sequences lie one after the other as in calls of dispatch, with the problem's lengths or those of `sequences`; `poisoned` ones
     are NaN. Over pages there are also caches with their keys and values.
 
+    Tensors that `like` has by name get its steps (`Inputs.steps`), so that kernels compiled for those serve these as well.
+
     On the "meta" device nothing is allocated: such inputs serve to compile a launch without a GPU.
     """
     meta = torch.device(device).type == "meta"
@@ -233,22 +275,28 @@ def make_inputs(
     # Packed tensors are one batch with the rows of all sequences, and bounds between them.
     sizes, bounds = p, None
     if sequences:
-        of_q, of_k = ([0, *accumulate(lengths)] for lengths in zip(*sequences, strict=True))
-        sizes = replace(p, batch=1, n_q=of_q[-1], n_kv=of_k[-1])
-        begins = torch.tensor(of_q, dtype=torch.int32, device=device)
+        to_q, to_k = ([0, *accumulate(lengths)] for lengths in zip(*sequences, strict=True))
+        sizes = replace(p, batch=1, n_q=to_q[-1], n_kv=to_k[-1])
+        begins = torch.tensor(to_q, dtype=torch.int32, device=device)
         # One list for both, as callers have it, says that lengths are equal, and diagonals with them.
-        bounds = [begins, begins if of_q == of_k else torch.tensor(of_k, dtype=torch.int32, device=device)]
+        bounds = [begins, begins if to_q == to_k else torch.tensor(to_k, dtype=torch.int32, device=device)]
 
-    def allocated(shape: tuple[int, ...], dtype: DType, sampled: bool) -> torch.Tensor:
+    def allocated(name: str, shape: tuple[int, ...], dtype: DType, sampled: bool) -> torch.Tensor:
         inside = (heads_inside or bool(sequences)) and len(shape) == 4
-        stored = (shape[0], shape[2], shape[1], shape[3]) if inside else shape
-        kind = TORCH_DTYPES[dtype]
-        tensor = torch.empty(stored, dtype=kind, device=device) if meta else guarded(stored, kind, device)
+        order = (0, 2, 1, 3) if inside else tuple(range(len(shape)))
+        stored, kind, steps = tuple(shape[axis] for axis in order), TORCH_DTYPES[dtype], like.get(name)
+        tensor = _allocated(stored, kind, device, None if steps is None else tuple(steps[axis] for axis in order))
         if sampled and not meta:
             # PyTorch generates no random fp8 numbers.
             small = kind.itemsize == 1
             tensor.copy_(torch.randn(stored, device=device, generator=generator)) if small else tensor.normal_(generator=generator)
         return tensor.transpose(1, 2) if inside else tensor
+
+    def per_head(name: str, x: torch.Tensor) -> torch.Tensor:
+        repeated, steps = x.expand(p.batch, x.shape[-1]), like.get(name)
+        if steps is None or steps_of(repeated) == steps:
+            return repeated
+        return torch.empty_strided(repeated.shape, spaced(repeated.shape, steps), device=device).copy_(repeated)
 
     def factor(heads: int) -> torch.Tensor:
         shape = p.batch, heads
@@ -256,15 +304,16 @@ def make_inputs(
 
     def sink_logits() -> torch.Tensor:
         sampled = torch.empty((p.heads,), device=device) if meta else torch.randn((p.heads,), device=device, generator=generator)
-        return (sampled + math.log(p.n_kv)).expand(p.batch, p.heads)
+        return sampled + math.log(p.n_kv)
 
     mask = None
     if f.mask != "none" and own_masks and generator is not None:
-        mask = own_mask(p, device, generator)
+        mask = own_mask(p, device, generator, like.get("mask", (16, 16, 16, 1)))
     elif f.mask == "bias":
-        mask = allocated((1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
+        mask = allocated("mask", (1, p.heads, p.n_q, p.n_kv), output_dtype(p.dtype), sampled=True)
     elif f.mask == "bool":
-        mask = _shared_bool_mask(p, device, generator)
+        mask = _shared_bool_mask(p, device, generator, like.get("mask"))
+    of_q, of_k, of_v = FACTORS
     mods = FunctionTensors(of_hash(f.mods, device), p, torch.device(device)) if f.mods else None
     parameters = CallParameters(
         scale=p.d**-0.5,
@@ -274,16 +323,18 @@ def make_inputs(
         softcap=SOFTCAP if f.softcap else 0.0,
         dropout_p=DROPOUT_P if f.dropout else 0.0,
         seed=seed,
-        slopes=alibi_slopes(p.heads, device).expand(p.batch, p.heads) if f.alibi else None,
-        descale=(factor(p.heads), factor(p.kv_heads), factor(p.kv_heads)) if p.dtype == "fp8" else None,
-        sinks=sink_logits() if f.sinks else None,
+        slopes=per_head("alibi_slopes", alibi_slopes(p.heads, device)) if f.alibi else None,
+        descale=(per_head(of_q, factor(p.heads)), per_head(of_k, factor(p.kv_heads)), per_head(of_v, factor(p.kv_heads)))
+        if p.dtype == "fp8"
+        else None,
+        sinks=per_head("sinks", sink_logits()) if f.sinks else None,
         lengths=None if bounds is None else (bounds[0], bounds[1], None),
     )
     operands = {}
     for o in p.contract.operands:
         # Allocated at the bias's own sizes and expanded like the mask.
         shape = tuple(mask.shape) if o.name == "dbias" and mask is not None else o.shape(sizes)
-        operands[o.name] = allocated(shape, o.dtype(p), sampled=not o.written and not o.from_forward).expand(o.shape(sizes))
+        operands[o.name] = allocated(o.name, shape, o.dtype(p), sampled=not o.written and not o.from_forward).expand(o.shape(sizes))
         if sequences:
             x = operands[o.name]
             operands[o.name] = x.as_strided(x.shape, (0, *x.stride()[1:]), x.storage_offset())

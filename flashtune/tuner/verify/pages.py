@@ -49,11 +49,11 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(1, 2).flatten(0, 1)
 
 
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Uninitialised contiguous tensor with NaN on both sides of it in memory."""
-    size = prod(shape)
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Uninitialised tensor, contiguous unless `strides` are given, with NaN on both sides of it in memory and in gaps between its rows."""
+    size = prod(shape) if strides is None else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     buffer = torch.full((size + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
-    return buffer[GUARD : GUARD + size].view(shape)
+    return buffer[GUARD : GUARD + size].view(shape) if strides is None else buffer.as_strided(shape, strides, GUARD)
 
 
 def pages_of(
