@@ -273,7 +273,9 @@ def test_wide_heads(sizes: tuple[int, int], words: dict[str, Any], branch: Branc
     if branch == "kernels":
         on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         own = on_hopper and d % 8 == d_v % 8 == 0
-        assert dispatch.explain(q, k, v, mask, **more).template == ("flash_fwd_hopper_wide" if own else "flash_fwd")
+        # Beside 256 columns, a piece of 16 is loaded from rows of whole 16 bytes alone.
+        anywhere = None if d == 257 else "flash_fwd"
+        assert dispatch.explain(q, k, v, mask, **more).template == ("flash_fwd_hopper_wide" if own else anywhere)
 
 
 @pytest.mark.parametrize("n_q", [1, 4])
