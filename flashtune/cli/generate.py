@@ -125,8 +125,7 @@ def _arranged(location: str | None, filters: "KeyFilter") -> "list[Arranged]":
 
     database = location or shipped_path()
     records = Library.of(database).records(passed_over=without_kernel, bits=BITS, **filters)
-    # Kernels over pages are compiled where they are first called.
-    found = arrange(servable([one for one in records if one.outcome.template not in PROVIDERS and not one.problem.features.page]))
+    found = arrange(servable([one for one in records if one.outcome.template not in PROVIDERS]))
     if not found:
         wanted = "no record" + (f" of gpu {filters.get('gpu')}" if filters.get("gpu") else "")
         raise NoKernelFound(f"{database} holds {wanted} with a kernel to generate: search first, or name another database")

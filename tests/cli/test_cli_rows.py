@@ -237,7 +237,8 @@ def test_hardly_any_row_is_more_than_one_line_of_a_terminal() -> None:
     measured = [line for line in filled[:legend] if line.strip() not in names and "TFLOP/s" not in line and "problem " not in line]
     measured = [line for line in measured if "──" not in line]
     assert len(filled[:legend]) == len(measured) + 3 * len(names)
-    # A label that has no room goes on below.
+    # A label that has no room goes on below, as most over pages.
+    paged = sum(bool(record.problem.features.page) for record in records)
     rest = [place for place, line in enumerate(measured) if len(line.split()) == 1]
     labels = [
         line.split()[0] + (measured[place + 1].strip() if place + 1 in rest else "")
@@ -245,7 +246,7 @@ def test_hardly_any_row_is_more_than_one_line_of_a_terminal() -> None:
         if place not in rest
     ]
     measured = [line for place, line in enumerate(measured) if place not in rest]
-    assert len(measured) == len(records) and len(rest) < 0.01 * len(records)
+    assert len(measured) == len(records) and len(rest) - paged < 0.01 * len(records)
     # A power limit is no doubt.
     assert all(line.rstrip().endswith((" measured", " throttled")) for line in measured)
     assert len([line for line in measured if line.rstrip().endswith(" throttled")]) == throttled

@@ -1,0 +1,1 @@
+"""Generated kernels; the topmost README.md lists them."""
