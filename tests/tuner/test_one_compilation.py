@@ -19,7 +19,7 @@ from flashtune.templates.loading import load_kernel
 from flashtune.templates.rendering import render, variant_of
 from flashtune.tuner.children import compile as compiling
 from flashtune.tuner.verify.cases import cases
-from flashtune.tuner.verify.inputs import make_inputs, spaced
+from flashtune.tuner.verify.inputs import Inputs, make_inputs, spaced
 
 H200 = find_target("h200")
 PLAIN = Problem(batch=4, heads=8, kv_heads=8, n_q=500, n_kv=500, d=72, d_v=72, dtype="bf16", features=Features(causal=True))
@@ -55,10 +55,9 @@ def test_checks_and_timing_launch_what_was_compiled(name: str, family: str, monk
     compiled: list[str] = []
     seen: set[str] = set()
 
-    def launch(inputs: Any, sms: int) -> None:
-        for kernel, grid, args, options in module.launches(
-            *inputs.arguments, **(inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": sms})
-        ):
+    def launch(inputs: Inputs, sms: int, arguments: tuple[Any, ...] | None = None) -> None:
+        words = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": sms}
+        for kernel, grid, args, options in module.launches(*(arguments or inputs.arguments), **words):
             if kernel.__name__ not in seen:
                 # Another problem with the same text may have been here.
                 kernel.device_caches.clear()
@@ -68,11 +67,15 @@ def test_checks_and_timing_launch_what_was_compiled(name: str, family: str, monk
             kernel.warmup(*args, grid=grid, **compiler_options(options))
 
     with compiling.compiling_for(H200):
-        for inputs in compiling._compiled_for(problem):
-            launch(inputs, H200.sms)
+        for inputs, arguments in compiling._compiled_for(problem):
+            launch(inputs, H200.sms, arguments)
         assert compiled
         compiled.clear()
-        launch(make_inputs(problem, device="meta", seed=0), H200.sms)
+        full = make_inputs(problem, device="meta", seed=0)
+        launch(full, H200.sms)
+        if problem.direction == "bwd":
+            # As training steps launch it.
+            launch(full, H200.sms, tuple((full.operands | {"dlse": None}).values()))
         for case in cases(problem, device="cpu", seed=0, thorough=True):
             for sms in {H200.sms, case.few_sms or H200.sms}:
                 launch(case.inputs, sms)

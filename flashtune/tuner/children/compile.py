@@ -83,23 +83,30 @@ def compiled_kernels(source: str, stem: str, problem: Problem, target: Target, m
     module = load_kernel(source, stem)
     found: dict[int, tuple[str, Any]] = {}
     with compiling_for(target):
-        for inputs in _compiled_for(problem):
+        for inputs, arguments in _compiled_for(problem):
             kwargs = inputs.keywords | provided(module, inputs.q, inputs.k) | {"sms": target.sms}
-            for kernel, grid, args, options in module.launches(*inputs.arguments, **kwargs):
+            for kernel, grid, args, options in module.launches(*arguments, **kwargs):
                 with taking(kernel, manifest):
                     compiled = kernel.warmup(*args, grid=grid, **compiler_options(options))
                     found.setdefault(id(compiled), (kernel.__name__, compiled))
     return list(found.values())
 
 
-def _compiled_for(problem: Problem) -> Iterator[Inputs]:
-    """Meta tensors of the launches to compile: the problem's own, and small ones as candidates are checked on, which are the same to most
-    kernels. Over pages the order of tiles is compiled in, and follows from all sizes; so is the width of offsets into large tensors."""
+def _compiled_for(problem: Problem) -> Iterator[tuple[Inputs, tuple[torch.Tensor | None, ...]]]:
+    """Meta tensors and arguments of the launches to compile: the problem's own, those of whole calls, whose LSE has no gradient, and small
+    ones as candidates are checked on, which are the same to most kernels.
+
+    Over pages the order of tiles is compiled in, and follows from all sizes; so is the width of offsets into large tensors.
+    """
     full = make_inputs(problem, device="meta", seed=0)
-    yield full
+    yield full, full.arguments
+    if "dlse" in full.operands:
+        yield full, tuple((full.operands | {"dlse": None}).values())
     small = small_problems(problem, 1)
     sequences = tuple((one.n_q, one.n_kv) for one in small) if problem.features.packed else ()
-    yield make_inputs(replace(small[0], batch=len(small) if sequences else 1), device="meta", seed=0, sequences=sequences, like=full.steps)
+    few = replace(small[0], batch=len(small) if sequences else 1)
+    inputs = make_inputs(few, device="meta", seed=0, sequences=sequences, like=full.steps)
+    yield inputs, inputs.arguments
 
 
 def build_launchers(kernels: Sequence[tuple[str, Any]], target: Target) -> None:
