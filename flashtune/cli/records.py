@@ -109,6 +109,7 @@ def record_row(record: TuningRecord) -> dict[str, Any]:
         "provenance": record.provenance.as_json(),
         "ended_by": record.ending.reason if record.ending else None,
         "expected_regret": record.ending.regret if record.ending else None,
+        "candidates": record.ending.candidates if record.ending else None,
         "provider": record.fastest(lambda name: True),
         "providers_call_us": {name: _rounded(us) for name, us in record.provider_times().items()},
     }

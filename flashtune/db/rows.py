@@ -57,7 +57,7 @@ RUN = (
     *(f"baseline_{name}" for name in TIMES),
     "baseline_call_us",
     *(f"race_{field.name}" for field in fields(Conditions)),
-    *("ended_by", "expected_regret"),
+    *("ended_by", "expected_regret", "candidates"),
 )
 CANDIDATE = ("template", "config")
 TRIAL = (
@@ -98,6 +98,7 @@ def run_row(result: SearchResult) -> dict[str, object]:
         **{f"race_{field.name}": getattr(provenance.conditions, field.name, None) for field in fields(Conditions)},
         "ended_by": result.ending.reason if result.ending else None,
         "expected_regret": result.ending.regret if result.ending else None,
+        "candidates": result.ending.candidates if result.ending else None,
     }
 
 
@@ -218,11 +219,13 @@ def read_baseline(row: Row) -> Baseline | None:
 def read_ending(row: Row) -> Ending | None:
     """Reason why a run's trials ended, or None where it wasn't recorded."""
     if row.missing("ended_by"):
-        if not row.missing("expected_regret"):
-            raise RowError("expected_regret", "is set, but ended_by is missing")
+        for column in ("expected_regret", "candidates"):
+            if not row.missing(column):
+                raise RowError(column, "is set, but ended_by is missing")
         return None
     regret = None if row.missing("expected_regret") else row.real("expected_regret", zero=True)
-    return Ending(reason=row.word("ended_by"), regret=regret)
+    candidates = None if row.missing("candidates") else row.integer("candidates", 1)
+    return Ending(reason=row.word("ended_by"), regret=regret, candidates=candidates)
 
 
 def trial_row(outcome: Outcome, number: int) -> dict[str, object]:

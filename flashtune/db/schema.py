@@ -39,7 +39,7 @@ _TYPES: dict[TypeEngine[Any], tuple[str, ...]] = {
 
 _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 _OPTIONAL = {
-    *("seed", "law", "longest", "ended_by", "expected_regret", "max_error", "rank", "call_us", *rows.FACTS),
+    *("seed", "law", "longest", "ended_by", "expected_regret", "candidates", "max_error", "rank", "call_us", *rows.FACTS),
     *(name for name in rows.RUN if name.startswith(("baseline_", "race_"))),
     *(f"{prefix}{name}" for prefix in ("", "trial_") for name in rows.TIMES),
 }

@@ -17,7 +17,7 @@ from flashtune.core.records.checked import (
 
 __all__ = ["FEATURES_LENGTH", "IDENTIFIER", "LARGEST", "NAME_LENGTH", "TEXT_LENGTH", "UNPRINTABLE", "Row", "RowError", "read_key", "tidy"]
 
-SCHEMA_VERSION: Final = "0005"
+SCHEMA_VERSION: Final = "0006"
 """Newest Alembic revision; revisions are four digits that count upwards."""
 
 OLDEST_VERSION: Final = "0005"

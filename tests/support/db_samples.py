@@ -139,7 +139,14 @@ PACKED_RESULTS = (
 )
 
 KEPT_RESULTS = (*FIXTURE_RESULTS, *RACED_RESULTS, *ENDED_RESULTS, *PACKED_RESULTS)
-"""What tests/fixtures/db/v0005.sqlite holds. Never change it: that file is never written again."""
+"""What tests/fixtures/db/v0005.sqlite holds, and later ones begin with. Never change it."""
+
+
+COUNTED_RESULTS = tuple(replace(one, ending=Ending(reason="gain", regret=0.0, candidates=2616)) for one in FIXTURE_RESULTS[:1])
+"""A result whose search's candidates were counted."""
+
+KEPT_SINCE = {"0005": KEPT_RESULTS, "0006": (*KEPT_RESULTS, *COUNTED_RESULTS)}
+"""What tests/fixtures/db/vNNNN.sqlite hold, by schema version; no such file is ever written again."""
 
 
 def write(path: Path, results: tuple[SearchResult, ...] = FIXTURE_RESULTS) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
@@ -219,11 +219,11 @@ class Finding:
 class Ending:
     """The reason why a search stopped (a word of flashtune.tuner.search.stopping), its surrogate's mean regret, which no calibration bears
     out: the share by which its best time exceeds that of the best candidate (0.01 is 1 %), None where unknown; and the number of candidates
-    that there were, which isn't stored."""
+    that there were, tried or not (None before schema 0006)."""
 
     reason: str
     regret: float | None = None
-    candidates: int | None = field(default=None, compare=False)
+    candidates: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ class Explanation:
         median_us: time of the record's kernel.
         framework_us: PyTorch's time in the record's run.
         ended_by: reason why the record's search stopped, as in `flashtune show --json`.
+        candidates: how many candidates that search had, tried or not; None where that wasn't kept.
         refused: a line for each record or family that came earlier and was passed over.
         differences: if the record is of another key, what differs: its value for that of the call (`d=128 for 80`).
         estimated_loss: always None (reserved).
@@ -60,6 +61,7 @@ class Explanation:
     median_us: float | None = None
     framework_us: float | None = None
     ended_by: str | None = None
+    candidates: int | None = None
     refused: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     estimated_loss: float | None = None
@@ -103,7 +105,8 @@ def explanation_by(choice: Choice, problem: Problem | None, gpu: str, refused: S
     if record is not None:
         said = {"source": record.outcome.source, "origin": record.origin, "record_key": record.key}
         said |= {"median_us": record.median_us, "framework_us": record.framework_us}
-        said |= {"ended_by": record.ending.reason if record.ending else None}
+        if record.ending is not None:
+            said |= {"ended_by": record.ending.reason, "candidates": record.ending.candidates}
     return Explanation(
         kind=choice.kind,
         reason=choice.note,

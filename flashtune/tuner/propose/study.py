@@ -175,7 +175,7 @@ class Study:
             ),
             provenance=Provenance(**{**provenance, "conditions": conditions}),
             baseline=Baseline(**{**baseline, "measurement": Measurement(**baseline["measurement"])}) if baseline else None,
-            ending=Ending(reason=ending["reason"], regret=ending["regret"]) if (ending := kept.get("ending")) else None,
+            ending=Ending(**ending) if (ending := kept.get("ending")) else None,
         )
 
 
