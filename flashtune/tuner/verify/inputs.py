@@ -167,9 +167,9 @@ class Inputs:
     def steps(self) -> dict[str, Steps]:
         """Steps of the operands (of four dimensions), the mask and the parameters per head, by name."""
         tensors = {name: x for name, x in self.operands.items() if x.dim() == 4} | self.parameters.per_head()
-        return {
-            name: steps_of(x) for name, x in (tensors if self.parameters.mask is None else tensors | {"mask": self.parameters.mask}).items()
-        }
+        if self.parameters.mask is not None:
+            tensors["mask"] = self.parameters.mask
+        return {name: steps_of(x) for name, x in tensors.items()}
 
     def store(self) -> None:
         """Copy the present keys and values into the pages, if there are any."""
@@ -229,9 +229,9 @@ def _allocated(shape: tuple[int, ...], kind: torch.dtype, device: torch.device |
     strides = None if steps is None else spaced(shape, steps)
     if torch.device(device).type != "meta":
         return guarded(shape, kind, device, strides)
-    return (
-        torch.empty(shape, dtype=kind, device=device) if strides is None else torch.empty_strided(shape, strides, dtype=kind, device=device)
-    )
+    if strides is None:
+        return torch.empty(shape, dtype=kind, device=device)
+    return torch.empty_strided(shape, strides, dtype=kind, device=device)
 
 
 def _shared_bool_mask(problem: Problem, device: torch.device | str, generator: torch.Generator | None, steps: Steps | None) -> torch.Tensor:
