@@ -19,7 +19,7 @@ from ways import WAYS, doubled, tensors
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError, InputTypeError
 from flashtune.dispatch import api, flex
-from flashtune.dispatch.functions import blocks
+from flashtune.dispatch.functions import blocks, recent
 from flashtune.dispatch.functions.kept import Lists, kept
 from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.dispatch.state import context
@@ -272,15 +272,36 @@ CHANGES: dict[str, Callable[[BlockMask], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_a_mask_that_is_a_window_or_its_tensors_is_decided_anew(
-    driven: Driven, asked: list[Any], monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    decided: list[int] = []
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An item for each call with functions that was decided so far."""
+    found: list[int] = []
     call_of = flex.call_of
+    monkeypatch.setattr(flex, "call_of", lambda *given: found.append(len(given)) or call_of(*given))
     # Lists that are written make such lists strangers to their function.
     monkeypatch.setattr(blocks, "_FOREIGN", set())
-    monkeypatch.setattr(flex, "call_of", lambda *given: decided.append(len(given)) or call_of(*given))
+    return found
+
+
+@pytest.mark.parametrize(("mask", "score", "anew"), [(False, True, False), (True, False, False), (True, True, True)])
+def test_another_stream_has_lists_of_blocks_of_its_own(
+    driven: Driven, decided: list[int], monkeypatch: pytest.MonkeyPatch, mask: bool, score: bool, anew: bool
+) -> None:
+    words: dict[str, Any] = {"score_mod": doubled} if score else {}
+    words |= {"block_mask": create_block_mask(causal, None, None, 256, 256, "cpu")} if mask else {}
+    with torch.no_grad(), dispatch.use(unmeasured=True):
+        for stream in ((5, False), (6, False), (6, True)):
+            monkeypatch.setattr(recent, "stream_of", lambda stream=stream: stream)
+            before = len(decided)
+            for _ in range(4):
+                dispatch.attention(*rows_of(), **words)
+            assert len(decided) - before == (anew or stream == (5, False))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_a_mask_that_is_a_window_or_its_tensors_is_decided_anew(
+    driven: Driven, asked: list[Any], decided: list[int], change: str
+) -> None:
     mask = create_block_mask(causal, None, None, 256, 256, "cpu")
     with dispatch.use(unmeasured=True):
         for _ in range(5):
