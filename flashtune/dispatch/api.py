@@ -46,6 +46,9 @@ from flashtune.dispatch.typed import DenseKeywords, with_signature_of
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+functions: Any = None
+"""The module of masks and scores as code, which is above this one, and puts itself here: some masks come back as windows."""
+
 
 @overload
 def attention(
@@ -161,9 +164,14 @@ def attention(
     gradients of their own sizes. Kernels have first derivatives only.
     """
     if score_mod is not None or block_mask is not None:
-        _functions().refuse_arguments_of_attention(locals())
+        if not (
+            attn_mask is alibi_slopes is q_descale is k_descale is v_descale is sinks is None is window
+            and (seed is None and causal_alignment == "top_left" and dropout_p is softcap is _ZERO)
+            and is_causal is allow_tf32 is deterministic is False
+        ):
+            functions.refuse_arguments_of_attention(locals())
         words = scale, enable_gqa, return_lse
-        found: Returned = _functions().flex_attention(query, key, value, score_mod, block_mask, *words, implementation=implementation)
+        found: Returned = functions.flex_attention(query, key, value, score_mod, block_mask, *words, implementation=implementation)
         return found
     if has_torch_function_variadic(query, key, value):
         return inspection.overridden(attention, **locals())
@@ -221,7 +229,7 @@ def attention(
                 query, key, value, attn_mask = prepared(query, key, value, attn_mask)
             if per_head is not None:
                 per_head = per_head.resolved()
-            signature, plan = _looked_up(plans, query, key, value, attn_mask, per_head, options, seed is not None, cast)
+            signature, plan = looked_up(plans, query, key, value, attn_mask, per_head, options, seed is not None, cast)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # An argument isn't a tensor, has no sizes or memory, or can't be hashed or compared; parsing raises the error.
         signature, plan = None, None
@@ -234,7 +242,7 @@ def attention(
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
-def _looked_up(
+def looked_up(
     plans: Plans, query: Any, key: Any, value: Any, attn_mask: Any, per_head: Any, options: Any, seeded: bool, cast: bool
 ) -> tuple[tuple[Any, ...], Plan | None]:
     """Signature of a call, and its plan, if it is cached: it is put on the fast path then, where it has one."""
@@ -261,13 +269,6 @@ def _looked_up(
     return signature, plan
 
 
-def _functions() -> Any:
-    """The module of masks and scores as code, which is above this one: some masks come back as windows."""
-    from flashtune.dispatch import flex
-
-    return flex
-
-
 @with_signature_of(attention)
 def explain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
@@ -283,7 +284,7 @@ def explain(
     bound.apply_defaults()
     kwargs = bound.arguments
     if kwargs["score_mod"] is not None or kwargs["block_mask"] is not None:
-        found: Explanation = _functions().explained_by_flex(dict(kwargs))
+        found: Explanation = functions.explained_by_flex(dict(kwargs))
         return found
     kwargs["scale"], kwargs["dropout_p"] = unwrapped(kwargs["scale"]), unwrapped(kwargs["dropout_p"])
     if inspection.is_causal_bias(kwargs["attn_mask"]):
@@ -390,6 +391,9 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
         memo.keep(signature, plan)
     return plan.run(*arguments)
 
+
+_ZERO = inspect.signature(attention).parameters["softcap"].default
+"""The number of calls without dropout and a soft cap."""
 
 define_lazily(partial(operators.define, attention))
 # torch.jit.script substitutes PyTorch's operation for it.

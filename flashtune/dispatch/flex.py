@@ -1,6 +1,7 @@
 """`flex_attention`: PyTorch's torch.nn.attention.flex_attention, masks and scores as code, run by kernels where they can."""
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -20,7 +21,7 @@ from flashtune.dispatch.functions.by_torch import flex_by_torch, lacks
 from flashtune.dispatch.functions.decided import call_of
 from flashtune.dispatch.functions.documents import PackedCall, attend_packed, explained_packed
 from flashtune.dispatch.functions.kernels import explained_kernel, problem_with_functions
-from flashtune.dispatch.functions.recent import keep_recent, recent_call
+from flashtune.dispatch.functions.recent import Planned, keep_recent, recent_call
 from flashtune.dispatch.functions.trained import attend_by_kernels
 from flashtune.dispatch.rows.kernel import Kernel, NotBuilt
 from flashtune.dispatch.state.context import current
@@ -124,7 +125,14 @@ def flex_attention(
         query, key, value = _checked_call(query, key, value, scale, enable_gqa, kernel_options)
         call = call_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux, with_lse, implementation)
         keep_recent(call, (query, key, value), score_mod, block_mask, options)
-    if isinstance(call, str):
+    out: Tensor
+    lse: Any
+    if type(call) is tuple:
+        repeat, mods, addresses = call
+        out, lse = repeat.run(query, addresses, mods, with_lse=with_lse)
+    elif isinstance(call, Planned):
+        out, lse = call.plan.run(query, key, value, None, None, None)
+    elif isinstance(call, str):
         words = scale, enable_gqa, return_lse, kernel_options, return_aux
         if torch.compiler.is_compiling():
             return flex_by_torch(query, key, value, score_mod, block_mask, *words)
@@ -134,19 +142,9 @@ def flex_attention(
             if (refused := _untraceable(query, key, score_mod, block_mask)) is not None:
                 raise refused from None
             raise
-    if call.__class__ is not FlexCall and key.shape[0] != query.shape[0]:
-        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    out: Tensor
-    lse: Any
-    if isinstance(call, dict):
-        found: Any = api.attention(query, key, value, return_lse=with_lse, **call)
-        out, lse = found if with_lse else (found, None)
     else:
         try:
-            tensors = query, key, value
-            out, lse = (
-                attend_packed(*tensors, call) if isinstance(call, PackedCall) else attend_by_kernels(*tensors, call, with_lse=with_lse)
-            )
+            out, lse = _served(query, key, value, call, with_lse=with_lse)
         except NotBuilt:
             # From now on another kernel runs such calls, or PyTorch.
             current().plans.flex.clear()
@@ -159,6 +157,20 @@ def flex_attention(
 
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
+
+
+def _served(
+    query: Tensor, key: Tensor, value: Tensor, call: FlexCall | PackedCall | dict[str, Any], *, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE of a decided call; the LSE may be None without `with_lse`."""
+    if not isinstance(call, (dict, PackedCall)):
+        return attend_by_kernels(query, key, value, call, with_lse=with_lse)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    if isinstance(call, PackedCall):
+        return attend_packed(query, key, value, call)
+    found: Any = api.attention(query, key, value, return_lse=with_lse, **call)
+    return found if with_lse else (found, None)
 
 
 def _settled(scale: Any, enable_gqa: object, kernel_options: object) -> Any:
@@ -264,3 +276,6 @@ def explained_by_flex(given: dict[str, Any]) -> Explanation:
     """Explanation of such a call of `attention`."""
     refuse_arguments_of_attention(given)
     return explain_flex(**{name: given[name] for name in _TAKEN})
+
+
+api.functions = sys.modules[__name__]

@@ -17,7 +17,7 @@ from flashtune.dispatch.call.sequences import Packed
 from flashtune.dispatch.decisions.explanation import Explanation
 from flashtune.dispatch.functions.traced import check_functions, refuse_beside_functions
 from flashtune.dispatch.policy.offers import OURS
-from flashtune.dispatch.rows.read import NAMES, NO_CACHES, cast, lists_of_pages, parsed, splits_of
+from flashtune.dispatch.rows.read import NAMES, NO_CACHES, cast, keys_between, parsed, splits_of
 from flashtune.dispatch.rows.run import attend, explanation_of
 from flashtune.dispatch.typed import PackedKeywords, with_signature_of
 from flashtune.dispatch.varlen_named import attend_named, explained_named
@@ -164,7 +164,10 @@ def attention_varlen(
     if window_size is not _UNBOUNDED and not compiling:
         check_window(window_size)
     if block_table is not None:
-        cu_seqlens_k, seqused_k = lists_of_pages(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        if seqused_k is None:
+            seqused_k = keys_between(cu_seqlens_k)
+        # Pages have no bounds.
+        cu_seqlens_k = cu_seqlens_q
     elif k_descale is not None or v_descale is not None:
         raise InputError(NO_CACHES)
     given: tuple[Any, ...]
@@ -243,8 +246,9 @@ def explain_varlen(
     others = {name: given[name] for name in Options._fields if name in given}
     options = Options(**others | {"window": given["window_size"], "return_lse": with_lse})
     if given["block_table"] is not None:
-        lists = lists_of_pages(given["cu_seqlens_q"], given["cu_seqlens_k"], given["seqused_k"])
-        given |= dict(zip(("cu_seqlens_k", "seqused_k"), lists, strict=True))
+        if given["seqused_k"] is None:
+            given["seqused_k"] = keys_between(given["cu_seqlens_k"])
+        given["cu_seqlens_k"] = given["cu_seqlens_q"]
     elif given["k_descale"] is not None or given["v_descale"] is not None:
         raise InputError(NO_CACHES)
     else:

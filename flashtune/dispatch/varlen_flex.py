@@ -126,6 +126,9 @@ def again(given: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, mask
         return None
     if call is None:
         return None
+    if type(call) is tuple:
+        repeat, mods, addresses = call
+        return repeat.run(query, addresses, mods, with_lse=with_lse)  # type: ignore[no-any-return]
     try:
         return attend_by_kernels(query, key, value, call, with_lse=with_lse)
     except NotBuilt:

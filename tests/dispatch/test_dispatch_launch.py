@@ -94,7 +94,7 @@ def test_a_call_gets_the_memory_of_the_stream_that_it_is_on(library: Library, mo
     temporaries = [Operand(6, (100,), (1,), "fp32"), Operand(7, (9,), (1,), "bf16")]
     prepared = Program(PLAN._replace(scratch=temporaries, counts=8, lse_bytes=40), [BINARY], [77], GPU, [1 << 20, 1 << 21])
     runs: list[list[int]] = []
-    monkeypatch.setattr(Program, "launch", lambda _, addresses, stream, numbers: runs.append([stream, *addresses]))
+    monkeypatch.setattr(Program, "launch", lambda _, addresses, stream, *__: runs.append([stream, *addresses]))
     for stream in (7, 7, 9, 7):
         streams.append(stream)
         for lse in (0, 5, 0):

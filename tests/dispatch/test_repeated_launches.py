@@ -1,9 +1,10 @@
 """Repeated calls that are found again by their arguments alone, against a stand-in for the driver: their launches get their own tensors."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from decimal import Decimal
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from driven import Driven, drive
 from test_alike import TAKES
 from test_dispatch_gradient_plans import Decoding, library  # noqa: F401
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from ways import WAYS, doubled, tensors
 
 from flashtune import dispatch
 from flashtune.core.system.errors import InputError, InputTypeError
-from flashtune.dispatch.functions.kept import kept
+from flashtune.dispatch import api, flex
+from flashtune.dispatch.functions import blocks, recent
+from flashtune.dispatch.functions.kept import Lists, kept
 from flashtune.dispatch.rows.kernel import Kernel
 from flashtune.dispatch.state import context
 
@@ -68,6 +71,10 @@ def test_a_repeated_call_parses_nothing_and_writes_its_own_tensors(driven: Drive
         assert {name: got[name] for name in known} == known and got["out"] == out.data_ptr()
         assert got["lse"] == lse.data_ptr() if lse is not None else got["lse"] not in (0, *(x.data_ptr() for x in (*held, out)))
         assert (out.shape, out.stride()) == (given["q"].shape, given["q"].stride())
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
 
 
 EQUALS: dict[str, tuple[Any, ...]] = {
@@ -147,9 +154,13 @@ def test_repeated_calls_take_little_more_operations_than_a_dense_one(driven: Dri
     calls = {"dense": partial(dispatch.attention, q, k, v), "functions": partial(dispatch.flex_attention, q, k, v, doubled)}
     calls |= {"packed": packed_rows(240)[1], "paged": pages(8)[1]}
     calls["packed functions"] = partial(calls["packed"], score_mod=doubled)
+    mask = create_block_mask(causal, None, None, 240, 240, "cpu")
+    calls["a score of attention"] = partial(dispatch.attention, q, k, v, score_mod=doubled)
+    calls |= {"a window": partial(dispatch.attention, q, k, v, block_mask=mask), "lists": partial(calls["functions"], mask)}
     with torch.no_grad(), dispatch.use(unmeasured=True):
         found = {name: operations(call) for name, call in calls.items()}
-    most = {"dense": 1.0, "packed": 1.2, "paged": 1.3, "functions": 2.0, "packed functions": 2.2}
+    most = {"dense": 1.0, "packed": 1.1, "paged": 1.1, "functions": 1.6, "packed functions": 1.8}
+    most |= {"a score of attention": 1.6, "a window": 1.6, "lists": 1.8}
     assert {name: count for name, count in found.items() if count > most[name] * found["dense"]} == {}
 
 
@@ -204,6 +215,134 @@ def test_lists_that_replace_a_masks_own_are_read_anew() -> None:
     mask.kv_num_blocks.fill_(2)
     kept(mask, "place", count)
     assert len(made) == 6
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Arguments with which masks that are windows called `attention` so far."""
+    found: list[dict[str, Any]] = []
+    attention = api.attention
+    monkeypatch.setattr(api, "attention", wraps(attention)(lambda *x, **words: found.append(words) or attention(*x, **words)))
+    return found
+
+
+def rows_of(*, heads: int = 4, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = (torch.zeros(1, heads, 256, 64, dtype=dtype) for _ in range(3))
+    return query, key, value
+
+
+def test_a_repeated_call_whose_mask_is_a_window_goes_by_the_plan_of_attention(driven: Driven, asked: list[Any]) -> None:
+    mask = create_block_mask(causal, None, None, 256, 256, "cpu")
+    with torch.no_grad(), dispatch.use(unmeasured=True):
+        for with_lse in (False, False, False, True, True, True, False):
+            given = rows_of()
+            # A plan that served another call last isn't this one's.
+            dispatch.attention(*rows_of(), window=(3, 0), return_lse=with_lse)
+            found, launches = driven.since(partial(dispatch.attention, *given, block_mask=mask, return_lse=with_lse))
+            out, lse = found if with_lse else (found, None)
+            [(_, got)] = launches
+            got = {name.removesuffix("_ptr").removesuffix("_desc"): at for name, at in got.items()}
+            assert [got[name] for name in "qkv"] == [x.data_ptr() for x in given] and got["out"] == out.data_ptr()
+            assert lse is None or got["lse"] == lse.data_ptr()
+    # One mask's calls are kept for the options of the last.
+    assert [words["return_lse"] for words in asked] == [False, True, False]
+
+
+def written(mask: BlockMask) -> None:
+    mask.kv_num_blocks.zero_()
+
+
+def replaced(mask: BlockMask) -> None:
+    mask.kv_indices = mask.kv_indices.clone()
+
+
+def other_function(mask: BlockMask) -> None:
+    mask.mask_mod = lambda b, h, q, k: q > k
+
+
+CHANGES: dict[str, Callable[[BlockMask], Any]] = {
+    "lists that are written": written,
+    "a list in the place of another": replaced,
+    "another function": other_function,
+    "another dtype": lambda _: rows_of(dtype=torch.float32),
+    "more heads": lambda _: rows_of(heads=8),
+    "other strides": lambda _: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows_of()],
+    "keys of all batches": lambda _: [torch.zeros(2, 4, 256, 64).half(), *rows_of()[1:]],
+    "a gradient": lambda _: [x.requires_grad_() for x in rows_of()],
+}
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An item for each call with functions that was decided so far."""
+    found: list[int] = []
+    call_of = flex.call_of
+    monkeypatch.setattr(flex, "call_of", lambda *given: found.append(len(given)) or call_of(*given))
+    # Lists that are written make such lists strangers to their function.
+    monkeypatch.setattr(blocks, "_FOREIGN", set())
+    return found
+
+
+@pytest.mark.parametrize(("mask", "score", "anew"), [(False, True, False), (True, False, False), (True, True, True)])
+def test_another_stream_has_lists_of_blocks_of_its_own(
+    driven: Driven, decided: list[int], monkeypatch: pytest.MonkeyPatch, mask: bool, score: bool, anew: bool
+) -> None:
+    words: dict[str, Any] = {"score_mod": doubled} if score else {}
+    words |= {"block_mask": create_block_mask(causal, None, None, 256, 256, "cpu")} if mask else {}
+    with torch.no_grad(), dispatch.use(unmeasured=True):
+        for stream in ((5, False), (6, False), (6, True)):
+            monkeypatch.setattr(recent, "stream_of", lambda stream=stream: stream)
+            before = len(decided)
+            for _ in range(4):
+                dispatch.attention(*rows_of(), **words)
+            assert len(decided) - before == (anew or stream == (5, False))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_a_mask_that_is_a_window_or_its_tensors_is_decided_anew(
+    driven: Driven, asked: list[Any], decided: list[int], change: str
+) -> None:
+    mask = create_block_mask(causal, None, None, 256, 256, "cpu")
+    with dispatch.use(unmeasured=True):
+        for _ in range(5):
+            dispatch.attention(*rows_of(), block_mask=mask)
+        assert len(decided) == len(asked) == 1
+        given: Any = CHANGES[change](mask) or rows_of()
+        dispatch.attention(*given, block_mask=mask)
+        assert len(decided) == 2
+
+
+def test_lists_of_queries_count_where_gradients_are_computed() -> None:
+    for trains in (False, True):
+        mask = create_block_mask(causal, None, None, 256, 256, "cpu")
+        lists = Lists.of(mask, trains=trains)
+        assert lists.same(mask) and mask.q_num_blocks is not None
+        mask.q_num_blocks.zero_()
+        assert lists.same(mask) is not trains
+        mask.kv_num_blocks.zero_()
+        assert not lists.same(mask)
+        mask.full_kv_indices = None
+        lists = Lists.of(mask, trains=trains)
+        assert lists.same(mask)
+        mask.full_kv_indices = mask.kv_indices
+        assert not lists.same(mask)
+
+
+BESIDE: dict[str, Any] = {
+    name: one.default for name, one in inspect.signature(dispatch.attention).parameters.items() if name not in flex._TAKEN
+}
+OTHERS: dict[str, Any] = {"seed": 3, "window": 3, "softcap": 2.0, "dropout_p": 0.5, "causal_alignment": "bottom_right", "q_descale": 2.0}
+OTHERS |= {"k_descale": 2.0, "v_descale": 2.0, "alibi_slopes": torch.ones(4), "sinks": torch.ones(4), "attn_mask": torch.zeros(256, 256)}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_argument_of_attention_is_refused_beside_functions_at_a_repeated_call_too(driven: Driven, name: str) -> None:
+    given = rows_of()
+    with torch.no_grad(), dispatch.use(unmeasured=True):
+        for _ in range(3):
+            dispatch.attention(*given, score_mod=doubled, **{name: BESIDE[name]})
+        with pytest.raises(InputError, match=f"^{name} is no argument beside score_mod and block_mask"):
+            dispatch.attention(*given, score_mod=doubled, **{name: OTHERS.get(name, True)})
 
 
 def captured_row(rows: int, table: torch.Tensor) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:

@@ -159,7 +159,7 @@ def settled(options: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def check_window(window: Any) -> None:
     """Refuse what is no window, such as one of floats, which would equal a window of integers."""
-    if window.__class__ is not int and not (window.__class__ is tuple and all([side.__class__ is int for side in window])):
+    if window.__class__ is not int and not (window.__class__ is tuple and all([side is None or side.__class__ is int for side in window])):
         parse_window(window)
 
 

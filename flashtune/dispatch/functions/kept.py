@@ -20,7 +20,7 @@ LISTS: Any = WeakIdKeyDictionary()
 
 OWN = tuple(f"{full}{of}_{name}" for of in ("kv", "q") for full in ("", "full_") for name in ("num_blocks", "indices"))
 """Names of a BlockMask's own lists, of keys for queries, then of queries for keys."""
-_lists_of = attrgetter(*OWN)
+_lists_of, _lists_of_keys = attrgetter(*OWN), attrgetter(*OWN[:4])
 
 
 def versions_of(mask: Any) -> tuple[Any, ...]:
@@ -36,31 +36,39 @@ def versions_of(mask: Any) -> tuple[Any, ...]:
 
 
 class Lists(NamedTuple):
-    """A BlockMask and its own lists, held weakly, with the lists' versions (-1 in inference mode, which has none): as `versions_of`, but
-    compared one by one, which is cheaper at every call."""
+    """A BlockMask and its own lists, held weakly, with the lists' versions, None for those of inference mode, which have none: as
+    `versions_of`, but compared one by one, which is cheaper at every call."""
 
     mask: "weakref.ref[Any]"
-    lists: tuple[tuple["weakref.ref[torch.Tensor] | None", int], ...]
+    own: Callable[[Any], tuple[Any, ...]]
+    """Function that takes the lists out of a mask."""
+    lists: tuple[Callable[[], Any], ...]
+    versions: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, mask: Any) -> "Lists":
-        """A mask's lists as they are now."""
-        return cls(
-            weakref.ref(mask),
-            tuple([(None, 0) if x is None else (weakref.ref(x), -1 if x.is_inference() else x._version) for x in _lists_of(mask)]),
-        )
+    def of(cls, mask: Any, *, trains: bool) -> "Lists":
+        """A mask's lists as they are now: those of keys for queries alone, unless gradients are computed (`trains`)."""
+        own = _lists_of if trains else _lists_of_keys
+        lists = own(mask)
+        held, versions = [_no_list if x is None else weakref.ref(x) for x in lists], [_version_of(x) for x in lists]
+        return cls(weakref.ref(mask), own, tuple(held), tuple(versions))
 
     def same(self, mask: Any) -> bool:
         """True for that mask, if its lists are the same tensors, and PyTorch wrote to none of them."""
         if self.mask() is not mask:
             return False
-        for (was, version), x in zip(self.lists, _lists_of(mask), strict=True):
-            if x is None or was is None:
-                if was is not x:
-                    return False
-            elif (version >= 0 and x._version != version) or was() is not x:
+        for was, version, x in zip(self.lists, self.versions, self.own(mask), strict=True):
+            if was() is not x or (version is not None and x._version != version):
                 return False
         return True
+
+
+def _version_of(x: "torch.Tensor | None") -> int | None:
+    return None if x is None or x.is_inference() else x._version
+
+
+def _no_list() -> None:
+    """In the place of the weak reference to a list that a mask lacks."""
 
 
 def stream_of() -> tuple[int, bool]:
@@ -68,7 +76,7 @@ def stream_of() -> tuple[int, bool]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0, False
     # PyTorch's own objects of streams take microseconds to make.
-    return C._cuda_getCurrentRawStream(torch.cuda.current_device()), torch.cuda.is_current_stream_capturing()
+    return C._cuda_getCurrentRawStream(C._cuda_getDevice()), C._cuda_isCurrentStreamCapturing()
 
 
 def kept(mask: Any, key: Hashable, make: Callable[[], Any]) -> Any:

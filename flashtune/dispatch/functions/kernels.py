@@ -222,17 +222,13 @@ class Launched:
         ]
         self.kept = kernel, Repeat.of(program, query, out, lse, places), [x.data_ptr() % 16 == 0 for x in more]
 
-    def again(
-        self, kernel: Kernel, query: Tensor, found: Sequence[int], more: Sequence[Tensor], *, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Output and LSE of a call whose `distinct` tensors lie at the addresses `found`; None unless kernel and alignments are those kept.
-
-        Tensors of functions (`more`) have the sizes and strides of those that were kept.
-        """
+    def again(self, kernel: Kernel, more: Sequence[Tensor]) -> tuple[Repeat, list[int]] | None:
+        """The launches for a call's `distinct` tensors, and the addresses of tensors of functions; None unless kernel and alignments are
+        those kept. Tensors of functions (`more`) have the sizes and strides of those that were kept."""
         kept, mods = self.kept, [*map(Tensor.data_ptr, more)]
         if kept is None or kept[0] is not kernel or (mods and [at % 16 == 0 for at in mods] != kept[2]):
             return None
-        return kept[1].run(query, found, mods, with_lse=with_lse)
+        return kept[1], mods
 
 
 def distinct(query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor | None) -> list[Tensor]:

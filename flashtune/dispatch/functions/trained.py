@@ -41,10 +41,9 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, call: FlexCall, *, with_
         lists, lasting = _lists(call, kernel, query, key)
         if launched is not None and lasting:
             launched.keep_lists(lists)
-    if launched is not None:
-        found = launched.again(kernel, query, call.found, [*call.captured, *lists], with_lse=with_lse)
-        if found is not None:
-            return found
+    if launched is not None and (again := launched.again(kernel, [*call.captured, *lists])) is not None:
+        repeat, mods = again
+        return repeat.run(query, call.found, mods, with_lse=with_lse)
     query, key, value = _whole(query, key, value, call)
     if call.sequences is None and query.transpose(1, 2).is_contiguous():
         # The output has the queries' memory layout.

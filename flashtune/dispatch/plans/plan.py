@@ -1,10 +1,11 @@
 """Parts that plans share: their interface, the cache in which a call finds its own, memory layouts, and the seed of dropout's mask."""
 
-import functools
-import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -69,7 +70,7 @@ class Recent:
             and FORWARD_AD._current_level < 0
             and not C._len_torch_dispatch_stack()
             and flash_attention_on()
-            and not functools.reduce(operator.or_, addresses) % 16
+            and gcd(16, *addresses) == 16
         )
 
 
@@ -125,10 +126,10 @@ class Plans(dict[Hashable, Plan]):
             # An entry of this signature that rejects its tensors was made under another mode.
             check = check_of(tensors)
             if latent:
-                check = functools.partial(_also_in_columns, check)
+                check = partial(_also_in_columns, check)
             grad_mode = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
             made = self._made[signature] = Recent(
-                options, seeded, grad_mode, cast_to, check, plan, places, operator.itemgetter(*places) if places else tuple,
+                options, seeded, grad_mode, cast_to, check, plan, places, itemgetter(*places) if places else tuple,
                 tensors[0].device.type,
             )  # fmt: skip
         if places:
@@ -140,9 +141,9 @@ class Plans(dict[Hashable, Plan]):
             self.clear()
 
 
-def _also_in_columns(check: Callable[..., bool], query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _also_in_columns(check: Callable[..., bool], query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> bool:
     """True where a check passes, and values still begin where keys do, whose strides it has compared."""
-    return check(query, key, value) and key.data_ptr() == value.data_ptr()
+    return check(query, key, value, *others) and key.data_ptr() == value.data_ptr()
 
 
 _MASK64 = 2**64 - 1
@@ -218,7 +219,7 @@ class _Relaxed(torch.autograd.Function):
 def restorer(device: torch.device) -> Callable[[], object]:
     """Callable that restores the present state of the device's default generator."""
     generator = _generator(device)
-    return functools.partial(generator.set_state, generator.get_state())
+    return partial(generator.set_state, generator.get_state())
 
 
 def _generator(device: torch.device) -> torch.Generator:

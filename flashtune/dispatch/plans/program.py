@@ -4,8 +4,9 @@ import ctypes
 import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,16 +27,27 @@ _MAP_ALIGNMENT = 64
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Layout:
-    """Layout of the parameters of all launches in one allocation, and their initial contents."""
+    """Layout of the parameters of all launches in one allocation, and their initial contents: first the addresses that they take, each
+    once, from these sources, so that a call writes all at once."""
 
+    sources: list[int]
     image: bytearray = field(default_factory=bytearray)
     places: list[list[int]] = field(default_factory=list)
-    addresses: list[tuple[int, int]] = field(default_factory=list)
     maps: list[tuple[int, Descriptor, Parameter]] = field(default_factory=list)
     numbers: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def add(self, launch: Launch, binary: Binary) -> None:
-        """Append the parameters of one launch, each at its alignment."""
+    @classmethod
+    def of(cls, launches: Sequence[Launch], binaries: Sequence[Binary]) -> "_Layout":
+        """The layout of these launches of these kernels."""
+        given = [launch.arguments[one.position] for launch, binary in zip(launches, binaries, strict=True) for one in binary.parameters]
+        found = cls(list(dict.fromkeys(x.source for x in given if isinstance(x, Operand))))
+        found._take(8 * len(found.sources), 8)
+        for launch, binary in zip(launches, binaries, strict=True):
+            found._add(launch, binary)
+        return found
+
+    def _add(self, launch: Launch, binary: Binary) -> None:
+        """Append the other parameters of one launch, each at its alignment."""
         places: list[int] = []
         self.places.append(places)
         for parameter in binary.parameters:
@@ -47,8 +59,7 @@ class _Layout:
                 places.extend(self._number("i32", size) for size in value.shape)
                 places.extend(self._number("i64", stride) for stride in value.strides)
             elif isinstance(value, Operand):
-                places.append(self._take(8, 8))
-                self.addresses.append((places[-1], value.source))
+                places.append(8 * self.sources.index(value.source))
             elif isinstance(value, Resident):
                 places.append(self._number(parameter.kind, value.address))
             else:
@@ -73,7 +84,7 @@ class _Layout:
 class _Block:
     """Parameter block of one call in progress."""
 
-    __slots__ = ("_held", "bound", "configs", "launches", "stream", "words")
+    __slots__ = ("_held", "bound", "configs", "launches", "maps", "stream", "words")
 
     def __init__(self, program: "Program", addresses: Sequence[int]) -> None:
         layout = program.layout
@@ -97,8 +108,9 @@ class _Block:
             if x * y * z > 0:
                 self.launches.append((ctypes.addressof(config), function, ctypes.addressof(parameters)))
         # Where the address is the map's first word, as on every driver so far, it is written like any other parameter.
-        plain = [_address_is_first_word(start + place, what, parameter, addresses) for place, what, parameter in layout.maps]
-        self.bound = [] if all(plain) else [(start + place, what.base.source) for place, what, _ in layout.maps]
+        plain = all([_address_is_first_word(start + place, what, parameter, addresses) for place, what, parameter in layout.maps])
+        self.maps = [(place // 8, what.base.source) for place, what, _ in layout.maps if plain]
+        self.bound = [(start + place, what.base.source) for place, what, _ in layout.maps if not plain]
         self._held = held
 
 
@@ -123,23 +135,19 @@ class Program:
         Raises DriverError where the driver refuses a tensor map.
         """
         self.planned, self.binaries, self.functions = plan.launches, tuple(binaries), tuple(functions)
-        self.layout = _Layout()
-        for planned, binary in zip(self.planned, self.binaries, strict=True):
-            self.layout.add(planned, binary)
+        self.layout = _Layout.of(self.planned, self.binaries)
         self.counts, self.lse_bytes = plan.counts, plan.lse_bytes
         # Bytes of temporaries; an LSE that nobody reads lies behind them.
         self.offsets, self.scratch = _placed([math.prod(x.shape) * x.item_bytes for x in plan.scratch])
         # True where a launch of a call may read scratch that an earlier launch of it wrote.
         self._hands_on = len(self.planned) > 1 and self.scratch + self.lse_bytes > 0
         self._takes = self.counts > 0 or self.scratch > 0
-        # Stream of the last call, with addresses of its counters, of an LSE that isn't read, and of its temporaries: one tuple for calls
-        # whose LSE is read, the next for others. Tuples, to be read atomically.
-        self._memory: list[_Memory] = [(-1, 0, 0, ())] * 2
+        # Stream of the last call, with addresses of its counters, of an LSE that isn't read, and of its temporaries, and the lock of its
+        # turn: one tuple for calls whose LSE is read, the next for others. Tuples, to be read atomically.
+        self._memory: list[_Memory] = [(-1, 0, 0, (), None)] * 2
         self._pool: list[_Block] = []
-        pointers = [(place // 8, source) for place, source in self.layout.addresses]
-        maps = [(place // 8, what.base.source) for place, what, _ in self.layout.maps]
-        self._pointers, self._slots = pointers, pointers + maps
-        self.last_source = max(source for _, source in self._slots)
+        self._table, self._picked = slice(len(self.layout.sources)), picker(self.layout.sources)
+        self.last_source = max([*self.layout.sources, *(what.base.source for _, what, _ in self.layout.maps)])
         self._numbers = [(place // 8, source, (1 << 8 * size) - 1) for place, source, size in self.layout.numbers]
         self._launch = driver.library().cuLaunchKernelEx
         self.device, self._index = device, device.index
@@ -151,33 +159,39 @@ class Program:
         """Number of programs of the largest launch."""
         return max(math.prod(planned.grid) for planned in self.planned)
 
-    def run(self, addresses: list[int], numbers: Sequence[int] = ()) -> None:
-        """Launch on the current stream. `addresses` are those of the call's tensors, in the order of the plan's; those of counters and
-        scratch are written into the list. Where the address of a forward's LSE is 0, it goes to scratch. `numbers` are the varying ones.
+    def run(self, addresses: list[int], numbers: Sequence[int] = (), picked: "Picker | None" = None) -> None:
+        """Launch on the current stream. `addresses` are those of the call's tensors, in the order of the plan's or in that of `picked`, the
+        same up to that of counters; those of counters and scratch are written into the list. Where the address of a forward's LSE is 0, it
+        goes to scratch. `numbers` are the varying ones.
 
         Raises DriverError where a launch fails.
         """
-        index, held = self._index, None
+        index, held, turn = self._index, None, None
         if C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run(addresses, numbers)
+                return self.run(addresses, numbers, picked)
         stream = C._cuda_getCurrentRawStream(index)
         unread = self.lse_bytes > 0 and not addresses[LSE]
         if self._takes or unread:
-            known, counts, lse, temporaries = self._memory[unread]
+            known, counts, lse, temporaries, turn = self._memory[unread]
             if C._cuda_isCurrentStreamCapturing() or known != stream:
-                (_, counts, lse, temporaries), held = self._taken(stream, unread=unread)
+                (_, counts, lse, temporaries, turn), held = self._taken(stream, unread=unread)
             addresses[COUNTS] = counts
             if unread:
                 addresses[LSE] = lse
             addresses += temporaries
-        if self._hands_on and held is None:
-            # Launches of another thread on this stream could interleave with these, and use the same scratch.
-            with driver.STREAM_MEMORY.turn(index, stream):
-                self.launch(addresses, stream, numbers)
+        if turn is None:
+            self.launch(addresses, stream, numbers, picked)
         else:
-            self.launch(addresses, stream, numbers)
+            # Launches of another thread on this stream could interleave with these, and use the same scratch. As a context the lock takes
+            # twice as long.
+            turn.acquire()
+            try:
+                self.launch(addresses, stream, numbers, picked)
+            finally:
+                turn.release()
         # All launches are enqueued: later work of this stream may reuse the memory.
+        del held
         return None
 
     def _taken(self, stream: int, *, unread: bool) -> "tuple[_Memory, Tensor | None]":
@@ -192,22 +206,25 @@ class Program:
             start = held.data_ptr()
         elif size:
             start = driver.STREAM_MEMORY.scratch(index, stream, size, in_turn=self._hands_on)
-        found = stream, counts, start + self.scratch, tuple([start + offset for offset in self.offsets])
+        turn = driver.STREAM_MEMORY.turn(index, stream) if self._hands_on and held is None else None
+        found = stream, counts, start + self.scratch, tuple([start + offset for offset in self.offsets]), turn
         if held is None:
             self._memory[unread] = found
         return found, held
 
-    def launch(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = ()) -> None:
-        """Launch on a stream; `addresses` are all that the plan names, scratch included. Raises DriverError."""
+    def launch(self, addresses: Sequence[int], stream: int, numbers: Sequence[int] = (), picked: "Picker | None" = None) -> None:
+        """Launch on a stream; `addresses` are all that the plan names, scratch included, in its order or that of `picked`. Raises
+        DriverError."""
         try:
             block = self._pool.pop()
         except IndexError:
             driver.use_context(self._index)
             block = _Block(self, addresses)
-        words, bound = block.words, block.bound
-        for place, source in self._pointers if bound else self._slots:
+        words = block.words
+        words[self._table] = (picked or self._picked)(addresses)
+        for place, source in block.maps:
             words[place] = addresses[source]
-        for at, source in bound:
+        for at, source in block.bound:
             driver.checked("cuTensorMapReplaceAddress", at, addresses[source])
         for place, source, mask in self._numbers:
             words[place] = numbers[source] & mask
@@ -227,7 +244,15 @@ class Program:
         self._pool.append(block)
 
 
-_Memory = tuple[int, int, int, tuple[int, ...]]
+_Memory = tuple[int, int, int, tuple[int, ...], Any]
+
+Picker = Callable[[Sequence[int]], Any]
+"""Function that takes the addresses of launches, each once, out of those of a call."""
+
+
+def picker(places: Sequence[int]) -> Picker:
+    """The function that takes the addresses at these places."""
+    return itemgetter(*places) if len(places) > 1 else lambda addresses: [addresses[place] for place in places]
 
 
 def _padded(size: int) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from flashtune.dispatch.call.sequences import Packed
 from flashtune.dispatch.plans import driver, kernels
 from flashtune.dispatch.plans.launch import Code
 from flashtune.dispatch.plans.misprediction import MISPREDICTIONS, Latch
-from flashtune.dispatch.plans.program import LSE, OUT, Program
+from flashtune.dispatch.plans.program import COUNTS, LSE, Picker, Program, picker
 from flashtune.dispatch.policy.choose import Choice
 from flashtune.dispatch.state.context import Memo, current
 from flashtune.templates.family import Family
@@ -49,28 +48,29 @@ class Repeat(NamedTuple):
     strides: tuple[int, ...]
     of_lse: tuple[int, ...]
     """Shape of the LSE."""
-    addresses: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Function that puts addresses, which are 0, the output's, the LSE's and the call's, into the order of a launch's tensors."""
+    picked: Picker
+    """Function that takes the addresses of the launches out of those of query, key, value, output, LSE, counts, and the others."""
 
     @classmethod
     def of(cls, program: Program, query: Tensor, out: Tensor, lse: Tensor, places: Sequence[tuple[int, int]]) -> "Repeat":
         """The repeat of a call; `places` pair a tensor's place among a launch's with its place in the order in which `run` gets them."""
-        sources = [0] * len(Tensors._fields)
-        sources[OUT], sources[LSE] = 1, 2
-        for place, source in places:
-            sources[place] = 3 + source
         like_query = (out.shape, out.stride()) == (query.shape, query.stride())
-        return cls(program, like_query, tuple(out.shape), out.stride(), tuple(lse.shape), itemgetter(*sources))
+        assert all(what.base.source < LSE for _, what, _ in program.layout.maps), "tensor maps are of query, key, value and output"
+        # The output, the LSE and counts come between value and the others; behind these are tensors of functions, then temporaries.
+        known = {place: place for place in range(COUNTS + 1)} | {place: COUNTS - 2 + source for place, source in places if source > 2}
+        more = COUNTS - 1 + max(source for _, source in places) - len(Tensors._fields)
+        picked = picker([more + source if source >= len(Tensors._fields) else known[source] for source in program.layout.sources])
+        return cls(program, like_query, tuple(out.shape), out.stride(), tuple(lse.shape), picked)
 
     def run(self, query: Any, found: Sequence[int], mods: Sequence[int] = (), *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Output and LSE, None without `with_lse`, of tensors at the addresses `found`; `mods` are the addresses of functions' tensors."""
-        program, like_query, shape, strides, of_lse, addresses = self
+        program, like_query, shape, strides, of_lse, picked = self
         out = torch.empty_like(query) if like_query else torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
         lse, lse_at = None, 0
         if with_lse:
             lse = torch.empty(of_lse, dtype=torch.float32, device=query.device)
             lse_at = lse.data_ptr()
-        program.run([*addresses((0, out.data_ptr(), lse_at, *found)), *mods])
+        program.run([*found[:3], out.data_ptr(), lse_at, 0, *found[3:], *mods], (), picked)
         return out, lse
 
 

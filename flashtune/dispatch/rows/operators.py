@@ -86,7 +86,7 @@ class TrainedPlan(PackedPlan):
     __slots__ = ()
     returns_lse = True
 
-    def again(self, *_: Any, **__: Any) -> None:
+    def again(self, given: Sequence[Tensor | None], places: Sequence[int]) -> None:
         """None: a call is part of autograd's graph."""
 
     def outputs(self, seed: int | None, *tensors: Any) -> tuple[Tensor, Tensor, int]:

@@ -37,23 +37,23 @@ class PackedPlan:
     `fixed` are those of the forward, and `trained` those of the backward, with the layouts of what it is given.
     """
 
-    __slots__ = ("_alone", "_latch", "_repeat", "fixed", "forward", "heads_outside", "memo", "numbers", "trained")
+    __slots__ = ("_alone", "fixed", "forward", "heads_outside", "latch", "memo", "numbers", "repeat", "trained")
 
     def __init__(self, memo: Memo, forward: Kernel | None, numbers: Numbers, *, heads_outside: bool = False) -> None:
         """With `heads_outside` the output is (Hq, T_q, D_v) in memory."""
         self.memo, self.forward, self.numbers, self.heads_outside = memo, forward, numbers, heads_outside
         self.fixed: tuple[Kernel, Program] | None = None
         self.trained: tuple[Kernel, Program, tuple[Any, ...], Sequence[bool]] | None = None
-        # The launches of `fixed` where a call does nothing else, and the latch to others in their place.
+        # The launches of `fixed` where a call does nothing else, the latch to others in their place, and what `again` found last.
         self._alone: Program | None = None
-        self._latch: Latch[Kernel] | None = None
-        self._repeat: Repeat | None = None
+        self.latch: Latch[Kernel] | None = None
+        self.repeat: Repeat | None = None
 
     def keep(self, kernel: Kernel, program: Program) -> None:
         """Keep the launches of the forward."""
         self.fixed = kernel, program
-        self._latch = None if self.numbers.deterministic else kernel.latch
-        self._repeat = None
+        self.latch = None if self.numbers.deterministic else kernel.latch
+        self.repeat = None
         self._alone = program if kernel is self.forward and self.numbers.scale > 0.0 and not self.numbers.dropout_p else None
 
     def keep_trained(self, like: tuple[Any, ...], alike: Sequence[bool], kernel: Kernel, program: Program) -> None:
@@ -62,19 +62,17 @@ class PackedPlan:
 
     def gives_way(self, kernel: Kernel | None) -> None:
         """Have another kernel serve in place of one that failed, or none (None)."""
-        self.forward, self.fixed, self._alone = kernel, None, None
+        self.forward, self.fixed, self._alone, self.repeat = kernel, None, None, None
 
-    def again(
-        self, given: Sequence[Tensor | None], places: Sequence[int], found: Sequence[int], *, with_lse: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Output and LSE of a call that does nothing but the launches of `fixed`, else None. Its tensors are in the order of Packed: those
-        at these places, each once, were `found` at these addresses. Without `with_lse` the LSE is None."""
-        program, latch = self._alone, self._latch
+    def again(self, given: Sequence[Tensor | None], places: Sequence[int]) -> Repeat | None:
+        """The launches of `fixed` for a call that does nothing else, else None. Its tensors are in the order of Packed, and a repeat gets
+        those at these places, each once."""
+        program, latch = self._alone, self.latch
         if program is None or (latch is not None and latch.suspect):
             return None
-        if (repeat := self._repeat) is None:
-            repeat = self._repeat = self._repeated(program, given, places)
-        return repeat.run(given[0], found, with_lse=with_lse)
+        if (repeat := self.repeat) is None:
+            repeat = self.repeat = self._repeated(program, given, places)
+        return repeat
 
     def _repeated(self, program: Program, given: Sequence[Tensor | None], places: Sequence[int]) -> Repeat:
         query, _, value, *_ = given

@@ -193,6 +193,6 @@ def _resolved(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.resolve_neg()
 
 
-def lists_of_pages(cu_q: Any, cu_k: Any, used: Any) -> tuple[Any, Any]:
-    """Bounds and numbers of keys of a call with pages: keys have no bounds, and their numbers may be given as bounds."""
-    return cu_q, cu_k.diff() if used is None and isinstance(cu_k, Tensor) and cu_k.dim() else used
+def keys_between(cu_k: Any) -> Tensor | None:
+    """Numbers of keys in pages that are given as bounds; None where these say nothing."""
+    return cu_k.diff() if isinstance(cu_k, Tensor) and cu_k.dim() else None

@@ -64,22 +64,21 @@ def attend(
         try:
             if not max_q.__class__ is max_k.__class__ is int:
                 max_q, max_k = integers(max_q, max_k)
-            caches = None if table is None else (of_k is None, of_v is None, key.data_ptr() == value.data_ptr())
             # All that a plan depends on beside layouts.
             words = (
-                max_q, max_k, options, splits, heads_outside, cu_k is cu_q, used is None, slopes is None, sinks is None, caches,
-                C._get_deterministic_algorithms(),
+                max_q, max_k, options, splits, heads_outside, cu_k is cu_q, used is None, slopes is None, sinks is None, table is None,
+                of_k is None, of_v is None, C._get_deterministic_algorithms(),
             )  # fmt: skip
             recent = plans.packed.get(words)
             if recent is not None:
                 tensors = recent.picked(given)
                 if recent.check(*tensors) and recent.unchanged(addresses := [*map(_ADDRESS, tensors)]):
                     plan = recent.plan
-                    found: tuple[Tensor, Tensor | None] | None = None
                     if seed is None:
-                        found = plan.again(given, recent.places, addresses, with_lse=options[_WITH_LSE])
-                    if found is not None:
-                        return found
+                        if (repeat := plan.repeat) is None or plan.latch is not None:
+                            repeat = plan.again(given, recent.places)
+                        if repeat is not None:
+                            return repeat.run(query, addresses, with_lse=options[_WITH_LSE])  # type: ignore[no-any-return]
         except (AttributeError, TypeError, ValueError, RuntimeError):
             # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
             words = None
@@ -172,12 +171,13 @@ def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> 
     if recent is not None and recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors]):
         plans.alike(words, recent)
         return recent.plan, None
-    signature = _signature(given, state, tensors)
+    latent = given[_TABLE] is not None and given[1].data_ptr() == given[2].data_ptr()
+    signature = _signature(given, (*state, latent), tensors)
     plan: Any = None if signature is None else plans.get(signature)
     if plan is not None:
         kind = given[0].device.type
         cast_to = torch.get_autocast_dtype(kind) if given[_TABLE] is None and autocasting(kind) else None
-        plans.served(signature, plan, state, seeded=False, cast_to=cast_to, tensors=tensors, places=places)
+        plans.served(signature, plan, state, seeded=False, cast_to=cast_to, tensors=tensors, places=places, latent=latent)
         if (recent := plans.packed.get(state)) is not None:
             plans.alike(words, recent)
     return plan, signature
