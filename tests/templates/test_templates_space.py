@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from flashtune.core.gpu.target import Target, targets
 from flashtune.core.problems.dtypes import DTYPES, DType
+from flashtune.core.problems.lengths import Lengths
 from flashtune.core.problems.problem import DIRECTIONS, FLAGS, MASK_KINDS, WIDEST_HEAD, Features, Problem, padded
-from flashtune.templates import families, family
+from flashtune.templates import every_family, families, families_of_pages, family
 from flashtune.templates.family import Family
 from flashtune.templates.predicates import live_registers, shared_bytes
 from flashtune.templates.rendering import render, variant_of
@@ -50,11 +51,21 @@ gpus = st.sampled_from(sorted(targets())).map(targets().__getitem__)
 @given(problem=problems(WIDEST_HEAD), target=gpus)
 def test_every_supported_problem_has_a_default_that_keeps_the_constraints(problem: Problem, target: Target) -> None:
     spec = problem.spec()
-    for chosen in families().values():
+    for chosen in every_family().values():
         if chosen.supports(spec, target) is None:
             for config in [chosen.default(spec, target), *chosen.starts(spec, target)]:
                 chosen.validate(config)
                 assert chosen.violated(config, spec, target) is None
+
+
+@pytest.mark.parametrize(("d", "d_v"), itertools.product((64, 128, 192, 256), repeat=2))
+def test_keys_and_values_of_other_widths_have_defaults_over_pages(d: int, d_v: int) -> None:
+    features = Features(causal=True, packed=True, page=16, alignment="bottom_right")
+    lengths = Lengths(law="equal", longest=4096)
+    wanted = Problem(batch=2, heads=8, kv_heads=8, n_q=512, n_kv=4096, d=d, d_v=d_v, dtype="bf16", features=features, lengths=lengths)
+    for chosen in families_of_pages().values():
+        assert chosen.inability(wanted, wanted.spec(), targets()["h200"]) is None
+        assert chosen.starts(wanted.spec(), targets()["h200"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,7 +76,7 @@ def test_a_hopper_has_a_default_for_every_usual_head_size(d: int, d_v: int, dtyp
     target = targets()["h200"]
     for mask in MASK_KINDS:
         spec = Problem(batch=1, heads=2, kv_heads=1, n_q=100, n_kv=200, d=d, d_v=d_v, dtype=dtype, features=Features(mask=mask)).spec()
-        for chosen in families().values():
+        for chosen in every_family().values():
             if chosen.supports(spec, target) is None:
                 assert chosen.violated(chosen.default(spec, target), spec, target) is None
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from flashtune.core.gpu.target import Target
 from flashtune.core.problems.config import Config, KernelSpec, Value
-from flashtune.core.problems.problem import Problem, padded
+from flashtune.core.problems.problem import Problem
 from flashtune.templates.hopper import flash_fwd_hopper
 from flashtune.templates.hopper.layout import tiles_of
 from flashtune.templates.hopper.pages import PagedLayout
@@ -62,7 +62,8 @@ def ends_apart(problem: Problem, page: int) -> bool:
 
 def tried_first(spec: KernelSpec, target: Target) -> list[Config]:
     """Configs of packed forwards, with running maxima and rescales where a score exceeds all before it."""
-    sizes = [("chained", 128), ("loop", 64)] if max(padded(spec.d), padded(spec.d_v)) <= 128 else [("loop", 64)]
+    # Wide values have no room for two tiles of products, wide keys beside narrow values only with fewer keys a tile.
+    sizes = [("chained", 128), ("chained", 64), ("loop", 64)]
     shared: dict[str, Value] = {
         "BLOCK_M": 128,
         "num_stages": 2,
