@@ -104,6 +104,10 @@ class Memo:
 
                 self._library = Library.over(self.settings.databases, alone=self.settings.alone)
 
+    def share(self, other: "Memo") -> None:
+        """Take over what another state with the same settings has read; records are sorted once for both."""
+        self._library, self._pools = other.library(), other._pools
+
     def library(self) -> "Library":
         """The library of these databases, read at its first use."""
         self.read()
