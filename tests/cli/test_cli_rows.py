@@ -279,7 +279,7 @@ def test_rows_of_each_gpu_have_a_table_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["problem", "us", "TFLOP/s", "as calls"])
 def test_records_are_shown_in_the_order_of_a_column_and_as_many_as_asked(column: str) -> None:
-    where = ("show", "--db", str(shipped_path()), "--gpu-name", "h200", "--d", "64")
+    where = ("show", "--db", str(shipped_path()), "--gpu-name", "h200", "--d", "80")
     every = json.loads(flashtune(*where, "--json").stdout)
     rows = json.loads(flashtune(*where, "--sort", column.upper(), "--json").stdout)
     fields = {"us": "median_us", "call us": "call_us", "TFLOP/s": "tflops"}

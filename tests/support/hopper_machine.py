@@ -6,10 +6,14 @@
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 from hopper_kernels import Truncate, functions_of, names_of
+
+THREADS = ThreadPoolExecutor(1024)
+"""Kept, since starting and ending one takes 2 ms where torch is; more than the roles that a machine has at a time."""
 
 
 class Number(int):
@@ -59,6 +63,13 @@ class Barrier:
             self.phase, self.pending = self.phase + 1, self.count
 
 
+def closed() -> threading.Lock:
+    """What one thread waits at until another one releases it, in fewer steps than a semaphore takes."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Role:
     """A warpgroup or a warp of one program: what it started, and waits for."""
 
@@ -73,23 +84,24 @@ class Role:
         self.leaving: list[Any] = []
         self.done = False
         self.error: BaseException | None = None
-        self.turn = threading.Semaphore(0)
+        self.turn = closed()
 
         def run() -> None:
             self.turn.acquire()
             try:
-                if not machine.over:
-                    work(*arguments)
-                    machine.check_end(self)
+                if machine.over:
+                    return
+                work(*arguments)
+                machine.check_end(self)
+                self.done = True
+                following = machine.chosen()
             except SystemExit:
-                pass
+                return
             except BaseException as error:
-                self.error = error
-            self.done = True
-            machine.scheduler.release()
+                self.error, following = error, None
+            (machine.ended if following is None else following.turn).release()
 
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
+        self.run = run
 
 
 class Scheduler:
@@ -105,7 +117,7 @@ class Scheduler:
         self._roles: list[Role] = []
         self._copies: list[Callable[[], None]] = []
         self._running: Role | None = None
-        self.scheduler, self.over = threading.Semaphore(0), False
+        self.ended, self.over = closed(), False
 
     def kernel_of(self, module: ModuleType, name: str, stand_ins: dict[str, Any]) -> Callable[..., None]:
         """A kernel of a rendered module as an ordinary function, with these names in place of the module's."""
@@ -121,30 +133,40 @@ class Scheduler:
 
     def play(self) -> None:
         """Runs all roles to their ends; raises AssertionError where one does what it must not, or all wait for one another."""
+        threads = [THREADS.submit(role.run) for role in self._roles]
         try:
-            while not all(role.done for role in self._roles):
-                able = [role for role in self._roles if not role.done and role.ready()]
-                assert able or self._copies, "all wait: " + ", ".join(role.name for role in self._roles if not role.done)
-                place = self._random.randrange(len(able) + len(self._copies))
-                if place >= len(able):
-                    self._copies.pop(place - len(able))()
-                    continue
-                self._running = able[place]
-                self._running.turn.release()
-                self.scheduler.acquire()
-                if self._running.error:
-                    raise self._running.error
+            if (first := self.chosen()) is not None:
+                first.turn.release()
+                self.ended.acquire()
+            for role in self._roles:
+                if role.error is not None:
+                    raise role.error
         finally:
             self.over = True
-            for role in self._roles:
+            for role, thread in zip(self._roles, threads, strict=True):
                 role.turn.release()
-                role.thread.join()
+                thread.result()
+
+    def chosen(self) -> Role | None:
+        """The role that runs next, which each calls where it pauses, after copies that land before it; none where all have ended."""
+        while (able := [role for role in self._roles if not role.done and role.ready()]) or not all(role.done for role in self._roles):
+            assert able or self._copies, "all wait: " + ", ".join(role.name for role in self._roles if not role.done)
+            place = self._random.randrange(len(able) + len(self._copies))
+            if place < len(able):
+                self._running = able[place]
+                return able[place]
+            self._copies.pop(place - len(able))()
+        return None
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Lets others go first, and waits until `ready`."""
         role = self._role
         role.ready = ready
-        self.scheduler.release()
+        following = self.chosen()
+        if following is role:
+            return
+        assert following is not None
+        following.turn.release()
         role.turn.acquire()
         if self.over:
             raise SystemExit
