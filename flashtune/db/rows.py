@@ -224,7 +224,7 @@ def read_ending(row: Row) -> Ending | None:
                 raise RowError(column, "is set, but ended_by is missing")
         return None
     regret = None if row.missing("expected_regret") else row.real("expected_regret", zero=True)
-    candidates = None if row.missing("candidates") else row.integer("candidates", 1)
+    candidates = None if row.missing("candidates") else row.integer("candidates", 0)
     return Ending(reason=row.word("ended_by"), regret=regret, candidates=candidates)
 
 

@@ -278,7 +278,7 @@ BAD_VALUES: dict[str, dict[str, list[str]]] = {
         "race_throttled_by": TEXT_COLUMNS[1:],
         "ended_by": WORD_COLUMNS[1:],
         "expected_regret": ["'none'", "-1.0", "9e999", "x'01'"],
-        "candidates": [*COUNT_COLUMNS[1:], "0"],
+        "candidates": COUNT_COLUMNS[1:],
     },
     "provenance": {
         **{name: TEXT_COLUMNS for name in ("flashtune", "torch", "triton", "driver", "gpu_name", "clocks", "command")},

@@ -159,7 +159,7 @@ def test_repeated_calls_take_little_more_operations_than_a_dense_one(driven: Dri
     calls |= {"a window": partial(dispatch.attention, q, k, v, block_mask=mask), "lists": partial(calls["functions"], mask)}
     with torch.no_grad(), dispatch.use(unmeasured=True):
         found = {name: operations(call) for name, call in calls.items()}
-    most = {"dense": 1.0, "packed": 1.1, "paged": 1.1, "functions": 1.6, "packed functions": 1.8}
+    most = {"dense": 1.0, "packed": 1.2, "paged": 1.2, "functions": 1.6, "packed functions": 1.8}
     most |= {"a score of attention": 1.6, "a window": 1.6, "lists": 1.8}
     assert {name: count for name, count in found.items() if count > most[name] * found["dense"]} == {}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -92,6 +92,22 @@ def test_equal_texts_run_the_small_cases_once_and_only_if_they_pass() -> None:
     assert not verifier.verdict(counted, text="kernel").reason and rows == [64]
     wrong = verifier.verdict(lambda *tensors, **words: None, text="wrong")
     assert wrong.reason and verifier.verdict(lambda *tensors, **words: None, text="wrong") == wrong
+
+
+def rounded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, sms: int = 132, **words: Any
+) -> None:
+    """Rows of a mask at multiples of 16 elements, whatever its stride."""
+    mask = words["mask"]
+    strides = [*mask.stride()[:2], mask.stride(2) // 16 * 16, mask.stride(3)]
+    right(q, k, v, out, lse, sms=sms, **words | {"mask": mask.as_strided(mask.shape, strides, mask.storage_offset())})
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+def test_rows_of_masks_at_any_stride_are_among_the_cases(kind: Literal["bool", "bias"]) -> None:
+    problem = replace(PROBLEM, features=Features(mask=kind))
+    verifier = Verifier(problem, device="cpu", seed=SEED, full_size=make_inputs(problem, device="cpu", seed=SEED))
+    assert verifier.verdict(right).reason == "" != verifier.verdict(rounded).reason
 
 
 def test_a_stale_stage_shows_where_a_program_has_a_second_tile(plain: Verifier, thorough: Verifier) -> None:

@@ -59,6 +59,7 @@ def attend(
     plan: Any = None
     plans: Any = None
     words: tuple[Any, ...] | None = None
+    repeat: Any = None
     if not compiling:
         plans = STACK.get().plans
         try:
@@ -72,16 +73,16 @@ def attend(
             recent = plans.packed.get(words)
             if recent is not None:
                 tensors = recent.picked(given)
-                if recent.check(*tensors) and recent.unchanged(addresses := [*map(_ADDRESS, tensors)]):
+                # Guards of a nested tensor end the process.
+                if not query.is_nested and recent.check(*tensors) and recent.unchanged(addresses := [*map(_ADDRESS, tensors)]):
                     plan = recent.plan
-                    if seed is None:
-                        if (repeat := plan.repeat) is None or plan.latch is not None:
-                            repeat = plan.again(given, recent.places)
-                        if repeat is not None:
-                            return repeat.run(query, addresses, with_lse=options[_WITH_LSE])  # type: ignore[no-any-return]
+                    if seed is None and ((repeat := plan.repeat) is None or plan.latch is not None):
+                        repeat = plan.again(given, recent.places)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             # An argument isn't a tensor, has no memory, or can't be hashed; parsing raises the error.
-            words = None
+            words = repeat = None
+        if repeat is not None:
+            return repeat.run(query, addresses, with_lse=options[_WITH_LSE])  # type: ignore[no-any-return]
     if plan is None and table is None:
         # Models' positions leave queries and keys in float32 under autocast, and values in its dtype; caches stay in theirs.
         rows = cast(query, key, value)
@@ -168,7 +169,7 @@ def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> 
     # Growing lengths share a plan.
     state = _bounds(given, *words[:2]), *words[2:]
     recent = plans.packed.get(state)
-    if recent is not None and recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors]):
+    if recent is not None and not given[0].is_nested and recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors]):
         plans.alike(words, recent)
         return recent.plan, None
     latent = given[_TABLE] is not None and given[1].data_ptr() == given[2].data_ptr()

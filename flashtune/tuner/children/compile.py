@@ -34,7 +34,7 @@ from flashtune.core.problems.problem import Problem
 from flashtune.core.records.results import CompileFacts
 from flashtune.core.system.errors import EnvironmentProblem
 from flashtune.templates.loading import load_kernel
-from flashtune.tuner.verify.cases import small_problems
+from flashtune.tuner.verify.cases import first_steps, small_problems
 from flashtune.tuner.verify.inputs import Inputs, make_inputs
 
 
@@ -102,10 +102,10 @@ def _compiled_for(problem: Problem) -> Iterator[tuple[Inputs, tuple[torch.Tensor
     yield full, full.arguments
     if "dlse" in full.operands:
         yield full, tuple((full.operands | {"dlse": None}).values())
-    small = small_problems(problem, 1)
+    small = small_problems(problem, 2)
     sequences = tuple((one.n_q, one.n_kv) for one in small) if problem.features.packed else ()
-    few = replace(small[0], batch=len(small) if sequences else 1)
-    inputs = make_inputs(few, device="meta", seed=0, sequences=sequences, like=full.steps)
+    few = replace(small[0], batch=len(small)) if sequences else small[0]
+    inputs = make_inputs(few, device="meta", seed=0, sequences=sequences, like=first_steps(full.steps))
     yield inputs, inputs.arguments
 
 

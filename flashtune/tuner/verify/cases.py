@@ -75,6 +75,11 @@ def own_steps(problem: Problem) -> Mapping[str, Steps]:
     return make_inputs(problem, device="meta", seed=0).steps
 
 
+def first_steps(steps: Mapping[str, Steps]) -> Mapping[str, Steps]:
+    """Steps of the first small case: its mask and the gradient of that have rows of any stride, as callers' may have."""
+    return {name: own for name, own in steps.items() if name not in ("mask", "dbias")}
+
+
 def _narrow(features: Features) -> Features:
     """Features with a window that small problems notice."""
     if features.window is None:
@@ -162,13 +167,14 @@ def huge(problem: Problem) -> tuple[str, ...]:
 def cases(problem: Problem, *, device: torch.device | str, seed: int, thorough: bool) -> list[Case]:
     """Cases that every candidate of `problem` is checked on; `thorough` adds those that cost a GPU little and Triton's interpreter much.
 
-    Strides are divided by what divides the problem's own: else kernels that ask for it would be compiled again, on the GPU's time.
+    Strides are divided by what divides the problem's own, but for `first_steps`: else kernels that ask for it would be compiled again, on
+    the GPU's time.
     """
     found, like = [], own_steps(problem)
     small_ones = small_problems(problem, 2 if thorough else min(2, problem.batch))
     for index, small in enumerate([] if problem.features.packed else small_ones):
-        odd = index % 2 == 1
-        found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd, like=like)))
+        odd, steps = index % 2 == 1, like if index else first_steps(like)
+        found.append(Case(inputs=make_inputs(small, device=device, seed=seed + index, heads_inside=odd, own_masks=odd, like=steps)))
     if problem.features.packed:
         found += _packed(small_ones, device=device, seed=seed, like=like)
     if not thorough or problem.features.mods:
