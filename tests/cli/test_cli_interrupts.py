@@ -107,7 +107,7 @@ def test_an_interrupted_problem_keeps_its_rows_and_the_same_command_goes_on(
     # Trials that were being kept when the signal came may be in the study alone.
     assert whole == 12 and 1 <= part < 12
     second = start(tmp_path)
-    assert "n64-d16-fp32-full: done before (12 trials)" in second.communicate(timeout=600)[1]
+    assert "n64-d16-fp32-full: done before (12 of 48 candidates tried)" in second.communicate(timeout=600)[1]
     assert second.returncode == 0
     assert rows(tmp_path) == [12, part, 12]
     with Store.open(tmp_path / "x.sqlite", writable=False) as store:

@@ -13,11 +13,14 @@ from ways import doubled
 from flashtune import dispatch
 from flashtune.dispatch.plans.program import Program
 from flashtune.dispatch.state import context
+from flashtune.dispatch.state.context import Memo
+from flashtune.dispatch.state.settings import Settings
 
 
 @pytest.fixture
 def driven(library: Decoding, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driven]:  # noqa: F811
-    with dispatch.use(unmeasured=True), torch.no_grad():
+    # A state of its own, since it remembers kernels that failed.
+    with context.serving(Memo(Settings(unmeasured=True))), torch.no_grad():
         yield drive(library, monkeypatch)
     monkeypatch.undo()
     context.current().forget()

@@ -64,7 +64,7 @@ class Barrier:
 
 
 def closed() -> threading.Lock:
-    """What one thread waits at until another one releases it, in fewer steps than a semaphore takes."""
+    """Gate that one thread waits at until another one releases it, in fewer steps than a semaphore takes."""
     lock = threading.Lock()
     lock.acquire()
     return lock

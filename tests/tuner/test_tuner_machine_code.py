@@ -110,7 +110,6 @@ def described(compiled: Any) -> dict[str, Any]:
 def test_code_that_serves_any_size_stands_once_and_masks_have_one_for_aligned_sizes() -> None:
     for one, manifest in manifests():
         for kernel in {binary.kernel for binary in manifest.binaries}:
-            # What is launched again has a number.
             names = list(dict.fromkeys(re.sub(r"_\d+$", "", one.specialization) for one in manifest.of(kernel)))
             if names[-1] == IN_PARTS:
                 # What adds up parts is launched where there are some alone.
