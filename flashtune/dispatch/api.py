@@ -212,8 +212,6 @@ def attention(
             and per_head is None
             and recent.seeded is (seed is not None)
             and recent.options == options
-            # Guards of a nested tensor end the process.
-            and not query.is_nested
             and recent.check(query, key, value)
             and (recent.grad_mode is None or recent.grad_mode is torch.is_grad_enabled())
             and (recent.cast_to is None or recent.cast_to is torch.get_autocast_dtype(query.device.type))
@@ -395,7 +393,7 @@ def _first_call(signature: tuple[Any, ...] | None, arguments: Arguments, options
 
 
 _ZERO = inspect.signature(attention).parameters["softcap"].default
-"""The number of calls without dropout and a soft cap."""
+"""Default of `dropout_p` and `softcap`: one object, which calls that leave them out have."""
 
 define_lazily(partial(operators.define, attention))
 # torch.jit.script substitutes PyTorch's operation for it.

@@ -117,8 +117,16 @@ _guards: Any = found("torch._C._dynamo.guards.TensorGuards", None)
 
 
 def check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Check of torch.compile's guards, which says in one call if tensors are like these; it needs no compiler."""
-    check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    """Check of torch.compile's guards, which says in one call if tensors are like these; it needs no compiler.
+
+    A nested tensor, looked for in the first place alone, is like none.
+    """
+    like: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    def check(first: Any, *others: Any) -> bool:
+        # Guards of a nested tensor, whose sizes they ask for, end the process.
+        return not (first.__class__ is torch.Tensor and first.is_nested) and like(first, *others)
+
     return check
 
 

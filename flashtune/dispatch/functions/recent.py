@@ -90,8 +90,6 @@ def recent_call(tensors: Sequence[Any], score_mod: Any, block_mask: Any, options
     recent = STACK.get().plans.flex.get((id(score_mod), id(block_mask), len(tensors)))
     if (
         recent is None
-        # Guards of a nested tensor end the process.
-        or (tensors[0].__class__ is Tensor and tensors[0].is_nested)
         or not recent.check(*tensors)
         or recent.state != _state(tensors[0], options)
         or (recent.cast_to is not None and recent.cast_to is not torch.get_autocast_dtype(tensors[0].device.type))

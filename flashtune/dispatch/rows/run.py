@@ -73,8 +73,7 @@ def attend(
             recent = plans.packed.get(words)
             if recent is not None:
                 tensors = recent.picked(given)
-                # Guards of a nested tensor end the process.
-                if not query.is_nested and recent.check(*tensors) and recent.unchanged(addresses := [*map(_ADDRESS, tensors)]):
+                if recent.check(*tensors) and recent.unchanged(addresses := [*map(_ADDRESS, tensors)]):
                     plan = recent.plan
                     if seed is None and ((repeat := plan.repeat) is None or plan.latch is not None):
                         repeat = plan.again(given, recent.places)
@@ -169,7 +168,7 @@ def _looked_up(plans: Plans, given: tuple[Any, ...], words: tuple[Any, ...]) -> 
     # Growing lengths share a plan.
     state = _bounds(given, *words[:2]), *words[2:]
     recent = plans.packed.get(state)
-    if recent is not None and not given[0].is_nested and recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors]):
+    if recent is not None and recent.check(*tensors) and recent.unchanged([x.data_ptr() for x in tensors]):
         plans.alike(words, recent)
         return recent.plan, None
     latent = given[_TABLE] is not None and given[1].data_ptr() == given[2].data_ptr()
